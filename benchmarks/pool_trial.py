@@ -8,9 +8,10 @@ A head, a vLLM for each model and one pool for all answer conversations of three
 vLLMs and head are killed with -9 in turns, and start again. Before the pool starts, and between
 kills, bytes are changed in its memory and on its SSD. Each answer is judged afterwards, token by
 token, by a vLLM of its model without a pool or cache. The same load on vLLMs without a pool tells
-what batches do. `--disk-folder` may be a small tmpfs, so that the disk is full:
+what batches do. `--disk-folder` names a small tmpfs with room for `--ssd`, which another program's
+file fills during three kills of ten:
 
-    mount -t tmpfs -o size=16m tmpfs /tmp/small
+    mount -t tmpfs -o size=544m tmpfs /tmp/small
 
 The exit status is 1 if answers were wrong or given up, or if nothing was found in the pool.
 """
@@ -48,6 +49,8 @@ TOKENS_PER_WORD = 4
 KILLED = ("pool",) * 7 + ("vllm",) * 2 + ("head",)
 PROVEN_P = 0.01
 SETTLE_S = 5.0
+FULL_KILLS, OF_KILLS = 3, 10
+"""During the first of so many kills the disk is full."""
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
@@ -113,8 +116,18 @@ class PoolTrial:
                 return
             if number == 0:
                 cluster.check_that_pool_is_used()
+            if self._args.disk_folder:
+                await asyncio.to_thread(self._fill_disk, cluster.pool, number)
             await asyncio.to_thread(self._kill, cluster, kind)
             say(f"{load.num_done} answers; killed: {kind}")
+
+    def _fill_disk(self, pool: TrialPool, number: int) -> None:
+        match number % OF_KILLS:
+            case 0:
+                pool.fill_disk()
+                self.done["times that the disk was filled"] += 1
+            case part if part == FULL_KILLS:
+                pool.free_disk()
 
     def _kill(self, cluster: TrialCluster, kind: str) -> None:
         if kind == "pool":
@@ -192,7 +205,7 @@ def arguments() -> argparse.Namespace:
     add("--kv-tokens", type=int, default=2560, help="In the memory of each vLLM.")
     add("--dram-mib", type=int, default=64)
     add("--ssd", default="1GiB")
-    add("--disk-folder", default="", help="For the SSD tier.")
+    add("--disk-folder", default="", help="For the SSD tier: a small tmpfs, which is filled.")
     add("--damage-share", type=float, default=0.002, help="Of places of 16 KiB, each time.")
     add("--tie-nats", type=float, default=0.5)
     add("--modules", action="append", default=[], help="Further folders of modules for the vLLMs.")

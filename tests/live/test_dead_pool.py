@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moonpool.host_pool.messages import PROTOCOL, Find, Found, JoinPool, PoolMessage, Waiting
@@ -188,6 +189,23 @@ def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPat
         assert space.num_reservations == 1  # the others did not ask
         assert not engine.worker.takes_stores
     wait_until(lambda: engine.worker.takes_stores)  # its late answer ends the pause
+    engine.close()
+
+
+def test_a_store_under_way_ends_with_its_pool(pool: Pool) -> None:
+    engine = Engine(pool, seed=1)
+    (space,) = engine.worker.spaces
+    places = space.reserve((bytes(16),), 0)
+    assert places is not None
+    pool.kill()
+    pool.start()
+    wait_until(lambda: space.memory() is not places.memory and space.is_connected)
+    space.fill(places, np.asarray([[1]]))
+    # The next pool hears nothing of what it has not reserved, and serves this client.
+    again = space.reserve((bytes(16),), 0)
+    assert again is not None
+    assert again.num_wanted == 1
+    assert b"does not understand" not in pool.log()
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from moonpool_engine.sglang.page_store import PageStore, Piece
 from moonpool_engine.sglang.pool_client import HostPoolClient
+from moonpool_engine.vllm.cache_layout import Addresses
+from moonpool_engine.vllm.slice_mover import PlainSliceMover, SliceMover, Sums
 from tests.live.host_pool import Pool
 from tests.live.waiting import wait_until
 
@@ -42,8 +45,8 @@ class Memory:
         ]
 
 
-def store(pool: Pool, namespace: bytes = b"n" * 32) -> PageStore:
-    client = HostPoolClient(pool.socket, namespace, "m", [PIECE_BYTES] * PIECES)
+def store(pool: Pool, namespace: bytes = b"n" * 32, mover: SliceMover | None = None) -> PageStore:
+    client = HostPoolClient(pool.socket, namespace, "m", [PIECE_BYTES] * PIECES, mover)
     return PageStore(client, {"kv": namespace})
 
 
@@ -85,4 +88,33 @@ def test_a_pool_that_dies_is_a_miss(pool: Pool) -> None:
     assert pages.get("kv", HASHES, Memory().pieces()) == [False] * PAGES
     assert pages.put("kv", HASHES, stored.pieces()) == [False] * PAGES
     assert pages.leading("kv", HASHES) == 0
+    pages.close()
+
+
+class InterruptedMover(PlainSliceMover):
+    """Its first copy outlasts the pool: another one is used when it ends."""
+
+    def __init__(self, pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+        self._pool, self._caplog, self.num_copies = pool, caplog, 0
+
+    def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
+        self.num_copies += 1
+        if self.num_copies == 1:
+            self._pool.kill()
+            self._caplog.clear()
+            self._pool.start()
+            wait_until(lambda: "is used" in self._caplog.text)
+        return super().copy(from_addresses, to_addresses, slice_bytes)
+
+
+def test_a_copy_that_outlasts_its_pool_is_none_of_the_next(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "moonpool.vllm_connector")
+    stored, mover = Memory(seed=1), InterruptedMover(pool, caplog)
+    pages = store(pool, mover=mover)
+    assert pages.put("kv", HASHES, stored.pieces()) == [False] * PAGES
+    assert pages.put("kv", HASHES, stored.pieces()) == [True] * PAGES
+    assert mover.num_copies == 2
+    assert b"does not understand" not in pool.log()
     pages.close()

@@ -15,7 +15,7 @@ import pytest
 
 from tests.live.vllm_layout.faults import LAYOUTS, MOVERS
 
-pytestmark = [pytest.mark.live, pytest.mark.long]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MOONPOOL_VLLM_PYTHON")
 CONNECTOR = {
@@ -48,7 +48,7 @@ def run_module(name: str, *arguments: str, **environment: str) -> str:
         env=os.environ | settings | environment,
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

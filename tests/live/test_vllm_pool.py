@@ -16,7 +16,7 @@ import pytest
 from tests.live.host_pool import Pool
 from tests.live.test_vllm_layout import PYTHON, ROOT, model  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.live, pytest.mark.long]
+pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def run(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=880,
+        timeout=1800,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]

@@ -1,5 +1,5 @@
-"""vLLMs of a known speed behind a Conductor, in virtual time: the state machines of the live cluster,
-and the model of a vLLM's time that `moonpool bench routers` serves."""
+"""vLLMs of a known speed behind a Conductor, in virtual time: the state machines of the live
+cluster, and the model of a vLLM's time that `moonpool bench routers` serves."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class _Client:
 
 
 class TimedVllms:
-    """Plays sessions to a Conductor with servers of these speeds. `records` are the clients' own."""
+    """Plays sessions to a Conductor with servers of these speeds. `records`: the clients'."""
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from moonpool.types import Struct
 from moonpool_lab.demo.local_server import LocalServer, ServerError
 
 DAMAGE_STEP_BYTES = 16 << 10
+MAX_FILLED_BYTES = 4 << 30
 EASY = ("--admission", "none", "--slo-ttft", "600")
 
 
@@ -70,6 +71,27 @@ class TrialPool(MoonpoolPool):
         arenas = self._memory.glob("*/arena") if self._memory.exists() else ()
         files = [p for p in self.disk.rglob("*") if p.is_file()] if self.disk.exists() else ()
         return sum(damage_file(path, rng, share) for path in (*arenas, *files))
+
+    def fill_disk(self) -> None:
+        """Another program's file takes all that is free on the disk of the SSD tier. Raises
+        ServerError if that is no small file system."""
+        place = os.statvfs(self._shape.disk_folder)
+        if place.f_frsize * place.f_blocks > MAX_FILLED_BYTES:
+            raise ServerError(f"{self._shape.disk_folder} is to be filled: mount a small tmpfs")
+        with self._filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(DAMAGE_STEP_BYTES))
+
+    def free_disk(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        super().stop()
+        self.free_disk()
+
+    @property
+    def _filler(self) -> Path:
+        return self.disk.with_name(f"{self.disk.name}-filler")
 
 
 def damage_file(path: Path, rng: random.Random, share: float) -> int:

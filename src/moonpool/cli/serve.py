@@ -282,9 +282,10 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, if there is no server."""
+    """Fails here, and not in a worker that would wait for it, if there is no server. One that is
+    too busy to answer is left to its worker."""
     from moonpool.cli.worker import API_KEY_VARIABLE
-    from moonpool.vllm.client import VllmClient, VllmError
+    from moonpool.vllm.client import VllmClient, VllmError, VllmSilentError
     from moonpool.vllm.dialect import DialectError
     from moonpool.vllm.dialects.find import find_dialect
 
@@ -299,6 +300,9 @@ def _check_vllm(place: str) -> None:
         asyncio.run(read_facts())
     except ConfigError as error:
         fail(f"--vllm: {error}")
+    except VllmSilentError as error:
+        url = vllm_place(place).url
+        click.echo(f"moonpool: the server at {url}: {error}; it is asked again", err=True)
     except (VllmError, DialectError) as error:
         fail(f"the server at {vllm_place(place).url}: {error}")
 

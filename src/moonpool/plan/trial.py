@@ -186,7 +186,9 @@ class Watcher(Collector):
             return Cause.PREFILL if late and not self._waited_for_decode(record) else self._decode()
         if reason in _BY_REASON:
             return _BY_REASON[reason]
-        if reason.startswith(("decode_load", "tbt_slo", "ttft_slo_late", "goodput_decode", "batch_full")):
+        if reason.startswith(
+            ("decode_load", "tbt_slo", "ttft_slo_late", "goodput_decode", "batch_full")
+        ):
             return self._decode()
         return Cause.DEADLINE
 

@@ -41,8 +41,8 @@ RANK_HEADER = "X-data-parallel-rank"
 """By which vLLM computes a request on one of its ranks."""
 
 
-Health = Literal["well", "unwell", "gone"]
-"""`gone`: no server listens at the address."""
+Health = Literal["well", "unwell", "silent", "gone"]
+"""`silent`: it listens, and does not answer in time. `gone`: no server listens at the address."""
 
 
 def _is_done(event: bytes) -> bool:
@@ -59,6 +59,10 @@ class VllmError(Exception):
         super().__init__(message)
         self.refused = refused
         self.status = status
+
+
+class VllmSilentError(VllmError):
+    """The server listens, and did not answer in time: it is busy, or hangs."""
 
 
 @cache
@@ -99,7 +103,9 @@ class VllmClient:
                     status = await self._status("/v1/models")
         except UnreachableError:
             return "gone"
-        except (ConnectionFailedError, TooLargeError, TimeoutError):
+        except TimeoutError:
+            return "silent"
+        except (ConnectionFailedError, TooLargeError):
             return "unwell"
         return "well" if status == 200 else "unwell"
 
@@ -244,4 +250,4 @@ def _told(too_late: str = "") -> Iterator[None]:
     except (ConnectionFailedError, TooLargeError) as error:
         raise VllmError(str(error)) from None
     except TimeoutError:
-        raise VllmError(too_late) from None
+        raise VllmSilentError(too_late) from None

@@ -81,7 +81,7 @@ STEP_S = 1e-3
 """How long after its first output the other outputs of a step are awaited."""
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
-WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "gone": 3}
+WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "silent": 2, "gone": 3}
 FORWARDED_REFUSALS = (404, 405, 415, 501)
 """Statuses with which a server refuses a call that it does not serve."""
 MAX_UNWELL = 6

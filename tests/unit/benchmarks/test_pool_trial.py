@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 
 from benchmarks.pool_trial import kinds_of_kills, verdict
 from benchmarks.suite.pool_in_vllm.judge import TokenAnswer, counts_of, judge
-from benchmarks.suite.pool_in_vllm.trial_cluster import DAMAGE_STEP_BYTES, damage_file
+from benchmarks.suite.pool_in_vllm.pools import PoolPlace
+from benchmarks.suite.pool_in_vllm.trial_cluster import (
+    DAMAGE_STEP_BYTES,
+    TrialPool,
+    TrialShape,
+    damage_file,
+)
+from moonpool_lab.demo.local_server import ServerError
 from tests.http_server import QuietHandler, serving
 
 TIE_NATS = 0.5
@@ -98,3 +106,28 @@ def test_damage_changes_as_many_bytes_as_it_says(tmp_path: Path) -> None:
     assert [number // DAMAGE_STEP_BYTES for number in changed] == list(range(9))
     assert damage_file(file, random.Random(1), 0.0) == 0
     assert damage_file(tmp_path / "gone", random.Random(1), 1.0) == 0
+
+
+def test_the_disk_is_filled_by_a_file_that_is_not_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the file system is large: it may be anybody's."""
+    shape = TrialShape("python", ("m",), 1, 1, 1, 1, "1GiB", str(tmp_path))
+    pool = TrialPool(PoolPlace("python", tmp_path, 1, 32), shape)
+    at = "benchmarks.suite.pool_in_vllm.trial_cluster"
+    monkeypatch.setattr(f"{at}.MAX_FILLED_BYTES", 0)
+    with pytest.raises(ServerError, match="mount a small tmpfs"):
+        pool.fill_disk()
+    monkeypatch.setattr(f"{at}.MAX_FILLED_BYTES", 1 << 60)
+    # As on a full disk, from the second piece on.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (DAMAGE_STEP_BYTES + 1, limits[1]))
+    try:
+        pool.fill_disk()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size == DAMAGE_STEP_BYTES + 1
+    assert pool.damage(random.Random(0), 1.0) == 0
+    pool.free_disk()
+    assert list(tmp_path.iterdir()) == []

@@ -149,6 +149,24 @@ def test_a_wrong_file_is_a_cold_start_with_one_line(
     assert all("starting cold" in text for text in caplog.messages)
 
 
+def test_a_smaller_arena_leaves_the_old_one_to_those_who_have_it_mapped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool_engine.storage.kept_memory._LOCK_S", 0.1)
+    open_process(folder).end()
+    path = folder / "mixed-0" / "arena"
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[-1] = 7
+        fd, ledger = open_in_folder(folder, "mixed-0").prepare(LAYOUT, NUM_BLOCKS // 4)
+        assert path.stat().st_size < len(mapped) == os.fstat(file.fileno()).st_size
+        assert os.fstat(file.fileno()).st_blocks == 0, "it keeps no memory"
+        assert mapped[-1] == 0  # else: SIGBUS
+        with pytest.raises(StoreError, match="in use"):
+            open_in_folder(folder, "mixed-0")
+        os.close(fd)
+        ledger.close()
+
+
 def test_the_number_of_blocks_is_found_again(folder: Path) -> None:
     open_process(folder).end()
     memory = open_in_folder(folder, "mixed-0")

@@ -31,6 +31,14 @@ class PooledModel:
     watchers: set[ClientConnection] = field(default_factory=set)
     fetches: dict[str, GroupFetch] = field(default_factory=dict)
     used: int = 0
+    num_attaching: int = 0
+    """Clients whose space is being opened."""
+    is_closed: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody uses it: it may give way to another model."""
+        return not (self.clients or self.num_attaching or self.fetches or self.state.num_finds)
 
 
 @dataclass(slots=True)

@@ -60,6 +60,14 @@ class PooledModels:
         """Raises SpaceError."""
         async with self._opening:
             group = self.by_key.get(message.group) or await self._make_group(message)
+            group.num_attaching += 1
+        try:
+            return group, await self._attach(group, message)
+        finally:
+            group.num_attaching -= 1
+
+    async def _attach(self, group: PooledModel, message: AttachRank) -> SpaceHost:
+        """Raises SpaceError."""
         if group.state.num_ranks != message.num_ranks or message.rank >= message.num_ranks:
             raise SpaceError("other processes of this model state another number of ranks")
         self.use(group)
@@ -75,7 +83,7 @@ class PooledModels:
         window = group.state.windows.get(message.rank, 0)
         if host.layout != message.layout or window != message.window_blocks:
             raise SpaceError("another process of this model and rank lays its blocks out otherwise")
-        return group, host
+        return host
 
     async def _make_group(self, message: AttachRank) -> PooledModel:
         name = message.group.hex()[:24]
@@ -99,7 +107,7 @@ class PooledModels:
             for path in root.glob(f"{closed.pop(0)}-r*"):
                 shutil.rmtree(path, ignore_errors=True)
         while len(self.by_key) >= self._place.num_models:
-            idle = [one for one in self.by_key.items() if not one[1].clients]
+            idle = [one for one in self.by_key.items() if one[1].is_idle]
             if not idle:
                 raise SpaceError(
                     f"the pool serves {self._place.num_models} models already: start it with a"
@@ -108,6 +116,7 @@ class PooledModels:
             key, group = min(idle, key=lambda one: one[1].used)
             log.info("the blocks of %s leave DRAM for another model", group.model)
             del self.by_key[key]
+            group.is_closed = True
             for host in group.hosts.values():
                 await asyncio.to_thread(host.close)
             for path in root.glob(f"{group.name}-r*"):
@@ -137,6 +146,6 @@ class PooledModels:
 
     def _on_event(self, group: PooledModel, rank: int, event: MessengerEvent) -> None:
         host = group.hosts.get(rank)
-        if host is not None:
+        if host is not None and not group.is_closed:
             host.space.handle(event)
             self._on_change(group)

@@ -294,7 +294,7 @@ class PoolServer:
         """Performs what the spaces of a group want, until they want nothing more."""
         now = time.monotonic()
         told = group.state.first_whole_rank
-        has_more = True
+        has_more = not group.is_closed
         while has_more:
             has_more = False
             for rank, host in group.hosts.items():

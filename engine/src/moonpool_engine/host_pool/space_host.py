@@ -38,6 +38,13 @@ from moonpool_engine.worker.transfers import storage_by, transfers_by
 log = logging.getLogger("moonpool.pool")
 
 LEAST_BLOCKS = 8
+FLAGS = {
+    "pool.ssd_tokens_per_instance": "--ssd",
+    "pool.dram_tokens_per_instance": "--dram",
+    "pool.ssd_folder": "--folder",
+    "pool.keep_memory": "--memory-folder",
+}
+"""What names for `moonpool pool serve` what these settings name for workers."""
 MIN_SEGMENT_SLOTS = 4
 
 
@@ -203,7 +210,7 @@ def open_space(
             memory.close()
             raise
     except (StoreError, ArenaError) as error:
-        raise SpaceError(str(error)) from None
+        raise SpaceError(_in_flags(error)) from None
     ledger = BlockLedger(arena, ledger_memory)
     kept = _recover(ledger, place.name, num_blocks)
     store, store_error = _open_store(layout, place, arena, post)
@@ -249,9 +256,17 @@ def _open_store(
     try:
         store = open_store(place.ssd_folder, place.name, arena, num_slots, post)
     except StoreError as error:
-        log.warning("%s: the pool serves without its SSD: %s", place.name, error)
-        return None, str(error)
+        said = _in_flags(error)
+        log.warning("%s: the pool serves without its SSD: %s", place.name, said)
+        return None, said
     text = "%s: SSD at %s: found %d of %d blocks in %.2f s"
     seconds = time.monotonic() - began_s
     log.info(text, place.name, store.describe(), len(store.stored), num_slots, seconds)
     return store, ""
+
+
+def _in_flags(error: Exception) -> str:
+    said = str(error)
+    for setting, flag in FLAGS.items():
+        said = said.replace(setting, flag)
+    return said

@@ -85,33 +85,53 @@ class _Group:
     def memory(self) -> SpaceMemory | None:
         return self.link.memory
 
-    def find(self, keys: Sequence[bytes], places: bool) -> tuple[str, Found | None]:
-        """Holds the leading blocks; end the hold with `release`."""
+    def find(
+        self, keys: Sequence[bytes], memory: SpaceMemory | None = None
+    ) -> tuple[str, Found | None]:
+        """Holds the leading blocks; end the hold with `release`. `memory`: their places in it are
+        wanted."""
         name = self._new()
+        places = memory is not None
         message = Find(owner=name, group=self.group, keys=tuple(keys), places=places)
-        answer = self._ask(name, message, LOAD_S)
+        answer = self._ask(name, message, LOAD_S, memory)
         return name, answer if isinstance(answer, Found) else None
 
     def release(self, name: str) -> None:
         self.link.send(Release(owner=name, group=self.group))
 
-    def reserve(self, keys: Sequence[bytes]) -> tuple[int, Ids | None]:
-        """Returns the number of the reservation and the place of each key."""
+    def reserve(self, keys: Sequence[bytes], memory: SpaceMemory) -> tuple[int, Ids | None]:
+        """Returns the number of the reservation and the place of each key in `memory`. Raises
+        ValueError if the pool names others than there are."""
         name = self._new()
-        answer = self._ask(name, Reserve(number=int(name), keys=tuple(keys)), ANSWER_S)
+        asked = Reserve(number=int(name), keys=tuple(keys))
+        answer = self._ask(name, asked, ANSWER_S, memory)
         if not isinstance(answer, Reserved):
             return int(name), None
-        return int(name), np.frombuffer(answer.block_ids, "<i8")
+        ids = np.frombuffer(answer.block_ids, "<i8")
+        if len(ids) != len(keys) or ids.max(initial=-1) >= memory.num_blocks:
+            self.commit(int(name), b"", memory)
+            raise ValueError("the pool named blocks outside its memory, or too few")
+        return int(name), ids
+
+    def commit(self, number: int, sums: bytes, memory: SpaceMemory) -> bool:
+        """Tells the pool of `memory`, and no later one. Returns False if it has gone."""
+        return self.link.send(Commit(number=number, checksums=sums), memory)
 
     def _new(self) -> str:
         with self._condition:
             self._number += 1
             return str(self._number)
 
-    def _ask(self, name: str, message: Find | Reserve, timeout_s: float) -> Found | Reserved | None:
+    def _ask(
+        self,
+        name: str,
+        message: Find | Reserve,
+        timeout_s: float,
+        memory: SpaceMemory | None = None,
+    ) -> Found | Reserved | None:
         with self._condition:
             self._answers[name] = None
-        sent = self.link.send(message)
+        sent = self.link.send(message, memory)
         with self._condition:
             if sent:
                 self._condition.wait_for(
@@ -162,17 +182,19 @@ class HostPoolClient:
         """Counts pages in any of the sizes that this process has seen."""
         most = 0
         for group in list(self._groups.values()):
-            name, found = group.find(keys, places=False)
+            name, found = group.find(keys)
             group.release(name)
             most = max(most, 0 if found is None else found.num_blocks)
         return most
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
         group = self._group(_sizes(addresses))
-        name, found = group.find(keys, places=True)
+        memory = group.memory  # before it is asked: places are those of this memory
+        if memory is None:
+            return [False] * len(keys)
+        name, found = group.find(keys, memory)
         try:
-            memory = group.memory
-            if found is None or memory is None or not found.ranks:
+            if found is None or not found.ranks:
                 return [False] * len(keys)
             return self._copy_in(group, memory, keys, addresses, found)
         finally:
@@ -195,14 +217,16 @@ class HostPoolClient:
         right = (sums.reshape(-1, group.num_slices) == expected).all(axis=1)
         wrong = [keys[index] for index in np.flatnonzero(~right).tolist()]
         if wrong:
-            group.link.send(Damaged(keys=tuple(wrong)))
+            group.link.send(Damaged(keys=tuple(wrong)), memory)
         return [*map(bool, right), *[False] * (len(keys) - len(ids))]
 
     def put(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
         group = self._group(_sizes(addresses))
-        number, ids = group.reserve(keys)
         memory = group.memory
-        if ids is None or memory is None:
+        if memory is None:
+            return [False] * len(keys)
+        number, ids = group.reserve(keys, memory)
+        if ids is None:
             return [False] * len(keys)
         chosen = np.flatnonzero(ids >= 0)
         sums = b""
@@ -210,11 +234,11 @@ class HostPoolClient:
             source = _slices([addresses[index] for index in chosen.tolist()], group.slice_bytes)
             to = _places(group, memory, ids[chosen])
             sums = self._mover.copy(source, to, group.slice_bytes).astype("<u8").tobytes()
-        if not group.link.send(Commit(number=number, checksums=sums)):
+        if not group.commit(number, sums, memory):
             return [False] * len(keys)
         if len(chosen) == len(keys):
             return [True] * len(keys)
-        name, found = group.find(keys, places=False)  # what was there already counts as stored
+        name, found = group.find(keys)  # what was there already counts as stored
         group.release(name)
         there = 0 if found is None else found.num_blocks
         return [bool(ids[index] >= 0) or index < there for index in range(len(keys))]

@@ -46,10 +46,11 @@ _log = logging.getLogger("moonpool.worker")
 
 class KeptMemory:
     """The two files of one instance, open and locked. Raises StoreError if another instance has
-    them, or if they cannot be opened."""
+    them, or if they cannot be opened. `has_names`: the files are in a folder."""
 
-    def __init__(self, arena_path: str, ledger_path: str) -> None:
+    def __init__(self, arena_path: str, ledger_path: str, has_names: bool = False) -> None:
         self.path = arena_path
+        self._has_names = has_names
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         self._fds: list[int] = []
         try:
@@ -83,8 +84,9 @@ class KeptMemory:
                 self.path,
             )
             os.ftruncate(self._fds[1], 0)  # the ledger: its zeros name no block
-        arena_fd, ledger_fd = self._fds
         sizes = (num_blocks * layout.block_bytes, HEAD_BYTES + num_blocks * record_bytes(layout))
+        self._renew_larger(sizes[0])
+        arena_fd, ledger_fd = self._fds
         self._resize(arena_fd, sizes[0], take=not late)
         self._resize(ledger_fd, sizes[1], take=True)
         ledger = mmap.mmap(ledger_fd, sizes[1])
@@ -122,9 +124,27 @@ class KeptMemory:
                 )
             time.sleep(0.02)
 
+    def _renew_larger(self, num_bytes: int) -> None:
+        """Makes a new file where the arena's is larger. Processes may have it mapped, as vLLMs do:
+        if it shrank, a byte that they read behind its end would kill them. It gives its memory
+        back, and they read zeros."""
+        old_fd = self._fds[0]
+        old_bytes = os.fstat(old_fd).st_size
+        if not self._has_names or old_bytes <= _whole_pages(old_fd, num_bytes):
+            return
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with mmap.mmap(old_fd, old_bytes) as old:
+                old.madvise(mmap.MADV_REMOVE)
+            os.unlink(self.path)
+            self._fds[0] = os.open(self.path, flags, 0o600)
+            os.close(old_fd)
+            self._lock()
+        except (OSError, StoreError) as error:
+            raise ArenaError(f"{self.path} cannot be made anew: {error}") from None
+
     def _resize(self, fd: int, num_bytes: int, take: bool) -> None:
-        page_bytes = os.fstatvfs(fd).f_bsize  # of hugetlbfs: a huge page
-        num_bytes = -(-num_bytes // page_bytes) * page_bytes
+        num_bytes = _whole_pages(fd, num_bytes)
         found = os.fstat(fd)
         present_bytes = found.st_blocks * 512
         try:
@@ -155,7 +175,12 @@ def open_in_folder(root: Path, instance_id: str) -> KeptMemory:
             " /dev/shm/moonpool"
         )
     folder = instance_folder(root, instance_id)
-    return KeptMemory(str(folder / "arena"), str(folder / "ledger"))
+    return KeptMemory(str(folder / "arena"), str(folder / "ledger"), has_names=True)
+
+
+def _whole_pages(fd: int, num_bytes: int) -> int:
+    page_bytes = os.fstatvfs(fd).f_bsize  # of hugetlbfs: a huge page
+    return -(-num_bytes // page_bytes) * page_bytes
 
 
 def record_bytes(layout: BlockLayout) -> int:

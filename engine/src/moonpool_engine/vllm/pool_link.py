@@ -93,12 +93,13 @@ class PoolLink:
     def connected(self) -> bool:
         return self._sock is not None
 
-    def send(self, message: ClientMessage) -> bool:
-        """Returns False if there is no pool now. Never waits. May be called from any thread."""
+    def send(self, message: ClientMessage, memory: SpaceMemory | None = None) -> bool:
+        """Returns False if there is no pool now, or another one than that of `memory`. Never waits.
+        May be called from any thread."""
         body = memoryview(framed(message))
         with self._sending:
             sock = self._sock
-            if sock is None:
+            if sock is None or memory not in (None, self.memory):
                 return False
             sent = 0 if self._backlog else self._send_some(sock, body)
             if sent is None:

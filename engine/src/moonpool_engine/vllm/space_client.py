@@ -130,7 +130,8 @@ class SpaceClient:
             self.num_reservations += 1
             number = self.num_reservations
             self._reserved[number] = None
-        sent = self._link.send(Reserve(number=number, keys=keys, first_depth=first))
+        asked = Reserve(number=number, keys=keys, first_depth=first)
+        sent = self._link.send(asked, memory)
         with self._lock:
             if sent:
                 ended = self._lock.wait_for(
@@ -158,11 +159,16 @@ class SpaceClient:
                 groups = [np.ascontiguousarray(row[chosen]) for row in ids]
                 sums = self.copier.store(groups, targets).astype("<u8").tobytes()
         finally:
-            self._link.send(Commit(number=reservation.number, checksums=sums))
+            self._commit(reservation, sums)
 
     def abandon(self, reservation: Reservation) -> None:
         """Gives the places back."""
-        self._link.send(Commit(number=reservation.number, checksums=b""))
+        self._commit(reservation, b"")
+
+    def _commit(self, reservation: Reservation, sums: bytes) -> None:
+        """Tells the pool that made the reservation: one that came after it knows none of it."""
+        commit = Commit(number=reservation.number, checksums=sums)
+        self._link.send(commit, reservation.memory)
 
     def _on_message(self, message: PoolMessage) -> None:
         if isinstance(message, Reserved):

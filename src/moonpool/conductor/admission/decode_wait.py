@@ -113,7 +113,9 @@ class DecodeWait:
         limit_s = self.limit_step_s(table, row, slo_s)
         # A request is placed only when there is room, so it harms nobody.
         is_full = others > 0 and with_s > limit_s
-        return DecodeLoad(0.0, without_s, min(with_s, max(limit_s, own_s)), 0.0, None, is_full=is_full)
+        return DecodeLoad(
+            0.0, without_s, min(with_s, max(limit_s, own_s)), 0.0, None, is_full=is_full
+        )
 
 
 def full_step_s(table: InstanceTable, row: int) -> float:

@@ -42,8 +42,8 @@ from moonpool.conductor.admission.resource_prices import (
 )
 from moonpool.conductor.admission.sharing_forecast import SharingForecast
 from moonpool.conductor.admission.slo_chances import TtftChances
-from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS, RunningMean, length_bucket
+from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.state import InstanceState, TrackedRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.types import MALFORMED
-from moonpool.vllm.client import VllmClient, VllmError
+from moonpool.vllm.client import HEALTH_S, VllmClient, VllmError, VllmSilentError
 from moonpool.vllm.dialects.llama_server import LlamaDialect, is_props
 from moonpool.vllm.dialects.openai_server import Listed, OpenAiDialect, read_listed
 from moonpool.vllm.dialects.server_dialect import ServerDialect
@@ -21,9 +21,11 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 
 async def find_dialect(client: VllmClient) -> ServerDialect:
-    """Returns how the server is asked. Raises VllmError if it is gone or not healthy, and
+    """Returns how the server is asked. Raises VllmError if it is gone, silent or not healthy, and
     DialectError for one that is not understood."""
     health = await client.health()
+    if health == "silent":
+        raise VllmSilentError(f"no answer within {HEALTH_S:g} s")
     if health != "well":
         raise VllmError(
             "no server listens there" if health == "gone" else "the server is not healthy"
