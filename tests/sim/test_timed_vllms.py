@@ -13,14 +13,14 @@ from moonpool.types import Slo
 from tests.sim.timed_vllms import TimedVllms
 
 CAPACITY_RPS = 22.2
-"""What three servers answer a second while 12 users of each never pause, as the benchmark has it."""
+"""What three servers answer a second while 12 users of each never pause."""
 SLO = Slo(ttft_s=0.73, tbt_s=0.0525)
 SECONDS = 10.0
 
 
 @cache
 def played(load: float, admission: str, waits: bool = True) -> TimedVllms:
-    """Conversations, after as long a time at half of the capacity, in which the Conductor learns."""
+    """Conversations, after others at half of the capacity, from which the Conductor learns."""
     fleet = TimedVllms(ConductorConfig(admission=admission, decode_wait=waits), SLO)
     workload = WORKLOADS["conversations"]
     for each in (0.5, load):

@@ -12,7 +12,8 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
 A separate rule decides whether an admitted request then waits for room in a decode batch
-(`admission.decode_wait`), or for its prefill on a server with a batch of its own. It applies to all policies, which judge a TTFT that includes this wait.
+(`admission.decode_wait`), or for its prefill on a server with a batch of its own. It applies to all
+policies, which judge a TTFT that includes this wait.
 If the rule is off, the decode instance checks the load once more, except with the policy none.
 Policies are pure and book nothing.
 """

@@ -150,8 +150,8 @@ LONG_QUEUE = "long_queue"
 BATCH_FULL = "batch_full"
 """The reason of a rejection because one more answer in the batch would make the others late."""
 BATCH_SHARE = 0.7
-"""The part of its SLO of TTFT that a request may wait for that: how long its prompt takes afterwards
-is less certain on a server that fills its steps."""
+"""The part of its SLO of TTFT that a request may wait for that: how long its prompt takes after the
+wait is less certain on a server that fills its steps."""
 
 
 PROGRAMS_WAIT = "programs_wait"
