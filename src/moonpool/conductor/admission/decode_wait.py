@@ -111,8 +111,9 @@ class DecodeWait:
         if not self._waits:
             return DecodeLoad(others, without_s, with_s, 0.0, None)
         limit_s = self.limit_step_s(table, row, slo_s)
-        # A request is placed only when there is room, so it harms nobody.
-        is_full = others > 0 and with_s > limit_s
+        # A request is placed only when there is room, so it harms nobody. One that would be late
+        # alone waits for nothing.
+        is_full = others > 0 and with_s > limit_s >= table.decode_base_s.item(row) + stall_s + own_s
         return DecodeLoad(
             0.0, without_s, min(with_s, max(limit_s, own_s)), 0.0, None, is_full=is_full
         )

@@ -248,9 +248,15 @@ def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
 def _spares_full_batches(
     table: InstanceTable, possible: Bools, num_tokens: int, limit_s: float
 ) -> Bools:
-    longest_s = table.booked_tbt_s(num_tokens) + table.prompt_stall_s
-    free: Bools = possible & ((longest_s <= limit_s) | (table.booked_batch == 0.0))
-    return free if np.count_nonzero(free) else possible
+    """Leaves out instances where one more answer would exceed the limit; if all are like that,
+    those where it would do so alone, for there it need not wait."""
+    own_s = table.decode_s_per_sequence + table.decode_s_per_context_token * float(num_tokens)
+    able = possible & (table.decode_base_s + own_s + table.prompt_stall_s <= limit_s)
+    free = able & (table.booked_tbt_s(num_tokens) + table.prompt_stall_s <= limit_s)
+    for kept in (free, able):
+        if np.count_nonzero(kept):
+            return kept
+    return possible
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
