@@ -194,8 +194,8 @@ def test_a_new_update_gives_the_same_prices_as_a_new_window() -> None:
         new.note_arrival(need)
     new.cost(needs[-1], CAPACITY, last_s + 1.0)
     old.cost(needs[-1], CAPACITY, last_s + 1.0)
-    new.prices[1] = old.prices[1] = 0.0
-    new.prices[0] = old.prices[0] = 0.0
+    new._decode = old._decode = 0.0
+    new._prefill = old._prefill = 0.0
     new.cost(needs[-1], CAPACITY, last_s + 2.0)
     old.cost(needs[-1], CAPACITY, last_s + 2.0)
     assert old.prices == new.prices and old.prices[0] > 0.0
