@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class PlanResult:
-    """`summary` are the figures of `moonpool plan --json`."""
+    """`summary` are the figures of `moonpool plan --json`. `search`: what was simulated for it."""
 
     def __init__(self, summary: dict[str, Any], search: SearchDone) -> None:
         self.summary = summary
-        self._search = search
+        self.search = search
 
     def __repr__(self) -> str:
         return f"<PlanResult: {self.advice}>"
@@ -53,20 +53,20 @@ class PlanResult:
         """One row per simulation of the trace: the search's, and those of `what_if`."""
         from moonpool.plan.stored_runs import COLUMNS, run_rows
 
-        done = self._search
+        done = self.search
         return ResultTable.from_rows(COLUMNS, list(run_rows(done.found, done.stored, done.priced)))
 
     def plot(self) -> Drawing:
         """Attainment of the simulated clusters over their price."""
         from moonpool.plan.page import attainment_by_price
 
-        return drawn(attainment_by_price(self._search.found, self.summary["goal"]["wanted"]))
+        return drawn(attainment_by_price(self.search.found, self.summary["goal"]["wanted"]))
 
     def html(self, command: str = "moonpool.plan_cluster(...)") -> str:
         """The page of `plan --page` as text; its sliders need the runs of `what_if=True`."""
         from moonpool.plan.page import render_plan
 
-        done = self._search
+        done = self.search
         return render_plan(
             done.found, done.stored, self.summary, done.prepared, done.priced, command
         )

@@ -78,7 +78,7 @@ def test_the_answer_names_the_load_at_which_a_stored_run_breaks_first() -> None:
         moonpool.TraceRows(ROWS), slo_ttft_s=6, slo_tbt_s=0.1, layout="colocated", seeds=2,
         what_if=True,
     )  # fmt: skip
-    search = plan._search
+    search = plan.search
     found, wanted = msgspec.structs.replace(search.found, rooms=()), 0.9
     (room,) = with_room(found, search.stored, wanted).rooms
     own = {
