@@ -6,7 +6,6 @@ from __future__ import annotations
 from math import inf
 
 import msgspec
-import numpy as np
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
 from moonpool.conductor.admission.goodput import GoodputModel
@@ -100,13 +99,10 @@ class AdmissionCheck:
     def step_limit_s(self, tracked: TrackedRequest) -> float:
         """How long the longest gaps may be where prompts fill the steps; infinite if there is no
         such instance, or the request does not wait for a batch."""
-        table, fills = self._cluster_state.instance_table, None
-        if self._config.decode_wait and not goes_on(tracked):
-            fills = table.fills_steps
-        if fills is None:
+        fills = self._cluster_state.instance_table.fills_steps
+        if fills is None or not self._config.decode_wait or goes_on(tracked):
             return inf
-        row = int(np.where(fills, table.decode_base_s, inf).argmin())
-        return self._goodput.decode.limit_step_s(table, row, tracked.request.slo.limits.tbt_s)
+        return tracked.request.slo.limits.tbt_s
 
     def _holds_back(self, budget: SloBudget) -> bool:
         """Whether a request still waits for a batch with room. Without admission control it is

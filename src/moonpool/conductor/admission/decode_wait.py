@@ -110,21 +110,20 @@ class DecodeWait:
         with_s = without_s + own_s
         if not self._waits:
             return DecodeLoad(others, without_s, with_s, 0.0, None)
-        limit_s = self.limit_step_s(table, row, slo_s)
         # A request is placed only when there is room, so it harms nobody. One that would be late
         # alone waits for nothing.
-        is_full = others > 0 and with_s > limit_s >= table.decode_base_s.item(row) + stall_s + own_s
+        alone_s = table.decode_base_s.item(row) + stall_s + own_s
+        is_full = others > 0 and with_s > slo_s >= alone_s
         return DecodeLoad(
-            0.0, without_s, min(with_s, max(limit_s, own_s)), 0.0, None, is_full=is_full
+            0.0, without_s, min(with_s, max(slo_s, alone_s)), 0.0, None, is_full=is_full
         )
 
 
-def full_step_s(table: InstanceTable, row: int) -> float:
-    """How long the longest gaps should be where prompts fill the steps, with the answers that
-    decode now; 0: nothing is known of the prompts yet."""
+def full_step_s(table: InstanceTable, row: int, record: RequestRecord) -> float:
+    """How long the longest gaps of an answer that ends should have been where prompts fill the
+    steps; 0: nothing is known of the prompts yet."""
     stall_s = table.prompt_stall_s.item(row)
-    batch, context = table.decoding_batch.item(row), table.decoding_context.item(row)
-    return table.tbt_s(row, batch, context) + stall_s if stall_s else 0.0
+    return table.decodes_beside_s(row, record) + stall_s if stall_s else 0.0
 
 
 def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float) -> float:

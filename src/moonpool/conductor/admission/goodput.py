@@ -100,7 +100,7 @@ class GoodputModel(ClusterObserver):
         mixed = decoder is not None and decoder.role is not Role.DECODE
         step_s = tracked.predicted_step_s
         if decoder is not None and self._table.fills(decoder.row):
-            step_s = full_step_s(self._table, decoder.row)
+            step_s = full_step_s(self._table, decoder.row, record)
         self.decode.note_answer(record, step_s, mixed)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 

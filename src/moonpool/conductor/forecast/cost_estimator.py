@@ -32,6 +32,7 @@ from moonpool.cost.online import MAX_FACTOR, MIN_CHANGE, LearnedFactor
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.distributions.quantiles import rank_above
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
+from moonpool.request_record import RequestRecord
 from moonpool.types import InstanceId, Role
 
 PROBE_EVERY_S = 5.0
@@ -41,7 +42,7 @@ TBT_SHARE = 0.7
 share would reject requests that meet it."""
 STALL_TOKENS = 10
 """Shorter answers say nothing about the longest tenth of the gaps."""
-STALL_SHARE = 0.85
+STALL_SHARE = 0.95
 """Share of the answers whose longest gaps prompts should lengthen by no more. A mean would follow
 the load: few prompts fill a step below the capacity."""
 MIN_STALLS = 8
@@ -189,17 +190,17 @@ class CostEstimator(ClusterObserver):
             changed = self.tbt_tail.observe(longest_s, tpot_s)
             if changed and self._learning:
                 self._table.tbt_tail = self.tbt_tail.value
-        if decoder is not None and longest_s is not None and self._table.fills(decoder.row):
-            self._learn_stall(decoder, record.num_generated_tokens, longest_s)
+        if decoder is not None and self._table.fills(decoder.row):
+            self._learn_stall(decoder, record)
 
-    def _learn_stall(self, state: InstanceState, num_tokens: int, longest_s: float) -> None:
+    def _learn_stall(self, state: InstanceState, record: RequestRecord) -> None:
         """Learns what prompts add to the longest gaps: how many of their tokens such a server puts
         into one step is unknown."""
         table, row, stalls_s = self._table, state.row, state.stalls_s
-        if num_tokens < STALL_TOKENS:
+        longest_s = record.tbt_top10_mean_s
+        if longest_s is None or record.num_generated_tokens < STALL_TOKENS:
             return
-        batch, context = table.decoding_batch.item(row), table.decoding_context.item(row)
-        stalls_s.append(max(longest_s - table.tbt_s(row, batch, context), 0.0))
+        stalls_s.append(max(longest_s - table.decodes_beside_s(row, record), 0.0))
         if not self._learning or len(stalls_s) < MIN_STALLS:
             return
         stall_s = sorted(stalls_s)[rank_above(STALL_SHARE, len(stalls_s))]
