@@ -17,9 +17,8 @@ from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.output_predictor import OutputPredictor
 from moonpool.conductor.placement.choice import (
-    BATCH_FULL,
-    LONG_QUEUE,
     NO_ROOM,
+    TIMED_REASONS,
     Placement,
     PlacementFunction,
     PlannedAttempt,
@@ -113,7 +112,7 @@ class AttemptPlanner:
         """States what the request needs. A request that waits for room, or for the prompts before
         it, must be placed early enough for its prefill."""
         least_s = 0.0
-        if rejection.reason in (NO_ROOM, LONG_QUEUE, BATCH_FULL):
+        if rejection.reason in TIMED_REASONS:
             table, held = self._table, np.minimum(match.hits, footprint.usable_blocks)
             prefill_s = table.prefill_s(footprint.num_tokens, held * float(footprint.block_tokens))
             least_s = float(prefill_s[table.prefills].min(initial=np.inf))

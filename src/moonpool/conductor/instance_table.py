@@ -15,7 +15,6 @@ import numpy.typing as npt
 from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, SHARED_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import InstanceInfo
-from moonpool.request_record import RequestRecord
 from moonpool.types import InstanceId, Slo
 
 Floats = npt.NDArray[np.float64]
@@ -327,12 +326,12 @@ class InstanceTable:
         """Whether an instance fills its steps with prompts."""
         return self.fills_steps is not None and bool(self.fills_steps.item(row))
 
-    def decodes_beside_s(self, row: int, record: RequestRecord) -> float:
+    def decodes_beside_s(self, row: int, placed_s: float | None) -> float:
         """The longest that a step of decodes alone should have taken during an answer that ends:
-        with those when it was placed, or now. By the latter alone, prompts would seem to take the
-        time of answers that have ended since."""
+        as predicted when it was placed (`placed_s`), or now. By the latter alone, prompts would
+        seem to take the time of answers that have ended since."""
         now_s = self.tbt_s(row, self.decoding_batch.item(row), self.decoding_context.item(row))
-        return max(record.predicted_tbt_s or 0.0, now_s)
+        return max(placed_s or 0.0, now_s)
 
     def tbt_tail_of(self, row: int) -> float:
         """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from

@@ -74,7 +74,7 @@ class DecodeWait:
             return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
         own_s = added_step_s(table, row, context.footprint.expected_tokens)
         if table.fills(row):
-            return self._filled(table, row, own_s, slo_s)
+            return self._filled(context, own_s)
         ready_s = context.now + context.placement.ttft_s
         batch, tokens = context.forecast.project(ready_s, context.now)
         context.forecast.note_projection(ready_s, batch)
@@ -101,29 +101,27 @@ class DecodeWait:
         # as long as the limit.
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
-    def _filled(self, table: InstanceTable, row: int, own_s: float, slo_s: float) -> DecodeLoad:
+    def _filled(self, context: AdmissionContext, own_s: float) -> DecodeLoad:
         """The load of an instance that fills its steps with prompts: what is booked there now, for
         the prompt is computed at once."""
-        others = table.booked_batch.item(row)
-        stall_s = table.prompt_stall_s.item(row)
-        without_s = table.tbt_s(row, others, table.booked_context.item(row)) + stall_s
-        with_s = without_s + own_s
+        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
+        stall_s, others = table.prompt_stall_s.item(row), table.booked_batch.item(row)
+        with_s = context.placement.tbt_s + stall_s
         if not self._waits:
-            return DecodeLoad(others, without_s, with_s, 0.0, None)
+            return DecodeLoad(others, with_s - own_s, with_s, 0.0, None)
         # A request is placed only when there is room, so it harms nobody. One that would be late
         # alone waits for nothing.
         alone_s = table.decode_base_s.item(row) + stall_s + own_s
         is_full = others > 0 and with_s > slo_s >= alone_s
-        return DecodeLoad(
-            0.0, without_s, min(with_s, max(slo_s, alone_s)), 0.0, None, is_full=is_full
-        )
+        expected_s = min(with_s, max(slo_s, alone_s))
+        return DecodeLoad(0.0, expected_s, expected_s, 0.0, None, is_full=is_full)
 
 
 def full_step_s(table: InstanceTable, row: int, record: RequestRecord) -> float:
     """How long the longest gaps of an answer that ends should have been where prompts fill the
     steps; 0: nothing is known of the prompts yet."""
     stall_s = table.prompt_stall_s.item(row)
-    return table.decodes_beside_s(row, record) + stall_s if stall_s else 0.0
+    return table.decodes_beside_s(row, record.predicted_tbt_s) + stall_s if stall_s else 0.0
 
 
 def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float) -> float:

@@ -200,7 +200,7 @@ class CostEstimator(ClusterObserver):
         longest_s = record.tbt_top10_mean_s
         if longest_s is None or record.num_generated_tokens < STALL_TOKENS:
             return
-        stalls_s.append(max(longest_s - table.decodes_beside_s(row, record), 0.0))
+        stalls_s.append(max(longest_s - table.decodes_beside_s(row, record.predicted_tbt_s), 0.0))
         if not self._learning or len(stalls_s) < MIN_STALLS:
             return
         stall_s = sorted(stalls_s)[rank_above(STALL_SHARE, len(stalls_s))]

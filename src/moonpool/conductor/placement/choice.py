@@ -152,6 +152,8 @@ BATCH_FULL = "batch_full"
 BATCH_SHARE = 0.7
 """The part of its SLO of TTFT that a request may wait for that: how long its prompt takes after the
 wait is less certain on a server that fills its steps."""
+TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
+"""Reasons for which it is predicted how long a request would wait."""
 
 
 PROGRAMS_WAIT = "programs_wait"

@@ -3,8 +3,9 @@
 * A lost instance is restarted within seconds, while a request has minutes. So a request waits where
   nothing is missing but an instance that was lost. Instances that left for good are not awaited.
 * A request that was admitted before waits for room.
-* A new one waits for room, or for the prompts before it, if its first token can still come in time:
-  within its SLO of TTFT, or before its deadline if nobody has stated one.
+* A new one waits for room, for the prompts before it, or for a batch that one more answer would make
+  late, if its first token can still come in time: within its SLO of TTFT, or before its deadline if
+  nobody has stated one. Without admission control the wait for a batch ends with a place.
 * A new program waits for those that began before it, until its deadline.
 * A call of a program that has begun waits: users of agents wait for the last call.
 * A choice waits for other choices of its call: their room becomes free, whatever its TTFT is.
@@ -26,9 +27,9 @@ from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement.choice import (
     BATCH_FULL,
     BATCH_SHARE,
-    LONG_QUEUE,
     NO_ROOM,
     PROGRAMS_WAIT,
+    TIMED_REASONS,
     Rejection,
 )
 from moonpool.conductor.state import TrackedRequest
@@ -42,9 +43,7 @@ UNSERVABLE_STATUS = 422
 """Status of a rejection that an idle cluster would make, too."""
 FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
-TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
-"""Reasons for which it is predicted how long a request would wait."""
-TIME_HELPS = frozenset({NO_ROOM, LONG_QUEUE, BATCH_FULL, FAIR_SHARE, PROGRAMS_WAIT})
+TIME_HELPS = frozenset({*TIMED_REASONS, FAIR_SHARE, PROGRAMS_WAIT})
 """Reasons that go away while a request waits, without making it late."""
 POLICY = "admission_policy"
 """The reason of a rejection by the operator's own admission policy, which time alone does not
