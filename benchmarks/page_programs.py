@@ -24,7 +24,6 @@ def program_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 _TEXT = (
     "Generated tool agents in a closed loop, simulated on mixed instances whose KVCache cannot hold"
     " all of them at the higher load: from a program's first call to the end of its last one."
-    " The tree of the run with 100 instances had changed readers of traces, which it does not use."
 )
 PROGRAM_SECTION = (
     "Programs of agents",
