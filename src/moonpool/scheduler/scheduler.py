@@ -506,19 +506,9 @@ class Scheduler:
         start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
         if request.draft_task is not None:
             drafts = ()  # the draft model guesses them when the step begins
-        last, sampling = end == tokens.size, attempt.sampling
-        needs_prompt_ids = last and sampling.repetition_penalty != 1
-        pooling = sampling.pooling
-        plain = not (
-            drafts
-            or needs_prompt_ids
-            or pooling != "none"
-            or request.pooled
-            or request.num_overlap_blocks
-            or request.draft_task is not None
-            or attempt.adapter
-            or sampling.prompt_logprobs is not None
-        )
+        last = end == tokens.size
+        needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
+        pooling = attempt.sampling.pooling
         request.num_scheduled = end
         request.steps_pending += 1
         self.order.charge(request, num_tokens)
@@ -529,12 +519,6 @@ class Scheduler:
             sent = request.num_streamed_blocks
             sends = tuple(enumerate(request.block_ids[sent:ready], sent))
             request.num_streamed_blocks = max(ready, sent)
-        if plain:  # by position, and without defaults: most entries, and a third of the time
-            new_token_ids = tokens.between(start, end)
-            draw, generated = (sampling, tokens.generated) if last else (None, ())
-            return StepEntry(
-                attempt.attempt_id, new_token_ids, start, request.block_ids, draw, generated, sends
-            )
         return StepEntry(
             attempt.attempt_id,
             (*tokens.between(start, end), *drafts) if drafts else tokens.between(start, end),
