@@ -3,9 +3,10 @@
 * A lost instance is restarted within seconds, while a request has minutes. So a request waits where
   nothing is missing but an instance that was lost. Instances that left for good are not awaited.
 * A request that was admitted before waits for room.
-* A new one waits for room, for the prompts before it, or for a batch that one more answer would make
-  late, if its first token can still come in time: within its SLO of TTFT, or before its deadline if
-  nobody has stated one. Without admission control the wait for a batch ends with a place.
+* A new one waits for room, for the prompts before it, or for a batch that one more answer would
+  make late, if its first token can still come in time: within its SLO of TTFT, or before its
+  deadline if nobody has stated one. Without admission control the wait for a batch ends with a
+  place.
 * A new program waits for those that began before it, until its deadline.
 * A call of a program that has begun waits: users of agents wait for the last call.
 * A choice waits for other choices of its call: their room becomes free, whatever its TTFT is.
