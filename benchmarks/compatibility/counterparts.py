@@ -103,6 +103,11 @@ COUNTERPARTS = (
         ("ray",),
         (
             Part("`--launcher ray`: placement, kills", ("tests/live/test_ray.py",)),
+            Part(
+                "its resources, vLLM and attention workers as actors, its autoscaler",
+                ("tests/live/test_ray_resources.py", "tests/live/test_ray_servers.py"),
+            ),
+            Part("actors and replicas of Serve found", ("tests/live/test_ray_sources.py",)),
             Part("the router of Serve LLM", ("tests/live/test_ray_serve.py",)),
         ),
     ),

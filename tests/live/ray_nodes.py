@@ -81,7 +81,9 @@ class RayNodes:
         return int(node.all_processes["raylet"][0].process.pid)
 
     def kill_raylet(self, node: Any) -> None:
+        """Its actors end when they find no process with its pid, so that must not stay a zombie."""
         os.kill(self.raylet_of(node), signal.SIGKILL)
+        node.all_processes["raylet"][0].process.wait()
 
     def kill_node(self, node: Any) -> None:
         """The machine is gone: the raylet and all that descends from it, at once."""
@@ -89,6 +91,7 @@ class RayNodes:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        node.all_processes["raylet"][0].process.wait()
         wait_until_gone(pids[1:])
 
     def restart_gcs(self) -> None:
