@@ -94,17 +94,19 @@ def run_part(
 
 
 def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Under a Python of its own, what that lacks is taken from this one's packages."""
+    """Under a Python of its own without pytest, what that lacks is taken from this one's packages.
+    One that has pytest is complete: packages of both could hide each other's parts."""
     told = {**os.environ, **more}
     if counterpart.place != "environment":
         return told | ({counterpart.variable: place} if counterpart.variable else {})
     if Path(place).absolute() == Path(sys.executable).absolute():
         return told
     paths = [ROOT / "src", ROOT / "engine" / "src", ROOT / "lab" / "src", ROOT]
-    script = "import sys; print(sys.path)"
+    script = "import sys, importlib.util as u; print(sys.path, bool(u.find_spec('pytest')))"
     own = subprocess.run([place, "-c", script], capture_output=True, check=False, text=True)
     theirs = re.findall(r"'([^']*site-packages)'", own.stdout)
-    told["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *theirs, *_packages()])
+    ours = [] if own.stdout.rstrip().endswith("True") else _packages()
+    told["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *theirs, *ours])
     return told
 
 
