@@ -100,7 +100,7 @@ COUNTERPARTS = (
         "ray",
         "Ray, Ray Serve",
         "environment",
-        ("ray",),
+        ("ray", "vllm"),
         (
             Part("`--launcher ray`: placement, kills", ("tests/live/test_ray.py",)),
             Part(
@@ -108,7 +108,12 @@ COUNTERPARTS = (
                 ("tests/live/test_ray_resources.py", "tests/live/test_ray_servers.py"),
             ),
             Part("actors and replicas of Serve found", ("tests/live/test_ray_sources.py",)),
-            Part("the router of Serve LLM", ("tests/live/test_ray_serve.py",)),
+            Part("the router of Serve", ("tests/live/test_ray_serve.py",)),
+            Part(
+                "the router of Serve LLM before real vLLM replicas",
+                ("tests/live/test_ray_llm.py",),
+                needs_model=True,
+            ),
         ),
     ),
     Counterpart(
