@@ -57,6 +57,7 @@ from moonpool.vllm.actions import (
 )
 from moonpool.vllm.events import read_batch
 from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.measure import FAR_BYTES_PER_S
 from moonpool.vllm.worker import STEP_S
 
 LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
@@ -82,6 +83,8 @@ class _Vllm:
         cost = FittedCost(
             prefill=(f * (s.step_s + s.answer_s), f * s.prompt_token_s, 0.0, 0.0),
             decode=(f * s.step_s, f * s.answer_s, f * s.context_token_s),
+            shared_memory_bytes_per_s=FAR_BYTES_PER_S,
+            network_bytes_per_s=FAR_BYTES_PER_S,
         )
         return InstanceInfo(
             instance_id=self.name,

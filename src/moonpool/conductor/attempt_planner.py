@@ -171,6 +171,7 @@ class AttemptPlanner:
             block_tokens=layout.block_tokens,
             token_bytes=self._cluster_state.token_bytes,
             answer_s=self._cluster_state.answer_s,
+            answer_tokens=expected - num_tokens,
             tbt_s=min(tracked.request.slo.tbt_s, self._table.tbt_slo_s),
             competes=tracked.competes,
             context_tokens=context,

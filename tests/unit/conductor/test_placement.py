@@ -388,6 +388,24 @@ def test_a_prefill_on_a_mixed_instance_needs_room_too() -> None:
     assert placed(only_token, view("m0", room_tokens=1000)).prefill == "m0"
 
 
+def test_a_mixed_instance_with_a_large_batch_makes_the_answer_slow() -> None:
+    """Each of ten decodes adds 10 ms to a step. A fifth of 100 tokens: 2 s."""
+    views = view("m0", source_tokens=500, decode_batch=10), view("m1", host_id="far")
+    assert placed(demand(100), *views).prefill == "m0", "with one token all that counts is TTFT"
+    wanted = demand(100, answer_tokens=100)
+    assert placed(wanted, *views).prefill == "m1"
+    other = ConductorConfig(placement="cache-aware")
+    assert placed(wanted, *views, config=other).prefill == "m1"
+
+
+def test_what_decodes_elsewhere_takes_the_least_time_that_it_can() -> None:
+    """m0 is sooner by 0.1 s for the prompt, and slower by 0.2 s for the answer."""
+    wanted = demand(100, answer_tokens=100)
+    busy = view("m0", decode_batch=1)
+    assert placed(wanted, busy, view("p0", queue_s=0.1), view("d0")).prefill == "p0"
+    assert placed(wanted, busy, view("p0", queue_s=0.3), view("d0")).prefill == "m0"
+
+
 # Refusals
 
 

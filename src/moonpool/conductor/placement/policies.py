@@ -8,6 +8,9 @@
   from another instance. This replicates hot prefixes.
 * module:Class: a policy from outside the package (`PlacementPolicy`, docs/extending.md).
 
+The last two built-in ones add, on mixed instances, what a part of the answer takes to decode there:
+the choice of the prefill is that of the decode, too.
+
 Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reasons:
 
 * `best_hit / hit` is undefined at hit = 0: here 0/0 counts as 1 (nothing to gain), x/0 as infinite.
@@ -39,6 +42,9 @@ from moonpool.config.tables import Placement as PolicyName
 from moonpool.kvcache.prefix_index import PrefixMatch
 
 MAX_SOURCES = 3
+ANSWER_SHARE = 0.2
+"""The part of an answer during which the batch that it joins stays as it is: batches of several
+instances level out while it lasts, as others are placed and end."""
 _MASK = (1 << 64) - 1
 _Result = TypeVar("_Result")
 
@@ -53,6 +59,7 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     block_tokens: int
     token_bytes: int  # KVCache of one token
     answer_s: float  # how long an answer decodes, in the mean
+    answer_tokens: int = 0  # expected
     tbt_s: float = float("inf")  # strictest TBT SLO of this request and of its batch
     competes: bool = False  # other tenants send requests too
     context_tokens: int = 0  # of prompt and answer, for which an instance must be long enough
@@ -238,21 +245,35 @@ def _load_balancing(context: SelectionContext) -> WorkerScores:
 
 def _cache_aware(context: SelectionContext) -> WorkerScores:
     local = context.local()
-    return WorkerScores(local.ttft_s, local.ttft_s, local.prefill_s, local)
+    rank = _with_decoding(context, local.ttft_s)
+    return WorkerScores(rank, local.ttft_s, local.prefill_s, local)
 
 
 def _kvcache_centric(context: SelectionContext) -> WorkerScores:
     local = context.local()
     ttft_s = context.of_possible(local.ttft_s)
     if not context.match.deepest:
-        return WorkerScores(ttft_s, ttft_s, local.prefill_s, local)
+        return WorkerScores(_with_decoding(context, ttft_s), ttft_s, local.prefill_s, local)
     prefill_s = local.prefill_s.copy()
     waits_s = context.of_possible(context.queue_s)
     least_wait_s = waits_s.item(waits_s.argmin())
     sources: Rows = np.full(len(context.table), -1, dtype=np.int64)
     for source in _deepest_holders(context):
         _consider_fetch(context, source, least_wait_s, local, ttft_s, prefill_s, sources)
-    return WorkerScores(ttft_s, ttft_s, prefill_s, local, sources)
+    return WorkerScores(_with_decoding(context, ttft_s), ttft_s, prefill_s, local, sources)
+
+
+def _with_decoding(context: SelectionContext, ttft_s: Floats) -> Floats:
+    """The TTFT, and what decoding the answer takes until batches have levelled out: a mixed
+    instance that is chosen for the prefill decodes, too."""
+    table, footprint = context.table, context.footprint
+    if table.mixed is None or not footprint.decodes:
+        return ttft_s
+    tokens = ANSWER_SHARE * footprint.answer_tokens
+    decoding_s = tokens * table.booked_tbt_s(footprint.expected_tokens)
+    elsewhere_s = decoding_s[context.decode_possible].min(initial=np.inf)
+    rank: Floats = ttft_s + np.where(table.mixed, decoding_s, elsewhere_s)
+    return rank
 
 
 POLICIES: dict[PolicyName, Callable[[SelectionContext], WorkerScores]] = {
