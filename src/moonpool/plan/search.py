@@ -41,7 +41,13 @@ from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import Candidate, neighbours, stepped
 from moonpool.plan.demand import Prepared
 from moonpool.plan.room import Room, rooms
-from moonpool.plan.settings import cheapest_settings, grown, least_cache, with_any_chunk
+from moonpool.plan.settings import (
+    cheapest_settings,
+    first_kept,
+    grown,
+    least_cache,
+    with_any_chunk,
+)
 from moonpool.plan.trial import Outcome
 from moonpool.types import Struct
 
@@ -360,10 +366,8 @@ class Planner:
             for cache in (caches[-1], caches[len(caches) // 2], caches[len(caches) // 4])
         ]
         others = [one for one in dict.fromkeys(others) if one != now]
-        for one, found in zip(others, self._look(others), strict=True):
-            if found.share >= self._wanted:
-                return one, found
-        return now, outcome
+        kept = first_kept(others, self._look, self._wanted)
+        return (now, outcome) if kept is None else (kept, self._look([kept])[0])
 
     # Settling
 
@@ -385,8 +389,7 @@ class Planner:
             done = self._best
             around = [near.candidate for near in neighbours(done, self._steps)]
             cheaper = [one for one in around if self._price(one) < self._most]
-            if cheaper:
-                self._look(cheaper)
+            first_kept(sorted(cheaper, key=self._price), self._look, self._wanted)
 
     # Equal prices
 
