@@ -162,17 +162,20 @@ class Assessor:
         outcomes = (*self.look([candidate]), *self._run(trials))
         return self._assessed(candidate, outcomes)
 
-    def sure(self, candidate: Candidate, seeds: Sequence[int]) -> Assessment | None:
-        """Assesses the candidate on these draws; None if it does not keep the SLOs at the wanted
-        confidence.
+    def sure(
+        self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
+    ) -> Assessment | None:
+        """Assesses the candidate on these draws, which have so many requests on average; None if it
+        does not keep the SLOs at the wanted confidence.
 
-        A draw that no others can make up for ends the simulations, as soon as that is clear. Raises
-        as `look`.
+        A draw that no others can make up for ends the simulations, as soon as that is clear. The
+        draws come first, which are chosen to show it. Raises as `look`.
         """
-        outcomes = self.look([candidate])
+        known = self.looks.get(candidate) or self._more_failed(candidate)
+        outcomes = [] if known is None else [known]
         asked = 0.0
         for number, seed in enumerate(seeds):
-            least = self._least_share(outcomes, 1 + len(seeds))
+            least = self._least_share(outcomes, 1 + len(seeds), num_requests)
             if least is None:
                 return None
             if number % 2 == 0:  # the next one runs ahead, and asks for as much
@@ -181,19 +184,25 @@ class Assessor:
             outcomes += self._run([self._trial(candidate, seed, asked)], ahead)
             if outcomes[-1].gave_up:
                 return None
+        if known is None:
+            outcomes = [*self.look([candidate]), *outcomes]
+            if outcomes[0].share < self.goal.wanted:
+                return None
         assessment = self._assessed(candidate, tuple(outcomes))
         assert assessment.interval is not None
         return assessment if assessment.interval.low >= self.goal.wanted else None
 
-    def _least_share(self, outcomes: Sequence[Outcome], num_runs: int) -> float | None:
+    def _least_share(
+        self, outcomes: Sequence[Outcome], num_runs: int, num_requests: int | None
+    ) -> float | None:
         """Returns the share that the next draw must have, for further ones to bring the interval of
         all runs above the goal; None if they cannot."""
         wanted = self.goal.wanted
-        if min(outcome.share for outcome in outcomes) < wanted:
+        if any(outcome.share < wanted for outcome in outcomes):
             return None
         runs = [outcome.attainment for outcome in outcomes]
-        least = least_next_share(runs, num_runs, wanted, self.goal.confidence, ROUNDING)
-        return None if least is None else max(wanted, least)
+        confidence = self.goal.confidence
+        return least_next_share(runs, num_runs, wanted, confidence, ROUNDING, num_requests)
 
     def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
         found = sample_interval([one.attainment for one in outcomes], self.goal.confidence)

@@ -122,16 +122,26 @@ def most_sample_low(
 
 
 def least_next_share(
-    runs: Sequence[Attainment], num_runs: int, wanted: float, confidence: float, rounding: float
+    runs: Sequence[Attainment],
+    num_runs: int,
+    wanted: float,
+    confidence: float,
+    rounding: float,
+    num_requests: int | None = None,
 ) -> float | None:
     """Returns the share that the next run must have, so that the `low` of `num_runs` of at least
-    `wanted` each may come to `wanted`, within the rounding; None if it cannot.
+    `wanted` each may come to `wanted`, within the rounding; None if it cannot. `num_requests`: the
+    mean of all runs, where it is known.
 
     The highest `low` is concave in that share, and highest where all others are alike.
     """
     known = [run.share for run in runs]
+    least = wanted
+    if num_requests is not None:
+        mean = least_mean(num_requests, wanted - rounding, confidence)
+        least = max(least, mean * num_runs - fsum(known) - (num_runs - len(known) - 1))
     most, alike = _highest_low(known, num_runs, wanted, confidence)
-    if most < wanted - rounding:
+    if most < wanted - rounding or least > 1.0 + rounding:
         return None
     begin, end = wanted, alike
     while end - begin > rounding:
@@ -140,7 +150,21 @@ def least_next_share(
             begin = middle
         else:
             end = middle
-    return begin
+    return max(begin, least - rounding)
+
+
+@cache
+def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
+    """Returns the mean share from which on as many independent requests have an interval above the
+    wanted share; above 1 if none has."""
+    low, high = 0, num_requests + 1  # below low: they have not; from high on: they have
+    while low < high:
+        middle = (low + high) // 2
+        if middle <= num_requests and _wilson(middle, num_requests, confidence)[0] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return (low - 0.5) / num_requests
 
 
 def _highest_low(

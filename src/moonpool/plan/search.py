@@ -36,9 +36,10 @@ from moonpool.plan.arrangements import (
     decode_share,
     possible,
 )
-from moonpool.plan.assess import Assessment, Assessor, NeighbourFound, StoppedError
+from moonpool.plan.assess import ROUNDING, Assessment, Assessor, NeighbourFound, StoppedError
 from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import Candidate, neighbours, stepped
+from moonpool.plan.confidence import least_mean
 from moonpool.plan.demand import Prepared
 from moonpool.plan.room import Room, rooms
 from moonpool.plan.settings import (
@@ -434,6 +435,11 @@ class Planner:
         assert choice.interval is not None
         if choice.interval.low >= self._wanted:
             return choice
+        num_requests = self._requests_of_draws(choice)
+        if num_requests is not None:
+            confidence = self._assessor.goal.confidence
+            if least_mean(num_requests, self._wanted - ROUNDING, confidence) > 1.0:
+                return None  # so few requests are never sure
         self._assessor.doing = "a sure choice"
         known = [
             one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted
@@ -449,10 +455,18 @@ class Planner:
         draws = [(outcome.share, seed) for seed, outcome in enumerate(choice.outcomes)][1:]
         worst_first = [seed for _, seed in sorted(draws)]
         for one in wider[::every]:
-            found = self._assessor.sure(one, worst_first)
+            found = self._assessor.sure(one, worst_first, num_requests)
             if found is not None:
                 return found
         return None
+
+    def _requests_of_draws(self, choice: Assessment) -> int | None:
+        """Returns the mean number of requests of the trace and its draws; None where each cluster
+        is judged by a class of its own."""
+        if self._prepared.base.slo.classes:
+            return None
+        numbers = [outcome.attainment.num_requests for outcome in choice.outcomes]
+        return max(round(sum(numbers) / len(numbers)), 1)
 
     def _grown_variants(self, one: Candidate) -> list[Candidate]:
         """Returns the candidate with up to two instances and two steps of cache more."""

@@ -10,6 +10,7 @@ from moonpool.plan.confidence import (
     Attainment,
     Verdict,
     interval,
+    least_mean,
     least_next_share,
     most_sample_low,
     sample_interval,
@@ -119,3 +120,20 @@ def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
             below = [*known, Attainment(number, round(number * (least - 4e-4)))]
             assert most_sample_low(below, 7, 0.9, 0.95) < 0.9
     assert least_next_share([Attainment(number, 930_000)] * 6, 7, 0.9, 0.95, 1e-6) is not None
+
+
+def test_what_is_sure_is_never_given_up() -> None:
+    """Few requests are never sure, and what the next run must have is at most what a sure one
+    has."""
+    draw = Random(1)
+    for _ in range(60):
+        number = draw.choice([30, 50, 100, 300])
+        runs = [Attainment(number, round(number * draw.uniform(0.9, 1))) for _ in range(7)]
+        if sample_interval(runs, 0.95).low < 0.9:
+            continue
+        for known in range(1, 7):
+            least = least_next_share(runs[:known], 7, 0.9, 0.95, 1e-6, number)
+            assert least is not None and runs[known].share >= least
+    for number, low in ((30, False), (60, True)):
+        is_sure = sample_interval([Attainment(number, number)] * 7, 0.95).low >= 0.9
+        assert is_sure is low is (least_mean(number, 0.9, 0.95) <= 1.0)
