@@ -177,7 +177,7 @@ class PlanProof:
     def _audit(self, assessor: Assessor, audits: int) -> int:
         """Returns how many of a sample of the excluded keep the SLOs when simulated."""
         sample = Random(1).sample(self._excluded, min(audits, len(self._excluded)))
-        return sum(assessor.in_full(one).share >= self._goal.wanted for one in sample)
+        return sum(one.share >= self._goal.wanted for one in assessor.in_full(sample))
 
 
 def prove(workload: ProofWorkload, num_requests: int, max_nodes: int) -> PlanProof:

@@ -54,28 +54,21 @@ def worst_moment(outcome: Outcome) -> Moment | None:
 
 
 def broken_by_fewer(
-    around: Sequence[NeighbourFound], in_full: Callable[[Candidate], Outcome]
+    around: Sequence[NeighbourFound], in_full: Callable[[Sequence[Candidate]], list[Outcome]]
 ) -> list[InstanceLossEffect]:
     """Returns the effects of the neighbours with one instance fewer, the worst first.
 
-    `in_full` simulates a candidate to the end, where an early end would hide the moment.
+    `in_full` simulates candidates to the end, where an early end would hide the moment.
     """
-    found = []
-    for neighbour in around:
-        if not neighbour.change.endswith("instance fewer"):
-            continue
-        assessment = neighbour.assessment
-        outcome = assessment.outcomes[0]
-        if outcome.gave_up:
-            outcome = in_full(assessment.candidate)
-        found.append(
-            InstanceLossEffect(
-                neighbour.change,
-                outcome,
-                main_cause(outcome.misses),
-                worst_moment(outcome),
-            )
-        )
+    fewer = [one for one in around if one.change.endswith("instance fewer")]
+    outcomes = {one.change: one.assessment.outcomes[0] for one in fewer}
+    ended_early = [one for one in fewer if outcomes[one.change].gave_up]
+    whole = in_full([one.assessment.candidate for one in ended_early])
+    outcomes |= {one.change: outcome for one, outcome in zip(ended_early, whole, strict=True)}
+    found = [
+        InstanceLossEffect(change, outcome, main_cause(outcome.misses), worst_moment(outcome))
+        for change, outcome in outcomes.items()
+    ]
     return sorted(found, key=lambda one: one.outcome.share)
 
 

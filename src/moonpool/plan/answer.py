@@ -11,7 +11,7 @@ from moonpool.config.slo import SloConfig
 from moonpool.plan.advice import WINDOW_MINUTES, InstanceLossEffect, binding
 from moonpool.plan.assess import Assessment, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
-from moonpool.plan.demand import Prepared
+from moonpool.plan.demand import Demand, Prepared
 from moonpool.plan.room import Room
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.search import ClusterPlan
@@ -139,9 +139,8 @@ def _costs(choice: Assessment, prepared: Prepared, priced: Priced) -> str:
 
 def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: PlanGoal) -> str:
     demand = prepared.demand
-    rate = len(demand.arrived_s) / max(demand.duration_s, 1e-9)
     text = (
-        f"{_up_to(plan.rooms, rate)}{choice.share:.1%} of the trace's requests keep both SLOs:"
+        f"{_up_to(plan.rooms, demand)}{choice.share:.1%} of the trace's requests keep both SLOs:"
         f" {slo_words(prepared.base.slo)}. Wanted are {goal.wanted:.0%}"
     )
     classes = choice.outcomes[0].classes
@@ -157,16 +156,17 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
     return f"{text}."
 
 
-def _up_to(rooms: Sequence[Room], rate: float) -> str:
+def _up_to(rooms: Sequence[Room], demand: Demand) -> str:
     """How much load the choice, the first of the rooms, bears; beside the next at its price."""
-    if not rooms:
-        return f"The trace's load of {rate:.3g} requests/s. "
+    load = demand.load_words
+    if not rooms or (demand.at_once and rooms[0].missed is None):
+        return f"The trace's load of {load}. "
     choice, *others = rooms
-    text = f"Up to {choice.kept:g} times the trace's load of {rate:.3g} requests/s"
+    text = f"Up to {choice.kept:g} times the trace's load of {load}"
     if choice.missed is None:
         text += "; more was not tried"
     elif choice.kept == 1.0:
-        text = f"The trace's load of {rate:.3g} requests/s, and not {choice.missed:g} times as much"
+        text = f"The trace's load of {load}, and not {choice.missed:g} times as much"
     else:
         text += f", and not {choice.missed:g} times"
     if others:

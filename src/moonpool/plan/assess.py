@@ -14,7 +14,7 @@ import msgspec
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.plan.candidate import Candidate, Priced
-from moonpool.plan.confidence import Interval, most_sample_low, sample_interval
+from moonpool.plan.confidence import Interval, least_next_share, sample_interval
 from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.plan.time_left import TimeLeft
 from moonpool.plan.trial import Outcome, StopRequestedError, Trial
@@ -134,10 +134,15 @@ class Assessor:
             found.append(outcome)
         return found
 
-    def look_faster(self, candidates: Sequence[Candidate], speed: float) -> list[Outcome]:
-        """Like `look`, with the trace at a multiple of its speed; nothing is remembered."""
+    def look_faster(
+        self, candidates: Sequence[Candidate], speed: float, after: float | None = None
+    ) -> list[Outcome]:
+        """Like `look`, with the trace at a multiple of its speed; nothing is remembered. `after`:
+        the multiple that is probably asked for next."""
         trials = [self._trial(one, 0, self.goal.wanted) for one in candidates]
-        return self._run([msgspec.structs.replace(one, speed=speed) for one in trials])
+        change = msgspec.structs.replace
+        ahead = [] if after is None else [change(one, speed=after) for one in trials]
+        return self._run([change(one, speed=speed) for one in trials], ahead)
 
     def in_full_at(self, candidates: Sequence[Candidate], speed: float) -> list[Outcome]:
         """Simulates the trace at a multiple of its speed to its end; an outcome may be an error.
@@ -146,9 +151,9 @@ class Assessor:
         self._any_ran = True
         return self._run([msgspec.structs.replace(one, speed=speed) for one in trials])
 
-    def in_full(self, candidate: Candidate) -> Outcome:
+    def in_full(self, candidates: Sequence[Candidate]) -> list[Outcome]:
         """Simulates the trace to its end. Raises StoppedError, ConfigError."""
-        return self._run([self._trial(candidate, 0, 0.0)])[0]
+        return self._run([self._trial(one, 0, 0.0) for one in candidates])
 
     def drawn(self, candidate: Candidate) -> Assessment:
         """Assesses the candidate on the trace and on all draws. Raises as `look`."""
@@ -157,30 +162,47 @@ class Assessor:
         outcomes = (*self.look([candidate]), *self._run(trials))
         return self._assessed(candidate, outcomes)
 
-    def sure(self, candidate: Candidate, seeds: Sequence[int]) -> Assessment | None:
-        """Assesses the candidate on these draws; None if it does not keep the SLOs at the wanted
-        confidence.
+    def sure(
+        self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
+    ) -> Assessment | None:
+        """Assesses the candidate on these draws, which have so many requests on average; None if it
+        does not keep the SLOs at the wanted confidence.
 
-        A draw that misses shows it, and so do draws that no others can make up for: both end the
-        simulations. Raises as `look`.
+        A draw that no others can make up for ends the simulations, as soon as that is clear. The
+        draws come first, which are chosen to show it. Raises as `look`.
         """
-        outcomes = self.look([candidate])
-        for pair in (seeds[at : at + 2] for at in range(0, len(seeds), 2)):
-            if not self._may_be_sure(outcomes, 1 + len(seeds)):
+        known = self.looks.get(candidate) or self._more_failed(candidate)
+        outcomes = [] if known is None else [known]
+        asked = 0.0
+        for number, seed in enumerate(seeds):
+            least = self._least_share(outcomes, 1 + len(seeds), num_requests)
+            if least is None:
                 return None
-            trials = [self._trial(candidate, seed, self.goal.wanted) for seed in pair]
-            outcomes += self._run(trials)
+            if number % 2 == 0:  # the next one runs ahead, and asks for as much
+                asked = least
+            ahead = [self._trial(candidate, later, asked) for later in seeds[number + 1 :][:1]]
+            outcomes += self._run([self._trial(candidate, seed, asked)], ahead)
+            if outcomes[-1].gave_up:
+                return None
+        if known is None:
+            outcomes = [*self.look([candidate]), *outcomes]
+            if outcomes[0].share < self.goal.wanted:
+                return None
         assessment = self._assessed(candidate, tuple(outcomes))
         assert assessment.interval is not None
         return assessment if assessment.interval.low >= self.goal.wanted else None
 
-    def _may_be_sure(self, outcomes: Sequence[Outcome], num_runs: int) -> bool:
-        """Whether further draws can bring the interval of all runs above the goal."""
+    def _least_share(
+        self, outcomes: Sequence[Outcome], num_runs: int, num_requests: int | None
+    ) -> float | None:
+        """Returns the share that the next draw must have, for further ones to bring the interval of
+        all runs above the goal; None if they cannot."""
         wanted = self.goal.wanted
-        if min(outcome.share for outcome in outcomes) < wanted:
-            return False
+        if any(outcome.share < wanted for outcome in outcomes):
+            return None
         runs = [outcome.attainment for outcome in outcomes]
-        return most_sample_low(runs, num_runs, wanted, self.goal.confidence) >= wanted - ROUNDING
+        confidence = self.goal.confidence
+        return least_next_share(runs, num_runs, wanted, confidence, ROUNDING, num_requests)
 
     def _assessed(self, candidate: Candidate, outcomes: tuple[Outcome, ...]) -> Assessment:
         found = sample_interval([one.attainment for one in outcomes], self.goal.confidence)

@@ -18,9 +18,10 @@ import numpy as np
 from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.model import Chunk, StepCost
 from moonpool.plan.candidate import Candidate
-from moonpool.plan.demand import Demand
+from moonpool.plan.demand import Demand, call_times_s
 from moonpool.plan.trial import Workload
 from moonpool.sim.hardware.build import NodeHardware, build_hardware
+from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
 
 SURE = 0.95
@@ -52,8 +53,22 @@ class Bounds:
         self._new = np.maximum(self._input - np.array(demand.hit_tokens), 1)
         self._output = np.array(demand.output_tokens)
         self._duration_s = max(demand.duration_s, 1e-9)
+        self._windows: tuple[float, ...] = WINDOWS
+        if any(row.after for row in workload.rows):
+            self._windows = WINDOWS[:1]
+            self._duration_s = self._slowest_s()
         self._works: dict[object, RequestWork | None] = {}
         self._missed: dict[object, int] = {}
+
+    def _slowest_s(self) -> float:
+        """Returns how long programs take whose calls just keep the SLOs: no window of time has
+        calls of its own, since each may come later."""
+        slo = self._base.slo.loosest
+
+        def answered_s(row: TraceRow) -> float:
+            return slo.ttft_s + slo.tbt_s * row.output_tokens
+
+        return max(call_times_s(self._workload.rows, answered_s))
 
     def load(self, one: Candidate) -> float:
         """Returns the least work over the time there is, of the role with most of it."""
@@ -92,7 +107,7 @@ class Bounds:
     def _misses(self, work_s: np.ndarray, num_instances: int, slack_s: float) -> int:
         """Returns the fewest requests that cannot be done in time, over all lengths of windows."""
         most = 0
-        for share in WINDOWS:
+        for share in self._windows:
             length_s = self._duration_s * share
             if length_s < slack_s / 4 and share < 1:
                 break

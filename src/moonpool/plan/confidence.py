@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import cache
 from math import fsum, sqrt
 
 from moonpool.types import Struct
@@ -53,21 +54,15 @@ def interval(runs: Sequence[Attainment], confidence: float) -> Interval:
 
     A single run contributes only the number of its requests, which is too little to decide by.
     """
-    from scipy import stats  # its import takes longer than most commands
-
     assert runs and 0 < confidence < 1
     num_requests = sum(run.num_requests for run in runs)
     num_effective = sum(run.num_effective for run in runs)
     mean = num_effective / max(num_requests, 1)
-    requests = stats.binomtest(num_effective, max(num_requests, 1))
-    wilson = requests.proportion_ci(confidence, method="wilson")
-    low, high = float(wilson.low), float(wilson.high)
+    low, high = _wilson(num_effective, max(num_requests, 1), confidence)
     if len(runs) > 1:
         freedom = len(runs) - 1
         squares = fsum((run.share - mean) ** 2 for run in runs)
-        half = float(stats.t.ppf((1 + confidence) / 2, freedom)) * sqrt(
-            squares / freedom / len(runs)
-        )
+        half = _quantile(confidence, len(runs)) * sqrt(squares / freedom / len(runs))
         low, high = min(low, mean - half), max(high, mean + half)
     return Interval(max(low, 0.0), mean, min(high, 1.0))
 
@@ -78,26 +73,35 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     It is wider than the interval of their mean: it is what one day gives, not what all days give
     together. It is at least that of as many independent requests as one sample has (Wilson).
     """
-    from scipy import stats
-
     assert runs and 0 < confidence < 1
     number = len(runs)
     mean = fsum(run.share for run in runs) / number
     num_requests = max(round(sum(run.num_requests for run in runs) / number), 1)
-    requests = stats.binomtest(round(mean * num_requests), num_requests)
-    wilson = requests.proportion_ci(confidence, method="wilson")
-    low, high = float(wilson.low), float(wilson.high)
+    low, high = _wilson(round(mean * num_requests), num_requests, confidence)
     if number > 1:
         half = _quantile(confidence, number) * _deviation([run.share for run in runs])
         low, high = min(low, mean - half), max(high, mean + half)
     return Interval(max(low, 0.0), mean, min(high, 1.0))
 
 
+@cache
 def _quantile(confidence: float, number: int) -> float:
     """Student's, two-sided, of so many samples."""
-    from scipy import stats
+    from scipy.special import stdtrit  # the import of scipy.stats takes a second
 
-    return float(stats.t.ppf((1 + confidence) / 2, number - 1))
+    return float(stdtrit(number - 1, (1 + confidence) / 2))
+
+
+def _wilson(successes: int, number: int, confidence: float) -> tuple[float, float]:
+    """Wilson's two-sided interval of a share."""
+    from scipy.special import ndtri
+
+    z = float(ndtri(0.5 + 0.5 * confidence))
+    share, denominator = successes / number, 2 * (number + z**2)
+    center = (2 * number * share + z**2) / denominator
+    delta = z / denominator * sqrt(4 * number * share * (1 - share) + z**2)
+    low = 0.0 if successes == 0 else center - delta
+    return low, 1.0 if successes == number else center + delta
 
 
 def _deviation(shares: Sequence[float]) -> float:
@@ -112,24 +116,77 @@ def most_sample_low(
     runs: Sequence[Attainment], num_runs: int, least: float, confidence: float
 ) -> float:
     """Returns the highest `low` that `sample_interval` can have once there are `num_runs`, of which
-    these are the first and no other has a share below `least`.
+    these are the first and no other has a share below `least`."""
+    assert len(runs) < num_runs and num_runs > 1
+    return _highest_low([run.share for run in runs], num_runs, least, confidence)[0]
+
+
+def least_next_share(
+    runs: Sequence[Attainment],
+    num_runs: int,
+    wanted: float,
+    confidence: float,
+    rounding: float,
+    num_requests: int | None = None,
+) -> float | None:
+    """Returns the share that the next run must have, so that the `low` of `num_runs` of at least
+    `wanted` each may come to `wanted`, within the rounding; None if it cannot. `num_requests`: the
+    mean of all runs, where it is known.
+
+    The highest `low` is concave in that share, and highest where all others are alike.
+    """
+    known = [run.share for run in runs]
+    least = wanted
+    if num_requests is not None:
+        mean = least_mean(num_requests, wanted - rounding, confidence)
+        least = max(least, mean * num_runs - fsum(known) - (num_runs - len(known) - 1))
+    most, alike = _highest_low(known, num_runs, wanted, confidence)
+    if most < wanted - rounding or least > 1.0 + rounding:
+        return None
+    begin, end = wanted, alike
+    while end - begin > rounding:
+        middle = (begin + end) / 2
+        if _highest_low([*known, middle], num_runs, wanted, confidence)[0] < wanted - rounding:
+            begin = middle
+        else:
+            end = middle
+    return max(begin, least - rounding)
+
+
+@cache
+def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
+    """Returns the mean share from which on as many independent requests have an interval above the
+    wanted share; above 1 if none has."""
+    low, high = 0, num_requests + 1  # below low: they have not; from high on: they have
+    while low < high:
+        middle = (low + high) // 2
+        if middle <= num_requests and _wilson(middle, num_requests, confidence)[0] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return (low - 0.5) / num_requests
+
+
+def _highest_low(
+    known: Sequence[float], num_runs: int, least: float, confidence: float
+) -> tuple[float, float]:
+    """The highest `low`, and the share of each other run there.
 
     Mean less a multiple of the deviation is concave, so the others are alike where it is highest.
     """
-    assert len(runs) < num_runs and num_runs > 1
-    known = [run.share for run in runs]
-    others = num_runs - len(runs)
+    others = num_runs - len(known)
     quantile = _quantile(confidence, num_runs)
 
     def low(other: float) -> float:
-        shares = known + [other] * others
+        shares = [*known, *[other] * others]
         return fsum(shares) / num_runs - quantile * _deviation(shares)
 
     begin, end = least, 1.0
-    while end - begin > 1e-9:
+    while others and end - begin > 1e-9:
         third = (end - begin) / 3
         if low(begin + third) < low(end - third):
             begin += third
         else:
             end -= third
-    return low((begin + end) / 2)
+    alike = (begin + end) / 2
+    return low(alike), alike

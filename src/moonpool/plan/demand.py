@@ -7,7 +7,7 @@ endless cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, fsum, inf
 from typing import Literal
 
@@ -30,6 +30,7 @@ from moonpool.sim.capacity import PromptCache, prompts_of
 from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.build import Hardware, NodeHardware, build_hardware
 from moonpool.sim.hardware.formats import is_plain
+from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
 
 SPAN_SHARE = 1 / 6
@@ -37,10 +38,16 @@ LEAST_SPAN_S = 120.0
 STAGES_FROM = 0.4
 """Share of the TTFT SLO that prompts take on an idle instance, above which two stages are tried."""
 MOST_INSTANCES = 4096
+LEAST_DURATION_S = 1.0
+BURST_INSTANCES = 64
+"""Where prompts would need more than these at once, they have until their first tokens are due."""
 
 
 class Demand(Struct, frozen=True):
-    """The requests in order: arrival, prompt tokens, tokens that an endless cache hits, answer."""
+    """The requests in order: arrival, prompt tokens, tokens that an endless cache hits, answer.
+
+    A call of a program arrives when its tools have run, as if the calls before it took no time.
+    """
 
     arrived_s: tuple[float, ...]
     input_tokens: tuple[int, ...]
@@ -49,7 +56,20 @@ class Demand(Struct, frozen=True):
 
     @property
     def duration_s(self) -> float:
-        return self.arrived_s[-1]
+        return max(self.arrived_s)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the trace is too short to have a rate, or a price per token."""
+        return self.duration_s < LEAST_DURATION_S
+
+    @property
+    def load_words(self) -> str:
+        """The rate of the requests, or their number if they come at once."""
+        number = len(self.arrived_s)
+        if self.at_once:
+            return "one request" if number == 1 else f"{number:,} requests at once"
+        return f"{number / self.duration_s:.3g} requests/s"
 
     @property
     def longest_tokens(self) -> int:
@@ -89,11 +109,25 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
         except ValueError as error:
             raise ConfigError(str(error)) from None
     return Demand(
-        tuple(row.arrived_s for row in rows),
+        tuple(call_times_s(rows, lambda row: 0.0)),
         tuple(row.input_tokens for row in rows),
         tuple(hits),
         tuple(row.output_tokens for row in rows),
     )
+
+
+def call_times_s(
+    rows: Sequence[TraceRow], answered_s: Callable[[TraceRow], float]
+) -> Iterator[float]:
+    """Yields when each request arrives, if an answer takes so long: a call of a program comes
+    after those that it waits for, and its tools."""
+    ended_s: dict[str, float] = {}
+    for row in rows:
+        at_s = max((ended_s[name] for name in row.after if name in ended_s), default=None)
+        at_s = row.arrived_s if at_s is None else max(row.arrived_s, at_s + row.delay_s)
+        if row.call:
+            ended_s[row.call] = at_s + answered_s(row)
+        yield at_s
 
 
 def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
@@ -131,7 +165,11 @@ def need_of(
     end_s = min(span.end_s, demand.duration_s)
     inside = [i for i, at in enumerate(demand.arrived_s) if span.begin_s <= at < end_s]
     length_s = max(end_s - span.begin_s, 1e-9)
+    if not inside or fsum(work_s[i] for i in inside) * wanted > BURST_INSTANCES * length_s:
+        inside = [i for i, at in enumerate(demand.arrived_s) if span.begin_s <= at <= end_s]
+        length_s += config.slo.loosest.ttft_s
     prefill = max(ceil(fsum(work_s[i] for i in inside) / length_s * wanted), 1)
+    prefill = min(prefill, MOST_INSTANCES)
     idle_ttft_s = nearest_rank(sorted(work_s), wanted)
     context = demand.context_tokens
     idle_tbt_s = decoder.estimate.decode_step_s(1, round(context))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from moonpool.plan.candidate import Candidate
 from moonpool.plan.trial import Outcome, main_cause
@@ -10,7 +11,8 @@ from moonpool.types import Struct
 
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
 """Multiples of the trace's speed that are tried one after the other."""
-FasterLook = Callable[[Sequence[Candidate], float], list[Outcome]]
+FasterLook = Callable[[Sequence[Candidate], float, float | None], list[Outcome]]
+"""Simulates clusters at a multiple of the trace's speed; the last one is probably the next."""
 
 
 class Room(Struct, frozen=True):
@@ -28,8 +30,8 @@ def rooms(contenders: Sequence[Candidate], look: FasterLook, wanted: float) -> l
     ones the first comes first."""
     found: list[Room] = []
     left, kept = list(contenders), 1.0
-    for speed in SPEEDS:
-        outcomes = look(left, speed)
+    for speed, after in zip_longest(SPEEDS, SPEEDS[1:]):
+        outcomes = look(left, speed, after)
         holds = [outcome.share >= wanted for outcome in outcomes]
         lost = [
             Room(one, kept, speed, main_cause(outcome.misses))

@@ -25,7 +25,7 @@ def costs_of(choice: Assessment | None, prepared: Prepared, priced: Priced) -> d
     if choice is None:
         return {}
     demand = prepared.demand
-    usd = choice.usd_per_h * demand.duration_s / 3600.0
+    usd = 0.0 if demand.at_once else choice.usd_per_h * demand.duration_s / 3600.0
     prompt, output = fsum(demand.input_tokens), fsum(demand.output_tokens)
     counted = {
         "all": prompt + output,

@@ -36,12 +36,19 @@ from moonpool.plan.arrangements import (
     decode_share,
     possible,
 )
-from moonpool.plan.assess import Assessment, Assessor, NeighbourFound, StoppedError
+from moonpool.plan.assess import ROUNDING, Assessment, Assessor, NeighbourFound, StoppedError
 from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import Candidate, neighbours, stepped
+from moonpool.plan.confidence import least_mean
 from moonpool.plan.demand import Prepared
 from moonpool.plan.room import Room, rooms
-from moonpool.plan.settings import cheapest_settings, grown, least_cache, with_any_chunk
+from moonpool.plan.settings import (
+    cheapest_settings,
+    first_kept,
+    grown,
+    least_cache,
+    with_any_chunk,
+)
 from moonpool.plan.trial import Outcome
 from moonpool.types import Struct
 
@@ -360,10 +367,8 @@ class Planner:
             for cache in (caches[-1], caches[len(caches) // 2], caches[len(caches) // 4])
         ]
         others = [one for one in dict.fromkeys(others) if one != now]
-        for one, found in zip(others, self._look(others), strict=True):
-            if found.share >= self._wanted:
-                return one, found
-        return now, outcome
+        kept = first_kept(others, self._look, self._wanted)
+        return (now, outcome) if kept is None else (kept, self._look([kept])[0])
 
     # Settling
 
@@ -385,8 +390,7 @@ class Planner:
             done = self._best
             around = [near.candidate for near in neighbours(done, self._steps)]
             cheaper = [one for one in around if self._price(one) < self._most]
-            if cheaper:
-                self._look(cheaper)
+            first_kept(sorted(cheaper, key=self._price), self._look, self._wanted)
 
     # Equal prices
 
@@ -431,6 +435,11 @@ class Planner:
         assert choice.interval is not None
         if choice.interval.low >= self._wanted:
             return choice
+        num_requests = self._requests_of_draws(choice)
+        if num_requests is not None:
+            confidence = self._assessor.goal.confidence
+            if least_mean(num_requests, self._wanted - ROUNDING, confidence) > 1.0:
+                return None  # so few requests are never sure
         self._assessor.doing = "a sure choice"
         known = [
             one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted
@@ -446,10 +455,18 @@ class Planner:
         draws = [(outcome.share, seed) for seed, outcome in enumerate(choice.outcomes)][1:]
         worst_first = [seed for _, seed in sorted(draws)]
         for one in wider[::every]:
-            found = self._assessor.sure(one, worst_first)
+            found = self._assessor.sure(one, worst_first, num_requests)
             if found is not None:
                 return found
         return None
+
+    def _requests_of_draws(self, choice: Assessment) -> int | None:
+        """Returns the mean number of requests of the trace and its draws; None where each cluster
+        is judged by a class of its own."""
+        if self._prepared.base.slo.classes:
+            return None
+        numbers = [outcome.attainment.num_requests for outcome in choice.outcomes]
+        return max(round(sum(numbers) / len(numbers)), 1)
 
     def _grown_variants(self, one: Candidate) -> list[Candidate]:
         """Returns the candidate with up to two instances and two steps of cache more."""

@@ -84,6 +84,15 @@ def _other_chunks(one: Candidate, steps: Steps) -> list[Candidate]:
     return [change(one, chunk_tokens=chunk) for chunk in chunks if chunk is not None]
 
 
+def first_kept(candidates: Sequence[Candidate], look: Look, wanted: float) -> Candidate | None:
+    """Returns the first that keeps the SLOs. Those after it are not looked at, but may run
+    ahead."""
+    for number, one in enumerate(candidates):
+        if look([one], candidates[number + 1 :])[0].share >= wanted:
+            return one
+    return None
+
+
 def cheapest_settings(
     one: Candidate, look: Look, price: Price, steps: Steps, wanted: float
 ) -> Candidate:
@@ -91,12 +100,10 @@ def cheapest_settings(
     best = least_cache(one, look, steps, wanted)
     while True:
         variants = [v for v in _variants(best, price, steps) if price(v) < price(best)]
-        meets = [
-            v for v, o in zip(variants, look(variants), strict=True) if o.share >= wanted
-        ] if variants else []  # fmt: skip
-        if not meets:
+        cheapest = first_kept(sorted(variants, key=price), look, wanted)
+        if cheapest is None:
             return best
-        best = least_cache(min(meets, key=price), look, steps, wanted)
+        best = least_cache(cheapest, look, steps, wanted)
 
 
 def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
@@ -119,8 +126,8 @@ def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
 
 
 def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Candidate:
-    """Returns the candidate with the least cache that keeps the SLOs, by two looks at a time, and
-    without SSD where that keeps them too."""
+    """Returns the candidate with the least cache that keeps the SLOs, by thirds of the sizes that
+    are left, and without SSD where that keeps them too."""
     bare = change(one, ssd_tokens=steps.ssds[0])
     caches = [cache for cache in steps.caches if cache < one.cache_tokens]
     best, low, high = one, -1, len(caches)  # below low: fails; from high on: keeps the SLOs
@@ -131,8 +138,9 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
     while high - low > 1:
         at = _thirds(low, high)
         looked = [change(one, cache_tokens=caches[i]) for i in at]
-        for i, candidate, outcome in reversed(list(zip(at, looked, look(looked), strict=True))):
-            if outcome.share < wanted:
+        while at:
+            i, candidate = at.pop(), looked.pop()
+            if look([candidate], looked)[0].share < wanted:
                 low = i
                 break
             best, high = candidate, i

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from math import ceil
 
@@ -133,6 +134,10 @@ class StopRequestedError(RuntimeError):
     """A simulation was asked to stop before its end."""
 
 
+class _HopelessError(RuntimeError):
+    """A simulation of programs ended because it cannot reach its goal."""
+
+
 class Watcher(Collector):
     """A collector that also notes why and when requests missed their SLOs.
 
@@ -153,7 +158,16 @@ class Watcher(Collector):
 
     @property
     def num_missed(self) -> int:
-        return self.misses.total()
+        """Requests that missed; of programs that were given up also the calls never sent."""
+        return self.misses.total() + self._simulation.clients.num_never_sent
+
+    def causes(self) -> dict[str, int]:
+        """Returns the misses by cause. Calls that were never sent share the most frequent one."""
+        found = self.misses.copy()
+        never_sent = self._simulation.clients.num_never_sent
+        if never_sent:
+            found[max(Cause, key=found.__getitem__)] += never_sent
+        return {cause.value: found[cause] for cause in Cause if found[cause]}
 
     def by_minute(self) -> tuple[tuple[int, int, int], ...]:
         """Returns (minute of the trace, its arrivals, misses of these) for each minute."""
@@ -163,6 +177,10 @@ class Watcher(Collector):
     def note_refused(self, request_id: RequestId, status: int, reason: str) -> None:
         self._reasons[request_id] = reason
         super().note_refused(request_id, status, reason)
+
+    def forget(self, request_id: RequestId) -> None:
+        self._reasons.pop(request_id, None)
+        super().forget(request_id)
 
     def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
         reason = self._reasons.pop(record.request_id, "")
@@ -246,7 +264,12 @@ def run_trial(
             hardware.largest_request_tokens,
         )
         most = counted - ceil(trial.give_up_below * counted - 1e-9)
-        simulation.run(_until_hopeless(arrivals, watcher, most, stop))
+        arrivals = _until_hopeless(arrivals, watcher, most, stop)
+        if any(row.call for row in rows):
+            with suppress(_HopelessError):
+                simulation.run(arrivals, lambda record: _end_if_hopeless(watcher, most, stop))
+        else:
+            simulation.run(arrivals)
     except (ConfigError, TraceError) as error:
         return Outcome(Attainment(0, 0), {}, (), error=str(error))
     return _outcome(simulation, watcher, counted)
@@ -262,6 +285,15 @@ def _until_hopeless(
             watcher.gave_up = True
             return
         yield arrival
+
+
+def _end_if_hopeless(watcher: Watcher, most_misses: int, stop: Callable[[], bool]) -> None:
+    """Looks after each call of a program: its later ones do not come from the trace."""
+    if stop():
+        raise StopRequestedError
+    if watcher.num_missed > most_misses:
+        watcher.gave_up = True
+        raise _HopelessError
 
 
 def _outcome(simulation: Simulation, watcher: Watcher, counted: int) -> Outcome:
@@ -280,7 +312,7 @@ def _outcome(simulation: Simulation, watcher: Watcher, counted: int) -> Outcome:
         attainment = min(shares, key=lambda one: one.share)
     return Outcome(
         attainment=attainment,
-        misses={cause.value: watcher.misses[cause] for cause in Cause if watcher.misses[cause]},
+        misses=watcher.causes(),
         misses_by_minute=watcher.by_minute(),
         ttft_p50_s=rounded(watcher.ttft_s.quantile(0.5)),
         ttft_p90_s=rounded(watcher.ttft_s.quantile(0.9)),

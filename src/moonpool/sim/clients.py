@@ -46,6 +46,7 @@ class Clients:
         self._most_programs = most_programs
         self.num_sent = 0
         self.num_to_come = 0  # calls whose tools run, or that will be tried again
+        self.num_never_sent = 0  # calls that wait for one that was given up
         self.has_more = True
 
     def start(self, arrivals: Iterator[Arrival]) -> None:
@@ -62,6 +63,7 @@ class Clients:
             if not arrival.call:
                 break
             if self._loop.drops(arrival):
+                self.num_never_sent += 1
                 continue
             self.figures.read(arrival, self._clock.now)
             if self._loop.add(arrival):
@@ -129,7 +131,9 @@ class Clients:
                 self._later(following.delay_s, self._go_on, following)
         else:
             self._loop.give_up(call.call)
-        self.figures.end(call, record, call.keys, now, self._loop.num_dropped - dropped)
+        dropped = self._loop.num_dropped - dropped
+        self.num_never_sent += dropped
+        self.figures.end(call, record, call.keys, now, dropped)
         held, self._held = self._held, None
         if held is not None:
             self._arrive(held)

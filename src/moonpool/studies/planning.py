@@ -14,10 +14,8 @@ from moonpool.plan.candidate import NodeKind, Priced
 from moonpool.plan.demand import Layout, prepare, truth_for
 from moonpool.plan.offloading import with_rivals
 from moonpool.sim.hardware.prices import parse_prices
-from moonpool.sim.report.drawing import Drawing
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
-from moonpool.studies.notebook_html import drawn, pairs_html
 from moonpool.studies.progress_line import ProgressLine
 from moonpool.studies.result_table import ResultTable
 from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_trace, open_scaled
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.stored_runs import StoredRun
     from moonpool.plan.trial import Workload
+    from moonpool.sim.report.drawing import Drawing
     from moonpool.trace.row import TraceRow
 
 
@@ -45,6 +44,8 @@ class PlanResult:
 
     def _repr_html_(self) -> str:
         """The answer, for notebooks."""
+        from moonpool.studies.notebook_html import pairs_html
+
         parts = {part["label"] or "Answer": part["text"] for part in self.summary["answer"]}
         return pairs_html(f"Plan for {self.summary['run']['trace']}", parts)
 
@@ -59,6 +60,7 @@ class PlanResult:
     def plot(self) -> Drawing:
         """Attainment of the simulated clusters over their price."""
         from moonpool.plan.page import attainment_by_price
+        from moonpool.studies.notebook_html import drawn
 
         return drawn(attainment_by_price(self.search.found, self.summary["goal"]["wanted"]))
 

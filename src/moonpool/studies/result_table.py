@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moonpool.studies.notebook_html import table_html
-
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -66,6 +64,8 @@ class ResultTable:
 
     def _repr_html_(self) -> str:
         """The first rows, for notebooks."""
+        from moonpool.studies.notebook_html import table_html
+
         return table_html(self)
 
 

@@ -11,11 +11,10 @@ import msgspec
 from moonpool.config.tables import Config
 from moonpool.distributions.quantiles import rounded
 from moonpool.pages.units import duration
-from moonpool.sim.report.drawing import Drawing
-from moonpool.studies.notebook_html import drawn, pairs_html
 from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:
+    from moonpool.sim.report.drawing import Drawing
     from moonpool.sim.simulation import Simulation
     from moonpool.studies.request_log import RequestLog
 
@@ -41,6 +40,8 @@ class SimulationResult:
 
     def _repr_html_(self) -> str:
         """The main figures, for notebooks."""
+        from moonpool.studies.notebook_html import pairs_html
+
         found = self.summary
         share = f"{found['effective']:,} of {found['requests']:,}, {found['effective_share']:.1%}"
         pairs = {
@@ -59,6 +60,7 @@ class SimulationResult:
     def plot(self, what: str = "ttft") -> Drawing:
         """A chart of the report: "ttft", "tbt" or "requests". Raises ValueError."""
         from moonpool.sim.report.user_figures import CHARTS
+        from moonpool.studies.notebook_html import drawn
 
         if what not in CHARTS:
             raise ValueError(f"there is no plot {what!r}: use one of {', '.join(CHARTS)}")

@@ -10,6 +10,8 @@ from moonpool.plan.confidence import (
     Attainment,
     Verdict,
     interval,
+    least_mean,
+    least_next_share,
     most_sample_low,
     sample_interval,
 )
@@ -102,3 +104,36 @@ def test_what_was_said_of_further_runs_is_reached() -> None:
     most = most_sample_low(known, 7, 0.9, 0.95)
     assert most == pytest.approx(reached, abs=1e-5)
     assert most < 0.9  # so these are not sure, although each run keeps the goal
+
+
+def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
+    draw, number = Random(7), 10**6
+    for _ in range(30):
+        known = [Attainment(number, draw.randint(905_000, number)) for _ in range(3)]
+        least = least_next_share(known, 7, 0.9, 0.95, 1e-6)
+        if least is None:
+            assert most_sample_low(known, 7, 0.9, 0.95) < 0.9
+            continue
+        above = [*known, Attainment(number, round(number * min(least + 1e-4, 1.0)))]
+        assert most_sample_low(above, 7, 0.9, 0.95) >= 0.9 - 1e-5
+        if least > 0.9005:
+            below = [*known, Attainment(number, round(number * (least - 4e-4)))]
+            assert most_sample_low(below, 7, 0.9, 0.95) < 0.9
+    assert least_next_share([Attainment(number, 930_000)] * 6, 7, 0.9, 0.95, 1e-6) is not None
+
+
+def test_what_is_sure_is_never_given_up() -> None:
+    """Few requests are never sure, and what the next run must have is at most what a sure one
+    has."""
+    draw = Random(1)
+    for _ in range(60):
+        number = draw.choice([30, 50, 100, 300])
+        runs = [Attainment(number, round(number * draw.uniform(0.9, 1))) for _ in range(7)]
+        if sample_interval(runs, 0.95).low < 0.9:
+            continue
+        for known in range(1, 7):
+            least = least_next_share(runs[:known], 7, 0.9, 0.95, 1e-6, number)
+            assert least is not None and runs[known].share >= least
+    for number, low in ((30, False), (60, True)):
+        is_sure = sample_interval([Attainment(number, number)] * 7, 0.95).low >= 0.9
+        assert is_sure is low is (least_mean(number, 0.9, 0.95) <= 1.0)

@@ -17,7 +17,7 @@ MIXED = Candidate(NODE, NODE, 0, 0, 2, 64_000, 512)
 def keeps(until: dict[Candidate, float], asked: list[float]) -> FasterLook:
     """Each keeps the SLOs up to its speed."""
 
-    def look(candidates: Sequence[Candidate], speed: float) -> list[Outcome]:
+    def look(candidates: Sequence[Candidate], speed: float, after: float | None) -> list[Outcome]:
         asked.append(speed)
         return [outcome(until[one] / speed, 1.0) for one in candidates]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -103,7 +104,7 @@ def _merge(
     merged = {entry.name: entry for entry in known}
     for name, given in tables.items():
         place = f"[{table}.{name}]"
-        keys = [f.name for f in msgspec.structs.fields(kind) if f.name != "name"] + ["like"]
+        keys = [field for field in kind.__struct_fields__ if field != "name"] + ["like"]
         for key in given:
             if key not in keys:
                 raise ConfigError(f"unknown key {key} in {place}{nearest(key, keys)}")
@@ -122,11 +123,16 @@ def _merge(
     return tuple(merged.values())
 
 
+@cache
+def _required(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The fields without a default. msgspec compiles the types of all fields to tell them."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
+
+
 def _check_complete(
     name: str, given: dict[str, Any], kind: type[Entry], place: str, known: Iterable[str]
 ) -> None:
-    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
-    absent = [key for key in required if key != "name" and key not in given]
+    absent = [key for key in _required(kind) if key != "name" and key not in given]
     if absent:
         raise ConfigError(
             f"{place} is new and lacks {', '.join(absent)}: give them, or a known name as `like`"
