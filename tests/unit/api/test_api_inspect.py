@@ -20,6 +20,7 @@ def test_the_model_is_listed_and_found() -> None:
     assert listed["object"] == "list"
     assert listed["data"][0]["id"] == "fake"
     assert listed["data"][0]["max_model_len"] == 256
+    assert listed["data"][0]["default_sampling_params"] == {}
     assert get(ScriptedHead(), "/v1/models/fake").json() == listed["data"][0]
     assert get(ScriptedHead(), "/v1/models/org/other").status_code == 404
 
