@@ -15,6 +15,9 @@ from moonpool_engine.engine.quantized.formats import scales_and_minimums
 from moonpool_engine.engine.quantized.int8 import GROUP, rounded_rows
 from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows
 
+ROW_TILE = 32
+"""Rows of x that are multiplied at once; their products take some MB."""
+
 
 class QuantizedLinear:
     """`y = x @ weight.T + bias`: slow, portable, and the reference. x: [T, in]."""
@@ -25,7 +28,10 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         numbers, scales = rounded_rows(x)
-        sums = torch.cat([part.product(numbers, scales) for part in self._parts], dim=1)
+        tiles = [*zip(numbers.split(ROW_TILE), scales.split(ROW_TILE), strict=True)]
+        sums = torch.cat(
+            [torch.cat([part.product(*tile) for tile in tiles]) for part in self._parts], dim=1
+        )
         if self._bias is not None:
             sums += self._bias
         return sums.to(x.dtype)
@@ -34,7 +40,7 @@ class QuantizedLinear:
 class _Part:
     """Rows of one format: numbers [sub-groups, out, sub], scales and minimums [sub-groups, 1, out].
 
-    All formats' numbers have 8 bits. They are widened for a product, a group of 256 at a time.
+    All formats' numbers have 8 bits. They are widened for a product.
     """
 
     def __init__(self, rows: StoredRows) -> None:
@@ -50,18 +56,19 @@ class _Part:
     def product(self, numbers: Tensor, scales: Tensor) -> Tensor:
         """numbers [T, groups, GROUP] and scales [T, groups] of x -> [T, out] float32."""
         num_subs, step = len(self._numbers), GROUP // self._sub
-        subs = numbers.view(len(numbers), -1, self._sub).transpose(0, 1).double()
-        sums = torch.zeros(len(numbers), self._numbers.shape[1])
+        x = numbers.view(len(numbers), -1, self._sub)[:, :num_subs].transpose(0, 1).double()
+        # Few large products: where other processes compute, each costs a wait for torch's threads.
+        terms = torch.bmm(x, self._numbers.double().transpose(1, 2)).float()
+        terms *= self._scales
+        minimums = self._minimums
+        added = None if minimums is None else x.sum(2).float().unsqueeze(2) * minimums
+        sums = torch.zeros_like(terms[0])
         for first in range(0, num_subs, step):
-            here = slice(first, min(first + step, num_subs))
-            x = subs[here]
-            whole = torch.bmm(x, self._numbers[here].double().transpose(1, 2)).float()
-            whole *= self._scales[here]
             group = torch.zeros_like(sums)
-            for each in range(len(x)):
-                group += whole[each]
-                if self._minimums is not None:
-                    group += x[each].sum(1).float().unsqueeze(1) * self._minimums[first + each]
+            for each in range(first, min(first + step, num_subs)):
+                group += terms[each]
+                if added is not None:
+                    group += added[each]
             sums += group * scales[:, first // step].unsqueeze(1)
         return sums
 
