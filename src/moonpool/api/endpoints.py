@@ -151,6 +151,10 @@ def _described(api: ModelApi, name: str) -> dict[str, Any]:
         "root": root or card.root or card.model_id,
         "parent": None if root is None else api.names[0],
         "max_model_len": card.max_model_tokens,
+        "default_sampling_params": {
+            name: int(value) if value == int(value) else value
+            for name, value in card.sampling.items()
+        },
         # Anthropic's names
         "type": "model",
         "display_name": name,

@@ -199,7 +199,14 @@ def _object(required: dict[str, Any]) -> dict[str, Any]:
 _MODEL = {"id": "string", "object": {"const": "model"}, "created": "integer"}
 _ANSWER = {"id": "string", "created": "integer", "model": "string", "choices": "array"}
 _RESPONSES: dict[str, Any] = {
-    "Model": _object({**_MODEL, "owned_by": "string", "max_model_len": "integer"}),
+    "Model": _object(
+        {
+            **_MODEL,
+            "owned_by": "string",
+            "max_model_len": "integer",
+            "default_sampling_params": "object",
+        }
+    ),
     "ModelList": _object(
         {
             "object": {"const": "list"},

@@ -272,9 +272,9 @@ class _Asked(NamedTuple):
         files = self.catalogue_file, self.prices_file
         workload, priced = priced_workload(*trace, base, kinds, *files, self.max_power_kw)
         priced = missing.prices(priced, kinds, self.prices_file)
-        missing.say(self.prices_file is None)
         kinds = with_rivals(kinds, priced.prices)
         prepared = prepare(workload, base, kinds, priced, options["attainment"], self.layout)
+        missing.say(self.prices_file is None)
         return prepared, workload, priced, devices
 
 

@@ -25,6 +25,7 @@ from moonpool.plan.candidate import (
     Priced,
     Steps,
 )
+from moonpool.plan.left_out import Reasons
 from moonpool.plan.trial import WHOLE, Span, Workload
 from moonpool.sim.capacity import PromptCache, prompts_of
 from moonpool.sim.hardware import calibrated
@@ -310,12 +311,7 @@ def prepare(
                 number = need.prefill + need.decode
                 starts.append(change(own, prefill=0, decode=0, mixed=number, chunk_tokens=chunk))
     context = round(demand.context_tokens)
-    starts = [start for start in starts if priced.usd_per_h(start) < inf]
-    if not starts:
-        raise ConfigError(
-            f"no cluster of these devices serves the load within {priced.max_power_w / 1e3:g} kW,"
-            " by the cost model: allow more with --max-power, or name other --devices"
-        )
+    starts = _within_power(starts, priced)
     return Prepared(
         base,
         demand,
@@ -325,6 +321,30 @@ def prepare(
         left_out,
         max(context, 1),
         workload.block_tokens > 0,
+    )
+
+
+def _within_power(starts: Sequence[Candidate], priced: Priced) -> list[Candidate]:
+    """The starts that draw no more than is allowed. Of mixed instances one fewer may do, because
+    the cost model's numbers for prompts and for answers were rounded up each. Raises ConfigError if
+    none is left."""
+    if not starts:
+        raise ConfigError(
+            "none of these devices keeps both SLOs on mixed instances: use --layout both"
+        )
+    within, least = [], starts[0]
+    for start in starts:
+        fewer = msgspec.structs.replace(start, mixed=max(start.mixed - 1, 0))
+        tried = [start, fewer] if fewer.mixed else [start]
+        within += [one for one in tried if priced.usd_per_h(one) < inf][:1]
+        least = min(least, *tried, key=priced.power_w)
+    if within:
+        return within
+    raise ConfigError(
+        f"no cluster of these devices serves the load within {priced.max_power_w / 1e3:g} kW:"
+        f" by the cost model, the least is {priced.words(least)}, which may draw"
+        f" {priced.power_w(least) / 1e3:.4g} kW; give --max-power as much or more, or name other"
+        " --devices"
     )
 
 
@@ -366,32 +386,41 @@ def _able_kinds(
     workload: Workload, base: Config, kinds: Sequence[NodeKind], priced: Priced, demand: Demand
 ) -> tuple[dict[NodeKind, Hardware], tuple[str, ...]]:
     able: dict[NodeKind, Hardware] = {}
-    reasons: list[str] = []
+    reasons = Reasons()
     for kind in kinds:
         candidate = Candidate(kind, kind, 1, 1, 0, CACHE_STEPS[-1], FIRST_CHUNK_TOKENS)
         config = candidate.config(base)
         workload.catalogue.device(kind.device)
         if kind.offloads:
             workload.catalogue.device(kind.attention_device)
-        if priced.usd_per_h(candidate) == inf:
-            reasons.append(f"one node of {kind} draws more than --max-power allows")
-            continue
-        if priced.max_power_w < inf and not priced.power_w(candidate):
+        alone = Candidate(
+            kind, kind, 0, int(kind.offloads), int(not kind.offloads), CACHE_STEPS[0], 0
+        )
+        power_w = priced.power_w(alone)
+        if priced.max_power_w < inf and not power_w:
             raise ConfigError(
                 f"--max-power needs the power of {kind}: give power_w of its devices in --catalogue"
             )
+        if priced.usd_per_h(alone) == inf:
+            reasons.too_large(
+                kind,
+                f"{priced.words(alone)} may draw {power_w / 1e3:.4g} kW, more than the"
+                f" {priced.max_power_w / 1e3:g} kW of --max-power",
+            )
+            continue
         try:
             hardware = build_hardware(config, workload.profile, workload.catalogue)
         except ConfigError as error:
-            reasons.append(str(error))
+            reasons.too_small(kind, str(error))
             continue
         if demand.longest_tokens > hardware.largest_request_tokens:
-            reasons.append(
+            reasons.too_small(
+                kind,
                 f"{kind} hold {hardware.largest_request_tokens:,} tokens of KVCache besides the"
-                f" model, and the longest request has {demand.longest_tokens:,}; use more devices"
+                f" model, and the longest request has {demand.longest_tokens:,}; use more devices",
             )
             continue
         able[kind] = hardware
     if not able:
-        raise ConfigError("; ".join(reasons))
-    return able, tuple(reasons)
+        raise ConfigError("; ".join(reasons.lines()))
+    return able, tuple(reasons.lines())

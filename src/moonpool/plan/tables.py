@@ -20,6 +20,7 @@ from moonpool.plan.running_costs import cost_lines, costs_of
 from moonpool.plan.search import ClusterPlan, MixFound
 from moonpool.plan.trial import main_cause
 
+UNTRIED_MIXES = 6
 FRONT_ROWS = 12
 
 
@@ -139,7 +140,17 @@ def _attained(found: Assessment, wanted: float) -> str:
 
 
 def _mixes(mixes: Sequence[MixFound]) -> list[str]:
-    """Returns a line for each mix of hardware: its cheapest cluster that keeps the SLOs, if any."""
+    """Returns a line for each mix of hardware: its cheapest cluster that keeps the SLOs, if any.
+    Of those that were not simulated, the cheapest by the cost model."""
+    left = [mix for mix in mixes if mix.cheapest is None and not mix.num_simulated]
+    dearer = left[UNTRIED_MIXES:]
+    if dearer:
+        shown = [mix for mix in mixes if mix not in dearer]
+        usd = dearer[0].start_usd_per_h
+        return [
+            *_mixes(shown),
+            f"and {len(dearer)} more from {usd:.2f} USD/h on by the cost model; not simulated",
+        ]
     names = [f"{mix.start.layout}, {mix.start.hardware}" for mix in mixes]
     roles = [_roles(mix) for mix in mixes]
     wide, high = (max(map(len, texts), default=0) for texts in (names, roles))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from scripted_head import ScriptedHead, call
 
@@ -20,8 +21,18 @@ def test_the_model_is_listed_and_found() -> None:
     assert listed["object"] == "list"
     assert listed["data"][0]["id"] == "fake"
     assert listed["data"][0]["max_model_len"] == 256
+    assert listed["data"][0]["default_sampling_params"] == {}
     assert get(ScriptedHead(), "/v1/models/fake").json() == listed["data"][0]
     assert get(ScriptedHead(), "/v1/models/org/other").status_code == 404
+
+
+def test_a_model_is_listed_with_its_own_settings() -> None:
+    head = ScriptedHead()
+    head.card = msgspec.structs.replace(
+        head.card, sampling={"temperature": 0.6, "max_tokens": 100.0}
+    )
+    said = get(head, "/v1/models").text
+    assert '"default_sampling_params":{"temperature":0.6,"max_tokens":100}' in said
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

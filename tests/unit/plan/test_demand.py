@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from moonpool.config.parse import parse_config
+from moonpool.config.tables import ConfigError
 from moonpool.plan.candidate import NodeKind, Priced
 from moonpool.plan.demand import (
     Demand,
@@ -76,6 +77,35 @@ def test_every_mix_is_a_start_and_what_does_not_fit_is_left_out() -> None:
     assert "does not fit 2 A40" in reason
     faster = {s.kind: s.prefill for s in found.starts if s.decode_kind == A800 and not s.mixed}
     assert faster[H100] < faster[A800]
+
+
+def test_a_reason_is_said_once_for_all_sizes_of_a_node() -> None:
+    sizes = [NodeKind("A40", size) for size in (1, 2)]
+    found = prepare(conversation(300), truth_for(BASE, sizes, None), [*sizes, A800], PRICED, 0.9)
+    [reason] = found.left_out
+    assert reason.startswith("llama3-70b does not fit 2 A40") and reason.endswith(
+        "(nodes of 1, too)"
+    )
+    drawn = msgspec.structs.replace(PRICED, device_power_w={"H100-SXM": 700.0}, max_power_w=500.0)
+    sizes = [NodeKind("H100-SXM", size) for size in (1, 2, 4, 8)]
+    with pytest.raises(ConfigError) as error:
+        prepare(conversation(300), truth_for(BASE, sizes, None), sizes, drawn, 0.9)
+    assert str(error.value) == (
+        "1 mixed instance on one node of 1 H100-SXM may draw 0.7 kW, more than the 0.5 kW of"
+        " --max-power (nodes of 2, 4 and 8, too)"
+    )
+
+
+def test_the_power_of_one_mixed_node_is_enough_for_it() -> None:
+    """Split, the same device needs two nodes."""
+    base = truth_for(BASE, [H100], None)
+    watts = msgspec.structs.replace(PRICED, device_power_w={"H100-SXM": 700.0})
+    small = conversation(300, rate=0.05)
+    enough = msgspec.structs.replace(watts, max_power_w=6000.0)
+    found = prepare(small, base, [H100], enough, 0.9)
+    assert [(start.mixed, start.prefill) for start in found.starts] == [(1, 0)]
+    with pytest.raises(ConfigError, match=r"within 6 kW.* draw 11\.2 kW; give --max-power as"):
+        prepare(small, base, [H100], enough, 0.9, "disaggregated")
 
 
 def test_the_measured_node_is_used_for_itself_alone() -> None:

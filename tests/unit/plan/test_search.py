@@ -19,9 +19,11 @@ from moonpool.plan.assess import FRESH_SEEDS_FROM, Assessor, PlanGoal, check
 from moonpool.plan.bounds import Bounds
 from moonpool.plan.candidate import CACHE_STEPS, Candidate, NodeKind, Priced, Steps, neighbours
 from moonpool.plan.demand import Demand, Prepared
+from moonpool.plan.running_costs import costs_of
 from moonpool.plan.search import ClusterPlan, Planner
 from moonpool.plan.settings import grown
 from moonpool.plan.simulation_pool import SimulationPool
+from moonpool.plan.tables import print_plan
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.prices import parse_prices
 from tests.unit.plan.made_up import MadeUpWorkforce, Truth, outcome
@@ -215,6 +217,19 @@ def test_a_spent_budget_keeps_what_was_found_and_says_so() -> None:
     nothing, _ = planned(MadeUpWorkforce(truth(40.0, 30.0)), priced(), max_runs=3.0)
     assert nothing.choice is None and not nothing.complete
     assert "allow more with --runs" in answer(nothing, [], PlanGoal(), prepared(), priced()).text
+
+
+def test_few_of_the_mixes_that_were_not_simulated_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kinds = tuple(NodeKind(name, n) for name in ("A800-SXM", "H100-SXM") for n in (1, 2, 4, 8))
+    found, _ = planned(MadeUpWorkforce(truth(4.0, 2.0)), priced(), kinds, max_runs=30.0)
+    words = answer(found, [], PlanGoal(), prepared(kinds), priced())
+    print_plan(found, words, 0.9, costs_of(found.choice, prepared(kinds), priced()))
+    said = [line for line in capsys.readouterr().out.splitlines() if "not simulated" in line]
+    untried = sum(mix.cheapest is None and not mix.num_simulated for mix in found.mixes)
+    assert untried > 20 and len(said) == 7
+    assert f"and {untried - 6} more from " in said[-1]
 
 
 def test_a_time_limit_keeps_the_best_so_far() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from moonpool.scheduler.actions import StepEntry
 from moonpool_engine.engine.builtin import open_model
+from moonpool_engine.engine.calibrate import measure_samples
 from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.engine.runner import Engine, make_layout
@@ -72,6 +73,29 @@ def test_a_slow_model_is_measured_in_brief() -> None:
     assert sum(slow.steps) < 120 < sum(fast.steps)
     assert cost.prefill_s(256, 0) == pytest.approx(256 * 0.05, rel=0.1)
     assert cost.decode_step_s(4, 256) == pytest.approx(4 * 0.05, rel=0.1)
+
+
+def test_a_model_without_kernels_is_measured_by_few_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step takes 2 s of a clock that only steps move."""
+    now_s = 0.0
+    engine = CountingEngine(0.0)
+    step = engine.step
+
+    def slow(entries: Sequence[StepEntry]) -> StepResult:
+        nonlocal now_s
+        now_s += 2.0
+        found = step(entries)
+        return StepResult(found.tokens, seconds=2.0 + 0.01 * engine.steps[-1])
+
+    monkeypatch.setattr(engine, "step", slow)
+    monkeypatch.setattr("moonpool_engine.engine.calibrate.time.perf_counter", lambda: now_s)
+    cost = refine_profile(engine, 1)
+    assert engine.steps == [1, 4, 4, 32, 1]
+    assert cost.prefill_s(32, 0) == pytest.approx(2.32) and cost.decode_step_s(1, 64) > 2.0
+    thorough = [each.kind for each in measure_samples(engine)]
+    assert [thorough.count(kind) for kind in ("prefill", "decode", "mixed")] == [3, 3, 3]
 
 
 def test_a_measurement_that_is_not_to_be_kept_writes_nothing(tmp_path: Path) -> None:

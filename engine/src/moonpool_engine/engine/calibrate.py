@@ -6,9 +6,11 @@ Cached contexts are not computed first, since attention costs the same over any 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from math import inf
 from typing import Literal, Protocol
 
 import msgspec
@@ -21,6 +23,8 @@ from moonpool.scheduler.actions import StepEntry
 from moonpool.types import BlockId, SamplingParams, Struct
 from moonpool_engine.engine.spec import ModelSpec
 from moonpool_engine.engine.step import StepResult
+
+log = logging.getLogger("moonpool.profile")
 
 # (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
 PREFILLS = (
@@ -46,7 +50,10 @@ SLOW_S = 0.1
 """A model is slow if a prefill of `SLOW_TOKENS` takes longer."""
 SLOW_TOKENS = 4
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-ALWAYS = 3  # steps of each kind are measured even if slow: the fit needs them
+ALWAYS = 3  # steps of each kind are measured even if slow: the fit is better with them
+PATIENCE_S = 3.0
+"""After so long, the start of a slow model measures only what the fit cannot do without: two
+prefills and a decode. Without kernels, one step may take seconds."""
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
@@ -126,14 +133,22 @@ def measure_samples(
     for decodes, the rest for mixed steps.
 
     Measures at least `ALWAYS` steps of each kind, also of a slow model. If not `thorough`, it
-    measures only a few short steps of a slow model.
+    measures only a few short steps of a slow model, and the fewest after `PATIENCE_S`.
     """
     _run(engine, _step(engine, 1, 1, 0))  # touches all weights once
-    brief = not thorough and _run(engine, _step(engine, 1, SLOW_TOKENS, 0)) > SLOW_S
+    slow_s = 0.0 if thorough else _run(engine, _step(engine, 1, SLOW_TOKENS, 0))
+    brief = slow_s > SLOW_S
+    if brief:
+        log.info("a step takes %.2g s: measuring a few short ones", slow_s)
+    least, patient_s = (1, time.perf_counter() + PATIENCE_S) if brief else (ALWAYS, inf)
     chunks = BRIEF_PREFILLS if brief else PREFILLS
     prefills: list[Point] = [("prefill", 1, new, cached) for new, cached in chunks]
     decodes: list[Point] = [("decode", batch, 1, context) for batch, context in DECODES]
-    found = [*_within(engine, 0.4 * budget_s, prefills), *_within(engine, 0.4 * budget_s, decodes)]
+    share_s = 0.4 * budget_s
+    found = [
+        *_within(engine, share_s, prefills, min(least + 1, ALWAYS), patient_s),
+        *_within(engine, share_s, decodes, least, patient_s),
+    ]
     return found if brief else [*found, *_mixed_within(engine, 0.2 * budget_s)]
 
 
@@ -175,13 +190,20 @@ def _mixed_within(engine: MeasuredEngine, budget_s: float) -> Iterator[StepSampl
 
 
 def _within(
-    engine: MeasuredEngine, budget_s: float, points: Iterable[Point]
+    engine: MeasuredEngine,
+    budget_s: float,
+    points: Iterable[Point],
+    least: int = ALWAYS,
+    patient_s: float = inf,
 ) -> Iterator[StepSample]:
+    """`least` points are measured even if slow, and `ALWAYS` until the clock shows `patient_s`."""
     ends_s = time.perf_counter() + budget_s
     fitting = dict.fromkeys(_fitted(engine, point) for point in points)
     per_token_s = 0.0
     for i, (kind, batch, new, context) in enumerate(fitting):
-        if i >= ALWAYS and time.perf_counter() + per_token_s * batch * new > ends_s:
+        now_s = time.perf_counter()
+        is_needed = i < least or (i < ALWAYS and now_s < patient_s)
+        if not is_needed and now_s + per_token_s * batch * new > ends_s:
             return
         seconds = _best_s(engine, _step(engine, batch, new, context), ends_s)
         per_token_s = seconds / (batch * new)

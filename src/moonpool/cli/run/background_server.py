@@ -63,14 +63,16 @@ class BackgroundServer:
             self._process.kill()  # the kernel then ends head and workers
             self._process.wait()
 
-    def wait_until_ready(self) -> None:
-        """Returns once the server answers. Raises ServerEndedError.
+    def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
+        """Returns once the server answers, and calls `meanwhile` until then, a few times a second.
+        Raises ServerEndedError.
 
         The supervisor listens long before there is a head, and the call waits at its socket.
         """
-        with self._call() as call:
+        with self._call(meanwhile) as call:
             while not select.select([call], [], [], LOOK_S)[0]:
                 self.check()
+                meanwhile()
             with contextlib.suppress(ConnectionResetError):
                 if call.recv(64):
                     return
@@ -87,9 +89,10 @@ class BackgroundServer:
         """Returns when the server has ended."""
         self._process.wait()
 
-    def _call(self) -> socket.socket:
+    def _call(self, meanwhile: Callable[[], None]) -> socket.socket:
         while True:
             self.check()
+            meanwhile()
             with contextlib.suppress(ConnectionRefusedError):
                 call = socket.create_connection((HOST, self.port))
                 call.sendall(

@@ -12,6 +12,8 @@ from moonpool.cli.run.background_server import HOST
 from moonpool.server_events import DONE, ServerEventReader
 
 Message = dict[str, str]
+USUAL_TEMPERATURE = 0.8
+"""Of a model that states none. The API takes 1, as OpenAI's does; small models then ramble."""
 
 
 class ChatError(RuntimeError):
@@ -83,6 +85,24 @@ class ChatStream:
                     self.ttft_s = time.monotonic() - began_s
                 self.text += delta.get("content") or ""
                 self._on_text(text)
+
+
+def with_temperature(parameters: dict[str, Any], port: int) -> dict[str, Any]:
+    """The parameters, with a temperature if neither they nor the model's own settings have one.
+    Raises ChatError."""
+    if "temperature" in parameters:
+        return parameters
+    connection = HTTPConnection(HOST, port)
+    try:
+        connection.request("GET", "/v1/models")
+        model = json.loads(connection.getresponse().read())["data"][0]
+    except (OSError, HTTPException, ValueError, LookupError) as error:
+        raise ChatError(f"the server did not name its model: {error!r}") from None
+    finally:
+        connection.close()
+    if "temperature" in model["default_sampling_params"]:
+        return parameters
+    return {**parameters, "temperature": USUAL_TEMPERATURE}
 
 
 def _reason(body: bytes) -> str:

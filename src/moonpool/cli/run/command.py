@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -22,7 +21,8 @@ from moonpool.cli.run.background_server import (
     ServerEndedError,
     choose_port,
 )
-from moonpool.cli.run.chat_stream import ChatError
+from moonpool.cli.run.chat_stream import USUAL_TEMPERATURE, ChatError, with_temperature
+from moonpool.cli.run.start_display import StartDisplay
 from moonpool.cli.run.terminal_chat import TerminalChat, answer_once
 
 DEFAULT_PORT = 8000
@@ -31,7 +31,6 @@ DISK_SHARE = 0.1
 DISK_SIZES = tuple(GIB * size // 4 for size in (1, 2, 4, 8, 16, 32, 64))
 """Steps, so that the tier keeps its size while other files come and go."""
 REQUEST_TIMEOUT_S = 86_400
-_ERASE = "\r\x1b[K"
 
 
 @click.command()
@@ -43,7 +42,8 @@ _ERASE = "\r\x1b[K"
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 2),
-    help="Randomness of the tokens; 0 takes the likeliest.",
+    help="Randomness of the tokens; 0 takes the likeliest. The model's own unless given, else"
+    f" {USUAL_TEMPERATURE:g}.",
 )
 @click.option(
     "--max-model-len",
@@ -97,11 +97,13 @@ def run(
     wanted = {key: settings[key] for key in ("max_tokens", "temperature")}
     parameters = {key: value for key, value in wanted.items() if value is not None}
     _end_in_order()
-    progress = _Progress(verbose)
+    display = StartDisplay(verbose)
     try:
-        with BackgroundServer(arguments, chosen, progress.take) as server:
-            server.wait_until_ready()
-            progress.end()
+        with BackgroundServer(arguments, chosen, display.take) as server:
+            server.wait_until_ready(display.look)
+            display.end()
+            if not open_page:
+                parameters = with_temperature(parameters, chosen)
             if prompt is not None:
                 answer_once(server, parameters, system, prompt)
                 return
@@ -114,35 +116,10 @@ def run(
                 click.echo("/help lists commands, Ctrl-D ends the chat.\n")
                 TerminalChat(server, parameters, system).run()
     except (ServerEndedError, ChatError) as error:
-        progress.end()
+        display.end()
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-class _Progress:
-    """Shows one line of the server's log at a time until it is ready, or all of them."""
-
-    def __init__(self, verbose: bool) -> None:
-        self._verbose = verbose
-        self._shown = sys.stderr.isatty() and not verbose
-        self._is_up = False
-
-    def take(self, line: str) -> None:
-        if self._verbose:
-            sys.stderr.write(f"{line}\n")
-        elif self._shown and not self._is_up:
-            said = line.partition(" INFO ")[2]
-            if said:
-                width = shutil.get_terminal_size().columns - 1
-                sys.stderr.write(f"{_ERASE}{said[:width]}")
-                sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._shown and not self._is_up:
-            sys.stderr.write(_ERASE)
-            sys.stderr.flush()
-        self._is_up = True
 
 
 def _served_name(model: str) -> str:

@@ -35,6 +35,8 @@ from moonpool.types import Struct
 
 Entry = TypeVar("Entry", Device, ModelShape)
 MAX_NUMBER = 1e300
+NEAR_NAMES = 3
+_OTHERS = " (--catalogue FILE adds others)"
 MAY_BE_ZERO = {"nvlink_bytes_per_s", "launch_s", "alpha_s", "nic_latency_s", "usd_per_h"}
 MAY_BE_ZERO |= {"window", "full_every", "max_positions"}
 MAY_BE_ZERO |= {"experts.shared_ffn", "experts.dense_layers", "experts.bytes_per_weight"}
@@ -48,12 +50,12 @@ class Catalogue(Struct, frozen=True):
     shapes: tuple[ModelShape, ...]
 
     def device(self, name: str) -> Device:
-        """Raises ConfigError, which names the nearest known device."""
-        return _find(self.devices, name, "device")
+        """Raises ConfigError, which names the nearest known devices."""
+        return _find(self.devices, name, "device", _OTHERS)
 
     def shape(self, name: str) -> ModelShape:
-        """Raises ConfigError, which names the nearest known shape."""
-        return _find(self.shapes, name, "model shape")
+        """Raises ConfigError, which names the nearest known shapes."""
+        return _find(self.shapes, name, "model shape", _OTHERS)
 
 
 def package_text(file_name: str) -> str:
@@ -82,20 +84,21 @@ def parse_catalogue(text: str, base: Catalogue | None = None) -> Catalogue:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the nearest known one, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name.lower(), [k.lower() for k in known], n=1, cutoff=0.4)
+def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+    """The end of an error message about an unknown name: the nearest known ones, or all of them."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=most, cutoff=0.4)
     if close:
-        return f"; did you mean {next(k for k in known if k.lower() == close[0])!r}?"
-    return f"; known are {', '.join(known)}"
+        return f"; did you mean {' or '.join(repr(by_lower[each]) for each in close)}?"
+    return f"; known are {', '.join(by_lower.values())}"
 
 
-def _find(entries: tuple[Entry, ...], name: str, noun: str) -> Entry:
+def _find(entries: tuple[Entry, ...], name: str, noun: str, advice: str = "") -> Entry:
     for entry in entries:
         if entry.name == name:
             return entry
-    raise ConfigError(f"unknown {noun} {name!r}{nearest(name, (e.name for e in entries))}")
+    near = nearest(name, (e.name for e in entries), NEAR_NAMES if advice else 1)
+    raise ConfigError(f"unknown {noun} {name!r}{near}{advice}")
 
 
 def _merge(

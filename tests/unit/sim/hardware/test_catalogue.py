@@ -112,6 +112,8 @@ def test_unknown_names_get_the_nearest_known() -> None:
         BUILT_IN.device("h100-sxm")
     with pytest.raises(ConfigError, match="unknown model shape 'llama-3-70b'; did you mean 'llama"):
         BUILT_IN.shape("llama-3-70b")
+    with pytest.raises(ConfigError, match=r"' or '.*'\? \(--catalogue FILE adds others\)"):
+        BUILT_IN.shape("llama")
     with pytest.raises(ConfigError, match=r"known are .*llama3-8b"):
         BUILT_IN.shape("@")
     assert math.isfinite(BUILT_IN.device("A10").memory_bytes)

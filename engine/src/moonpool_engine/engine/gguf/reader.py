@@ -9,8 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -90,10 +92,26 @@ class GgufPart(NamedTuple):
     version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
 
 
+class StoredTexts:
+    """An array of texts in a mapped file, decoded at their first use: a vocabulary and its merges
+    have hundreds of thousands, of which whoever reads weights needs none."""
+
+    def __init__(self, mapping: mmap.mmap, starts: array[int]) -> None:
+        """`starts`: where each text begins, and 8 bytes behind the end of the last one."""
+        self._mapping = mapping
+        self._starts = starts
+
+    @cached_property
+    def texts(self) -> list[str]:
+        # Other readers accept texts that are not UTF-8, and some tokens are such.
+        data = self._mapping
+        return [data[a : b - 8].decode("utf-8", "replace") for a, b in pairwise(self._starts)]
+
+
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """The checked headers of a model's file, or of its parts. Arrays of numbers are numpy arrays,
-    others are lists."""
+    those of texts are `StoredTexts`."""
 
     path: Path  # of the first part
     metadata: Mapping[str, Any]  # of the first part
@@ -354,10 +372,11 @@ class _Header:
         data = self._take(count * struct.calcsize(code))
         return np.frombuffer(data, dtype=np.dtype(code).newbyteorder("<"))
 
-    def _texts(self, what: str, count: int) -> list[str]:
-        """Reads as `_text` does, in one loop: a vocabulary has hundreds of thousands of texts."""
-        data, end, at, found = self._data, self._end, self._at, []
+    def _texts(self, what: str, count: int) -> StoredTexts:
+        """Steps over texts, and checks their lengths as `_text` does, in one loop."""
+        data, end, at = self._data, self._end, self._at
         unpack = struct.Struct("<Q").unpack_from
+        starts = array("q", [at + 8])
         for _ in range(count):
             if end - at < 8:
                 break
@@ -365,11 +384,11 @@ class _Header:
             if length > end - at - 8:
                 break
             at += 8 + length
-            found.append(data[at - length : at].decode("utf-8", "replace"))
+            starts.append(at + 8)
         self._at = at
-        if len(found) < count:
+        if len(starts) <= count:
             self._text(what, end)  # raises
-        return found
+        return StoredTexts(data, starts)
 
     def _text(self, what: str, limit: int) -> str:
         length = self._number("Q")

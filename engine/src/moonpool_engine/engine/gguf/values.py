@@ -9,7 +9,7 @@ import numpy as np
 
 from moonpool.text.model_error import LARGEST_NUMBER, LARGEST_TOKEN, ModelError
 from moonpool.text.shown import shown
-from moonpool_engine.engine.gguf.reader import GgufFile
+from moonpool_engine.engine.gguf.reader import GgufFile, StoredTexts
 
 _NO_TOKEN = 2**32 - 1
 
@@ -65,9 +65,9 @@ class MetadataValues:
         value = self._value(name)
         if value is None:
             return []
-        if not isinstance(value, list):
+        if not isinstance(value, StoredTexts):
             raise self.error(name, "a list of texts")
-        return value
+        return value.texts
 
     def numbers(self, name: str) -> list[Any]:
         """A list of numbers; empty if it is missing."""
@@ -133,6 +133,8 @@ class MetadataValues:
 
 def _plain(value: object) -> object:
     """The first elements of an array, as a list."""
+    if isinstance(value, StoredTexts):
+        return value.texts[:8]
     return value[:8].tolist() if isinstance(value, np.ndarray) else value
 
 

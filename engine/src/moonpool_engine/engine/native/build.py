@@ -134,6 +134,7 @@ def usable_isas(library: ctypes.CDLL) -> tuple[str, ...]:
     return tuple(isa for isa in here if hasattr(library, f"moonpool_slices_name_{isa}"))
 
 
+BUILD_LINE = f"{sys.executable} -m moonpool_engine.engine.native.build"
 COMPILERS = ("g++", "c++", "clang++")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from moonpool_engine.engine.native.build import (
+    BUILD_LINE,
     ISA_FLAGS,
     NO_ISA,
     best_isa,
@@ -113,7 +114,7 @@ def open_kernels(isa: str | None = None) -> tuple[str, dict[torch.dtype, Kernels
     path = find_library()
     if path is None:
         raise NativeUnavailableError(
-            "the kernels are not built: run `python -m moonpool_engine.engine.native.build`"
+            f"the kernels are not built; with a C++ compiler, `{BUILD_LINE}` builds them"
         )
     library, usable = open_file(path)
     chosen = isa or usable[-1]
@@ -137,8 +138,7 @@ def open_file(path: Path) -> tuple[ctypes.CDLL, tuple[str, ...]]:
     usable = usable_isas(library)
     if not usable:
         raise NativeUnavailableError(
-            f"{path.name} was built for another CPU: run"
-            " `python -m moonpool_engine.engine.native.build` on this machine"
+            f"{path.name} was built for another CPU: run `{BUILD_LINE}` on this machine"
         )
     return library, usable
 
