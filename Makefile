@@ -36,15 +36,18 @@ $(VENV)/.installed-dev: $(SERVES) requirements-lab.lock requirements-dev.lock
 demo: setup-demo
 	$(BIN)/moonpool demo
 
+# Processes that run tests side by side.
+WORKERS ?= 2
+
 # Without kernels for this CPU, tests of the engine take ten times as long, and many fail.
 test: setup-dev
 	@$(BUILD_KERNELS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 # Tests that take long: sweeps, second kinds of a fault, the wheel. CI runs them too.
 long: setup-dev
 	@$(BUILD_KERNELS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long
 
 lint: setup-dev
 	$(BIN)/ruff check .

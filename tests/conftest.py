@@ -21,7 +21,7 @@ from hypothesis import settings
 settings.register_profile("short", deadline=None, max_examples=33)
 settings.register_profile("long", deadline=None, max_examples=100)
 
-MANY_EXAMPLES = 50
+MANY_EXAMPLES = 10
 """A property that names fewer is quick."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from moonpool.text.model_error import ModelError
 from moonpool_engine.attention_offload.partition import WorkerBlockRanges
@@ -17,6 +17,9 @@ from moonpool_engine.engine.model import DecoderModel
 from moonpool_engine.engine.parallel.tensor_model import check_shards
 from moonpool_engine.engine.reference import ReferenceSplitOps
 from tests.differential.checkpoints import CASES, Case, save
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 POSITIONS = 1024
 CASE_OF: dict[str, Case] = {
@@ -58,6 +61,8 @@ assert CASE_OF.keys() == FAMILIES.keys()
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """All bytes and a few merges, in fewer tokens than the smallest vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

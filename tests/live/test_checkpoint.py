@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.forked.commands import LocalServer
 from tests.live.test_faults import run_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} say <tool_call>{}</tool_call>\n{% endif %}"
@@ -28,6 +30,8 @@ MESSAGES: Any = [
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,6 +49,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3 with random weights large enough that its choices are no ties."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     where = tmp_path_factory.mktemp("qwen3")
     tokenizer = make_tokenizer()
     torch.manual_seed(2)
@@ -74,6 +80,8 @@ def server(folder: Path) -> Iterator[LocalServer]:
 
 
 def test_chat_answers_as_transformers_does(folder: Path, server: LocalServer) -> None:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")

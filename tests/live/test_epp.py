@@ -347,19 +347,18 @@ def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> N
         wait_until(lambda: found.picker.requests() == 0)
 
 
-def test_an_endpoint_that_dies_is_left_out(tmp_path: Path, model: str) -> None:
-    with gateway(tmp_path, model) as found:
-        for number in range(6):
-            assert found.complete(prompt=[number] * 40).status_code == 200
-        dead = found.stubs[0]
-        dead.stop()
-        statuses = [found.complete(prompt=[9, number] * 20).status_code for number in range(12)]
-        assert statuses.count(503) <= 2, statuses  # the first call shows it, the next ones avoid it
-        assert statuses[-6:] == [200] * 6
-        wait_until(lambda: found.picker.instances() == ["e1"])
-        assert found.picker.requests() == 0
-        dead.start()
-        wait_until(lambda: sorted(found.picker.instances()) == ["e0", "e1"])
+def test_an_endpoint_that_dies_is_left_out(two: Gateway) -> None:
+    for number in range(6):
+        assert two.complete(prompt=[number] * 40).status_code == 200
+    dead = two.stubs[0]
+    dead.stop()
+    statuses = [two.complete(prompt=[9, number] * 20).status_code for number in range(12)]
+    assert statuses.count(503) <= 2, statuses  # the first call shows it, the next ones avoid it
+    assert statuses[-6:] == [200] * 6
+    wait_until(lambda: two.picker.instances() == ["e1"])
+    assert two.picker.requests() == 0
+    dead.start()
+    wait_until(lambda: sorted(two.picker.instances()) == ["e0", "e1"])
 
 
 def test_a_stream_that_is_cut_ends_its_booking(tmp_path: Path, model: str) -> None:
@@ -499,16 +498,19 @@ def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
         assert status_of(strict_url) == 500
 
 
-def test_a_gateway_that_holds_bodies_is_served_too(tmp_path: Path, model: str) -> None:
+def test_a_gateway_that_holds_bodies_is_served_too(two: Gateway, tmp_path: Path) -> None:
+    """It is another gateway of the same picker."""
     replaces = (
         ("request_body_mode: FULL_DUPLEX_STREAMED", "request_body_mode: BUFFERED"),
         ("response_body_mode: FULL_DUPLEX_STREAMED", "response_body_mode: STREAMED"),
         ("request_trailer_mode: SEND", "request_trailer_mode: SKIP"),
     )
-    with gateway(tmp_path, model, replaces=replaces) as found:
-        assert found.complete({"x-request-id": "held"}).status_code == 200
-        wait_until(lambda: found.explain("held").get("outcome") == "stop")
-        assert found.explain("held")["generated_tokens"] == 4
+    with envoy(tmp_path, two.picker.grpc_port, replaces) as url:
+        headers = {"x-request-id": "held"}
+        answer = httpx.post(f"{url}/v1/completions", json=ASKED, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        wait_until(lambda: two.explain("held").get("outcome") == "stop")
+        assert two.explain("held")["generated_tokens"] == 4
 
 
 def real_call(url: str, model: str, text: str, request_id: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from tests.processes import children_of
 
 FRONTS = ["--fronts", "2"]
 NUM_STREAMS = 8
+MOST_KILLS = 4
+FEW_KILLS = 2
 
 pytestmark = pytest.mark.live
 
@@ -83,11 +85,12 @@ def post_apart(url: str) -> int:
     return int(subprocess.run(line, capture_output=True, check=True, timeout=WAIT_S).stdout)
 
 
-def kill_while(streams: Streams, asked: list[Any], victim: Any) -> int:
-    """Kills the process that `victim` names when all streams have begun; again after some bytes."""
+def kill_while(streams: Streams, asked: list[Any], victim: Any, most: int) -> int:
+    """Kills the process that `victim` names when all streams have begun; again after some bytes, up
+    to `most` times."""
     streamed = {number for number, (_, body) in enumerate(asked) if body["stream"]}
     num_kills, next_bytes = 0, 0
-    while streams.are_running and num_kills < 4:
+    while streams.are_running and num_kills < most:
         if streams.num_bytes < next_bytes or not streamed <= streams.begun:
             time.sleep(0.005)
             continue
@@ -100,8 +103,15 @@ def kill_while(streams: Streams, asked: list[Any], victim: Any) -> int:
     return num_kills
 
 
-@pytest.mark.parametrize("whose", [pytest.param("front", marks=pytest.mark.long), "head"])
-def test_a_process_that_is_killed_costs_no_answer(whose: str) -> None:
+@pytest.mark.parametrize(
+    ("whose", "most"),
+    [
+        ("head", FEW_KILLS),
+        pytest.param("head", MOST_KILLS, marks=pytest.mark.long),
+        pytest.param("front", MOST_KILLS, marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_is_killed_costs_no_answer(whose: str, most: int) -> None:
     line = [MODEL, "--prefill", "1", "--decode", "1", *SMALL, "--admission", "none", *FRONTS]
     with LocalServer(line) as server:
         asked = bodies()[:NUM_STREAMS]
@@ -114,7 +124,7 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str) -> None:
         num_kills = 0
         while not num_kills:  # on a busy machine the streams may end before all have begun
             streams = Streams(server.url, asked)
-            num_kills = kill_while(streams, asked, victim)
+            num_kills = kill_while(streams, asked, victim, most)
             assert streams.errors == []
             assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
         restarts = fresh.get(f"{server.url}/cluster", timeout=WAIT_S).json()["head"]["restarts"]
@@ -124,7 +134,8 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str) -> None:
     assert wait_until_gone(pids) == []
 
 
-def test_an_instance_that_is_killed_costs_no_answer() -> None:
+@pytest.mark.parametrize("most", [FEW_KILLS, pytest.param(MOST_KILLS, marks=pytest.mark.long)])
+def test_an_instance_that_is_killed_costs_no_answer(most: int) -> None:
     """Its tokens went to the fronts directly: these know what the head had not heard of."""
     line = [MODEL, "--mixed", "2", *SMALL, "--admission", "none", *FRONTS]
     with LocalServer(line) as server:
@@ -133,7 +144,7 @@ def test_an_instance_that_is_killed_costs_no_answer() -> None:
         num_kills = 0
         while not num_kills:
             streams = Streams(server.url, asked)
-            num_kills = kill_while(streams, asked, lambda _: first_worker(server))
+            num_kills = kill_while(streams, asked, lambda _: first_worker(server), most)
             assert streams.errors == []
             assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
         fronts = fresh.get(f"{server.url}/cluster", timeout=WAIT_S).json()["fronts"]

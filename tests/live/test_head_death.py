@@ -30,7 +30,9 @@ from tests.live.waiting import WAIT_S
 from tests.processes import children_of
 
 NUM_STREAMS = 16
-NUM_KILLS = 5
+FEW = (8, 2)
+"""Streams, one of each kind, and kills of the short run."""
+MANY = (NUM_STREAMS, 5)
 CLIENT_S = 240.0
 
 
@@ -109,14 +111,14 @@ def cached_tokens(url: str, prompt: list[int]) -> int:
 
 
 def kill_under_streams(
-    server: LocalServer, asked: list[Any], expected: list[Any]
+    server: LocalServer, asked: list[Any], expected: list[Any], most: int
 ) -> tuple[int, Streams]:
-    """Kills the head up to NUM_KILLS times while streams run; returns the number of kills."""
+    """Kills the head up to `most` times while streams run; returns the number of kills."""
     drawn = random.Random(5)
     streamed = {number for number, (_, body) in enumerate(asked) if body["stream"]}
     streams = Streams(server.url, asked)
     num_kills, next_bytes = 0, 0
-    while streams.are_running and num_kills < NUM_KILLS:
+    while streams.are_running and num_kills < most:
         # A connection that was just accepted ends with its head.
         if streams.num_bytes < next_bytes or not streamed <= streams.begun:
             time.sleep(0.005)
@@ -132,26 +134,33 @@ def kill_under_streams(
     return num_kills, streams
 
 
+APART = ["--prefill", "1", "--decode", "1"]
+
+
 @pytest.mark.parametrize(
-    "arrangement",
+    ("arrangement", "counts"),
     [
-        ["--prefill", "1", "--decode", "1"],
-        pytest.param(["--mixed", "2"], marks=pytest.mark.long),
+        (APART, FEW),
+        pytest.param(APART, MANY, marks=pytest.mark.long),
+        pytest.param(["--mixed", "2"], MANY, marks=pytest.mark.long),
     ],
-    ids=["1P+1D", "2M"],
+    ids=["1P+1D", "1P+1D-many", "2M"],
 )
-def test_a_head_that_is_killed_costs_no_answer(arrangement: list[str]) -> None:
+def test_a_head_that_is_killed_costs_no_answer(
+    arrangement: list[str], counts: tuple[int, int]
+) -> None:
     before = shared_memory_names()
+    num_streams, most_kills = counts
     with LocalServer([MODEL, *arrangement, *SMALL, "--admission", "none"]) as server:
-        asked = bodies()
+        asked = bodies()[:num_streams]
         expected = [ask(server.url, path, body) for path, body in asked]
         workers = sorted(server.worker_pids())
         all_pids = children_of(server.pid)
         num_kills = 0
         while not num_kills:  # on a busy machine the streams may end before all have begun
-            num_kills, streams = kill_under_streams(server, asked, expected)
+            num_kills, streams = kill_under_streams(server, asked, expected, most_kills)
             assert streams.errors == []
-            assert [streams.got[number] for number in range(NUM_STREAMS)] == expected
+            assert [streams.got[number] for number in range(num_streams)] == expected
         cluster = fresh.get(f"{server.url}/cluster", timeout=60).json()
         assert cluster["head"]["restarts"] == num_kills
         with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -231,8 +231,8 @@ def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
 def test_a_second_model_is_refused_in_one_line(pool: Pool) -> None:
     engine = Engine(pool, seed=1)
     with pytest.raises(AssertionError, match="did not happen"):
-        Engine(pool, group=bytes(32), seed=1, wait_s=2.0)
-    assert b"start it with a larger --models" in pool.log()
+        Engine(pool, group=bytes(32), seed=1, wait_s=0.2)
+    wait_until(lambda: b"start it with a larger --models" in pool.log())
     engine.close()
     wait_until(lambda: b"leave DRAM" in pool.log() or Engine(pool, bytes(32)))
 

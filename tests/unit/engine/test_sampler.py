@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from moonpool.types import BadWord, SamplingParams, Token
 from moonpool_engine.engine import sampler
@@ -108,6 +107,8 @@ def test_penalties_count_what_was_generated() -> None:
 
 
 def test_a_repetition_penalty_is_what_transformers_makes_of_it() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2)) * 5
     prompt, generated = [3, 7, 7, 12, 40], [5, 3, 48]
     for penalty in (0.5, 1.3, 4.0):
@@ -122,6 +123,8 @@ def test_a_repetition_penalty_is_what_transformers_makes_of_it() -> None:
 
 
 def test_bad_words_are_those_that_transformers_bans() -> None:
+    from transformers import NoBadWordsLogitsProcessor
+
     logits = torch.randn(300, 12, generator=torch.Generator().manual_seed(3))
     rng = random.Random(4)
     num_banned = 0
