@@ -64,8 +64,8 @@ def page(found: dict[str, Any], clients: dict[str, Any], peers: dict[str, Any]) 
         text += "\n" + "".join(f"- {note}\n" for note in notes)
     header = ("client", "version", "calls that work")
     text += CLIENTS_HEAD + table(header, map(_client_row, clients["clients"]))
-    header = ("tests of", "passed", "failed", "skipped, with a reason")
-    return text + PEERS_HEAD + table(header, map(_suite_row, peers["suites"])) + TAIL
+    of_suites = ("tests of", "passed", "failed", "skipped, with a reason")
+    return text + PEERS_HEAD + table(of_suites, map(_suite_row, peers["suites"])) + TAIL
 
 
 def _rows(run: dict[str, Any], notes: list[str]) -> Iterator[list[str]]:

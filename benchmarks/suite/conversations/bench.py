@@ -76,8 +76,8 @@ def bench_conversations(
         basis = runs.bases[key]
         for arrangement in _arrangements(plan.systems, basis, machine, plan.client == FOREIGN, say):
             own = {"model": model, "workload": shape.name, "client": plan.client}
-            key = own | {"system": arrangement.name}
-            loads = [load for load in plan.loads if plan.again or not runs.has(**key, load=load)]
+            cell = own | {"system": arrangement.name}
+            loads = [load for load in plan.loads if plan.again or not runs.has(**cell, load=load)]
             try:
                 for load, url in _servers(arrangement, loads, machine, basis, start):
                     row = _run(url, machine, shape, basis, arrangement, load, plan)
