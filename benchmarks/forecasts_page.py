@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.markdown import seconds, table
 from moonpool_lab.forecast.forecast_table import Entry, read_table
 
 TABLE = ROOT / "benchmarks" / "results" / "forecasts.jsonl"
@@ -72,61 +73,43 @@ def summary(outcomes: list[Entry]) -> str:
 
 def _section(forecast: Entry, outcomes: list[Entry]) -> str:
     slo, trace, origin = forecast["slo"], forecast["trace"], forecast["origin"]
-    figures = [name for _, name in FIGURES]
-    what = (
-        f"Written {forecast['written']}, hash `{forecast['hash'][:16]}`. Trace {trace['trace']}"
-        f" ({trace['trace_sha256']}), {trace['scale_tokens']} of its tokens. Predicted capacity"
-        f" {forecast['capacity_rps']:.3g} requests a second within TTFT {slo['ttft_s']:.3g} s and"
-        f" TBT {slo['tbt_s']:.3g} s."
-    )
-    measured_by = (
-        f"By `{origin['command']}`, moonpool {origin['version']}, {origin['commit']}, on"
-        f" {origin['machine']}."
-    )
-    lines = [
-        f"## {forecast['title']}",
-        "",
-        what,
-        "",
-        f"| load | | {' | '.join(figures)} | hits | effective |",
-        "|" + " --- |" * (len(figures) + 4),
-    ]
     by_load = {outcome["load"]: outcome for outcome in outcomes}
-    for load in forecast["loads"]:
-        lines += _rows(load, by_load.get(load["load"]))
-    lines += ["", measured_by, ""]
-    return "\n".join(lines)
+    rows = [row for each in forecast["loads"] for row in _rows(each, by_load.get(each["load"]))]
+    header = ("load", "", *(name for _, name in FIGURES), "hits", "effective")
+    return (
+        f"## {forecast['title']}\n\nWritten {forecast['written']}, hash"
+        f" `{forecast['hash'][:16]}`. Trace {trace['trace']} ({trace['trace_sha256']}),"
+        f" {trace['scale_tokens']} of its tokens. Predicted capacity"
+        f" {forecast['capacity_rps']:.3g} requests a second within TTFT {slo['ttft_s']:.3g} s and"
+        f" TBT {slo['tbt_s']:.3g} s.\n\n{table(header, rows)}\n"
+        f"By `{origin['command']}`, moonpool {origin['version']}, {origin['commit']}, on"
+        f" {origin['machine']}.\n"
+    )
 
 
-def _rows(load: dict[str, Any], outcome: Entry | None) -> Iterator[str]:
-    yield _row(f"{load['load']:g}", "forecast", load["figures"])
+def _rows(load: dict[str, Any], outcome: Entry | None) -> Iterator[tuple[str, ...]]:
+    yield f"{load['load']:g}", "forecast", *_cells(load["figures"])
     if outcome is None:
-        yield f"| | not tried |{' |' * (len(FIGURES) + 2)}"
+        yield "", "not tried", *("",) * (len(FIGURES) + 2)
         return
-    yield _row("", "measured", outcome["figures"])
+    yield "", "measured", *_cells(outcome["figures"])
     errors = outcome["errors"]
     cells = [f"{errors[name]:+.0%}" if name in errors else "-" for name, _ in FIGURES]
     cells += [f"{errors[name]:+.1%}" for name in ("hit_ratio", "effective_share")]
-    yield f"| | error | {' | '.join(cells)} |"
+    yield "", "error", *cells
 
 
-def _row(load: str, what: str, figures: dict[str, Any]) -> str:
-    cells = []
+def _cells(figures: dict[str, Any]) -> Iterator[str]:
     for name, _ in FIGURES:
         latency, _, share = name.partition(".")
-        cells.append(_seconds(figures[latency][share]))
-    cells.append(f"{figures['hit_ratio']:.1%}")
-    cells.append(f"{figures['effective']:,} of {figures['requests']:,}")
-    return f"| {load} | {what} | {' | '.join(cells)} |"
+        yield seconds(figures[latency][share])
+    yield f"{figures['hit_ratio']:.1%}"
+    yield f"{figures['effective']:,} of {figures['requests']:,}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
-
-
-def current(table: Path = TABLE) -> str:
+def current(path: Path = TABLE) -> str:
     """The page of the table. Raises TableError."""
-    return page(read_table(table) if table.exists() else [])
+    return page(read_table(path) if path.exists() else [])
 
 
 if __name__ == "__main__":

@@ -166,8 +166,7 @@ def serve(kind: str) -> None:
         print(listener.getsockname()[1], flush=True)
         await server.serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    uvloop.run(run())
 
 
 def request_bytes(max_tokens: int, stream: bool) -> bytes:

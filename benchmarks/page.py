@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.checkout import ROOT
 from benchmarks.cli.page_section import write_or_check
+from benchmarks.markdown import seconds as _seconds
+from benchmarks.markdown import table
+from benchmarks.markdown import times as _times
 from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
@@ -54,14 +57,6 @@ class Section(NamedTuple):
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 200 else f"{value:.3g}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
-
-
-def _times(value: float) -> str:
-    return f"{value:.2f} x"
 
 
 def engine_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -222,7 +217,7 @@ def format_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         quality = found["quality"].get(name)
         values = ("perplexity", "dequantized_float32")
         texts = ["-", "-"] if quality is None else [f"{quality[value]:.3f}" for value in values]
-        gains = [f"{gain:.2f} x" for gain in speed["times_bfloat16"].values()]
+        gains = map(_times, speed["times_bfloat16"].values())
         yield name, f"{speed['matrix_bytes'] / 1e6:.0f}", *texts, *gains
 
 
@@ -230,17 +225,17 @@ def parallel_rows(tensor: dict[str, Any], pipeline: dict[str, Any]) -> Iterator[
     """Rows of the speed-up of ranks and of stages over one process."""
     for row in tensor["rows"]:
         name = f"2 ranks, {row['kind']} {row['size']:,}"
-        yield (name, _seconds(row["one_process_s"]), _seconds(row["ranks_s"]), _over(row))
+        yield (
+            name,
+            *(_seconds(row[f"{who}_s"]) for who in ("one_process", "ranks")),
+            _times(row["speed_up"]),
+        )
     one = pipeline["long"]["chunked"][0]["measured"]["seconds"]
     for row in pipeline["long"]["chunked"][1:]:
         if row.get("measured"):
             name = f"{row['stages']} stages, prompt of {pipeline['long']['prompt_tokens']:,}"
             seconds = row["measured"]["seconds"]
             yield name, _seconds(one), _seconds(seconds), _times(one / seconds)
-
-
-def _over(row: dict[str, Any]) -> str:
-    return _times(row["speed_up"])
 
 
 def offload_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -558,9 +553,9 @@ def page() -> str:
         links = ", ".join(f"[{n}.json](../benchmarks/results/{n}.json)" for n in section.files)
         rows = section.rows(*(_read(name) for name in section.files))
         parts.append(
-            f"## {section.title}\n\n{section.text}\nFrom {links}.\n\n{_table(section.header, rows)}"
+            f"## {section.title}\n\n{section.text}\nFrom {links}.\n\n{table(section.header, rows)}"
         )
-    origins = _table(("file", "command", "commit", "machine"), _origins())
+    origins = table(("file", "command", "commit", "machine"), _origins())
     return "\n".join([*parts, f"## All result files\n\n{origins}"])
 
 
@@ -578,11 +573,6 @@ def _origins() -> Iterator[tuple[str, ...]]:
         commit = origin.get("commit") or "not recorded"
         link = f"[{path.stem}](../benchmarks/results/{path.name})"
         yield link, f"`{' '.join(command.split())}`", commit, machine
-
-
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.markdown import times as _times
+
 OWN = ("moonpool float32", "moonpool bfloat16")
 ENGINES = (*OWN, "llama.cpp", "ik_llama.cpp")
 GGUF_HEADER = (
@@ -51,7 +53,3 @@ def _rate(figures: dict[str, Any] | None) -> str:
     share = figures.get("read_share")
     rate = f"{figures['tokens_per_s']:,.1f}"
     return rate if share is None else f"{rate} ({share:.0%})"
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} x"

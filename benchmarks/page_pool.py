@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.checkout import ROOT
 from benchmarks.cli.page_section import PageSection
+from benchmarks.markdown import measured_by, plain, table
 
 RESULT = ROOT / "benchmarks" / "results" / "pool-in-vllm.json"
 PAGE = ROOT / "docs" / "pool-in-vllm.md"
@@ -47,12 +48,9 @@ PROVEN_P = 0.01
 def pool_section(found: dict[str, Any]) -> str:
     """One table for each workload, and what they are from."""
     parts = [_workload(name, one) for name, one in found["workloads"].items()]
-    origin, versions = found["origin"], found["versions"]
-    peers = sorted({f"{n} {v}" for known in versions.values() for n, v in known.items()})
-    parts.append(
-        f"Measured by `{' '.join(origin['command'].split())}` at {origin['commit']} on"
-        f" {origin['machine']}, with {', '.join(peers)}.\n"
-    )
+    known = found["versions"].values()
+    peers = sorted({f"{name} {version}" for each in known for name, version in each.items()})
+    parts.append(f"{measured_by(found)}, with {', '.join(peers)}.\n")
     return "\n".join(parts)
 
 
@@ -61,18 +59,12 @@ def _workload(name: str, one: dict[str, Any]) -> str:
     possible = prefixes["known_tokens"] / prefixes["prompt_tokens"]
     rounds = len(one["rows"]["none"]["rounds"])
     measured = "One round." if rounds == 1 else f"Medians of {rounds} rounds."
-    lines = [
-        (
-            f"{name.capitalize()}: {one['sessions']} sessions of {one['turns']} turns,"
-            f" {prefixes['prompt_tokens']:,} prompt tokens. {prefixes['distinct_tokens']:,} of them"
-            f" are distinct, and each vLLM's memory holds {one['kv_tokens']:,}. {possible:.0%} of"
-            f" the prompt tokens could be hits. {measured}"
-        ),
-        "",
-        *(f"| {' | '.join(line)} |" for line in (HEADER, ("---",) * len(HEADER))),
-        *(f"| {' | '.join(row)} |" for row in pool_rows(one["rows"])),
-    ]
-    return "\n".join(lines) + "\n"
+    return (
+        f"{name.capitalize()}: {one['sessions']} sessions of {one['turns']} turns,"
+        f" {prefixes['prompt_tokens']:,} prompt tokens. {prefixes['distinct_tokens']:,} of them"
+        f" are distinct, and each vLLM's memory holds {one['kv_tokens']:,}. {possible:.0%} of"
+        f" the prompt tokens could be hits. {measured}\n\n{table(HEADER, pool_rows(one['rows']))}"
+    )
 
 
 def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -81,7 +73,7 @@ def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, row in rows.items():
         figures = row["median"]
         if not figures:
-            yield (WORDS[name], *("-",) * 6, f"does not run here: {_plain(row['absent'])}")
+            yield (WORDS[name], *("-",) * 6, f"does not run here: {plain(row['absent'])}")
             continue
         load = row["load"]
         yield (
@@ -116,7 +108,7 @@ def _faults(name: str, row: dict[str, Any], twin: dict[str, Any]) -> Iterator[st
     if name != "none" and not row["after_all"]["cached_tokens"]:
         yield "nothing found again after `kill -9` of all"
     if row["absent"]:
-        yield f"ended early: {_plain(row['absent'])}"
+        yield f"ended early: {plain(row['absent'])}"
 
 
 def _hits(counts: dict[str, Any]) -> str:
@@ -127,10 +119,6 @@ def _hits(counts: dict[str, Any]) -> str:
 
 def _both(seconds: dict[str, float]) -> str:
     return f"{seconds['mean']:.2f}, {seconds['p90']:.2f} s"
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "/")
 
 
 def main(page: Path = PAGE, result: Path = RESULT) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.checkout import ROOT
 from benchmarks.cli.page_section import PageSection
+from benchmarks.markdown import measured_by, plain, table
 
 RESULT = ROOT / "benchmarks" / "results" / "routers.json"
 PAGE = ROOT / "docs" / "routers.md"
@@ -53,31 +54,24 @@ def routers_section(found: dict[str, Any]) -> str:
         rows = [row for row in found["rows"] if row["workload"] == name]
         if rows:
             parts.append(_workload(name, basis, rows))
-    fleet, origin = found["fleet"], found["origin"]
+    fleet = found["fleet"]
     what = "vLLMs" if fleet["vllm_python"] else "stubs with a model of time"
     speeds = ", ".join(f"{speed:g}" for speed in fleet["speeds"])
     parts.append(
         f"Behind each: {len(fleet['speeds'])} {what} (how slow each is: {speeds}), with"
         f" {fleet['kv_tokens']:,} tokens of KVCache and steps of at most"
-        f" {fleet['step_tokens']} tokens. Measured by `{' '.join(origin['command'].split())}` at"
-        f" {origin['commit']} on {origin['machine']}.\n"
+        f" {fleet['step_tokens']} tokens. {measured_by(found)}.\n"
     )
     return "\n".join(parts)
 
 
 def _workload(name: str, basis: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     slo = basis["slo"]
-    lines = [
-        (
-            f"**{name.capitalize()}**: SLOs TTFT {slo['ttft_s']:.2f} s and TBT"
-            f" {1e3 * slo['tbt_s']:.0f} ms; load 1 is {basis['requests_per_s']:.3g} requests a"
-            " second."
-        ),
-        "",
-        *(f"| {' | '.join(line)} |" for line in (HEADER, ("---",) * len(HEADER))),
-        *(f"| {' | '.join(row)} |" for row in router_rows(rows)),
-    ]
-    return "\n".join(lines) + "\n"
+    return (
+        f"**{name.capitalize()}**: SLOs TTFT {slo['ttft_s']:.2f} s and TBT"
+        f" {1e3 * slo['tbt_s']:.0f} ms; load 1 is {basis['requests_per_s']:.3g} requests a"
+        f" second.\n\n{table(HEADER, router_rows(rows))}"
+    )
 
 
 def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -95,8 +89,8 @@ def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         best = max(means.values(), default=0.0)
         for name, each in ran.items():
             if not each:
-                why = own[name][0]["absent"].replace("|", "/")
-                yield (f"{load:g}", WORDS[name], f"does not run: {why}", *("-",) * 7)
+                why = f"does not run: {plain(own[name][0]['absent'])}"
+                yield (f"{load:g}", WORDS[name], why, *("-",) * 7)
                 continue
             shown = _interval([row["goodput_rps"] for row in each])
             yield (

@@ -265,8 +265,7 @@ async def client(port: int, num_requests: int, rate: float) -> None:
 
 def run(num_endpoints: int, num_requests: int, rate: float) -> dict[str, dict[str, float]]:
     def measured(work: Any) -> dict[str, float]:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found: dict[str, float] = runner.run(work)
+        found: dict[str, float] = uvloop.run(work)
         return found
 
     return {

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.markdown import code, measured_by, plain, table
 from moonpool.distributions.quantiles import interpolated
 
 KILLS = ROOT / "benchmarks" / "results" / "kills.json"
@@ -52,50 +53,58 @@ What hostile clients, unlucky operators, new users and the tests of other server
 since, and the test that holds it.
 
 """
+TRIAL_HEAD = """
+## Trials
+
+`moonpool bench trials` looks for wrong answers of each system on one machine, in quiet
+and under load, with forked prefixes, evictions, cache resets, and clients that leave.
+An answer that load changes is not wrong if rounding explains it.
+[Live runs](live.md#wrong-answers) says how that is told, and which systems can use
+their stores without a GPU.
+
+"""
+TRIAL_HEADER = (
+    *("system", "answers", "other text under load", "wrong", "foreign text", "cut, hung"),
+    "proven",
+)
 OUTCOMES = ("right", "wrong", "cut", "refused", "hung")
 
 
 def page(found: dict[str, Any], kills: dict[str, Any]) -> str:
     """The table of single faults, and those of the campaign."""
-    lines = ["| fault | times | promised | seen | P50 | P99 of recovery |", "|" + " --- |" * 6]
+    rows = []
     for row in found["faults"]:
         seen = ", ".join(f"{row['seen'][o]} {o}" for o in OUTCOMES if row["seen"].get(o))
         lost = row["not_recovered"]
         seen += f"; {lost} times no recovery within 60 s" if lost else ""
         p50, p99 = (f"{v:.2f} s" if v is not None else "-" for v in (row["p50_s"], row["p99_s"]))
-        lines.append(
-            f"| {row['fault']} | {row['times']} | {row['promised']} | {seen} | {p50} | {p99} |"
-        )
-    single = HEAD + "\n".join(lines) + "\n" + _measured(found)
-    known = FOUND_HEAD + FOUND.read_text()
-    return single + CAMPAIGN + _campaign(kills) + _measured(kills) + TAIL + known + _others()
-
-
-def _measured(found: dict[str, Any]) -> str:
-    origin = found["origin"]
-    return f"\nMeasured by `{origin['command']}` at {origin['commit']} on {origin['machine']}.\n"
+        rows.append((row["fault"], row["times"], row["promised"], seen, p50, p99))
+    header = ("fault", "times", "promised", "seen", "P50", "P99 of recovery")
+    single = f"{HEAD}{table(header, rows)}\n{measured_by(found)}.\n"
+    campaign = f"{CAMPAIGN}{_campaign(kills)}\n{measured_by(kills)}.\n"
+    return single + campaign + TAIL + FOUND_HEAD + FOUND.read_text() + _others()
 
 
 def _campaign(kills: dict[str, Any]) -> str:
-    lines = ["| processes | faults | answers | longest pause without a fault |", "|" + " --- |" * 4]
+    arrangements, processes = [], []
     pauses: dict[tuple[str, str, bool], list[float]] = {}
     times: Counter[tuple[str, str, bool]] = Counter()
     for one in kills["arrangements"]:
         seen = ", ".join(f"{one['answers'][o]:,} {o}" for o in ("right", "wrong", "refused", "cut"))
         calm = one["undisturbed_pause_s"].get("max")
         quiet = "-" if calm is None else f"{calm:.2f} s"
-        lines.append(f"| {one['arrangement']} | {one['faults']} | {seen} | {quiet} |")
+        arrangements.append((one["arrangement"], one["faults"], seen, quiet))
         for row in one["rows"]:
             key = (row["kind"], row["signal"], row["had_twin"])
             pauses.setdefault(key, []).extend(row["pauses_s"])
             times[key] += row["times"]
-    lines += ["", "| process | signal | times | P50 | P99 | longest pause |", "|" + " --- |" * 6]
     for key in sorted(pauses):
         kind, signal, had_twin = key
         name = f"{kind}, one of two" if had_twin else kind
-        p50, p99, longest = _quantiles(pauses[key])
-        lines.append(f"| {name} | {signal} | {times[key]} | {p50} | {p99} | {longest} |")
-    return "\n".join(lines) + "\n"
+        processes.append((name, signal, times[key], *_quantiles(pauses[key])))
+    header = ("processes", "faults", "answers", "longest pause without a fault")
+    by_process = ("process", "signal", "times", "P50", "P99", "longest pause")
+    return f"{table(header, arrangements)}\n{table(by_process, processes)}"
 
 
 def _quantiles(pauses: list[float]) -> tuple[str, str, str]:
@@ -115,65 +124,41 @@ def mutant_section(found: dict[str, Any]) -> str:
     """Planted bugs, and what finds each."""
     rows = found["mutants"]
     like = {issue for row in rows for issue in row["like"]}
-    lines = [
-        "",
-        "## Planted bugs",
-        "",
-        f"Each of these {len(rows)} bugs is a small patch of our code, and a check must find it.",
-        f"{sum(bool(row['like']) for row in rows)} of them are of the kind of {len(like)} public",
-        "issues of other systems. `python -m tests.sim.mutants` plants them one by one;",
-        "`make long` tests all. The checks are seeded: the swarm simulates clusters with faults,",
-        "`wire` moves blocks between two messengers, and `disk` keeps them in files.",
-        "",
-        "| planted bug | a bug of this kind | check | first case that finds it | found as |",
-        "|" + " --- |" * 5,
-    ]
+    text = f"""
+## Planted bugs
+
+Each of these {len(rows)} bugs is a small patch of our code, and a check must find it.
+{sum(bool(row["like"]) for row in rows)} of them are of the kind of {len(like)} public
+issues of other systems. `python -m tests.sim.mutants` plants them one by one;
+`make long` tests all. The checks are seeded: the swarm simulates clusters with faults,
+`wire` moves blocks between two messengers, and `disk` keeps them in files.
+
+"""
+    cells = []
     for row in rows:
         issues = ", ".join(row["like"]) or "-"
-        what = row["what"].removeprefix("AssertionError: ").replace("|", "/")[:60]
+        what = code(row["what"].removeprefix("AssertionError: ")[:60])
         case = "-" if row["case"] is None else row["case"]
-        lines.append(f"| {row['name']} | {issues} | {row['check']} | {case} | `{_code(what)}` |")
-    return "\n".join(lines) + "\n"
-
-
-def _code(text: str) -> str:
-    return text.replace("`", "'")
+        cells.append((row["name"], issues, row["check"], case, what))
+    header = ("planted bug", "a bug of this kind", "check", "first case that finds it", "found as")
+    return text + table(header, cells)
 
 
 def fuzz_section(found: dict[str, Any]) -> str:
     """Inputs and findings by reader."""
     kinds = ("crashes", "hangs", "tracebacks", "errors_5xx", "growth", "other")
     words = ("crashes", "hangs", "tracebacks", "5xx", "memory", "other")
-    lines = [
-        "",
-        "## Fuzzing",
-        "",
-        f"{found['inputs']:,} mutated inputs by `{found['origin']['command']}`; runs add up.",
-        "",
-        f"| reader | inputs | {' | '.join(words)} |",
-        "|" + " --- |" * (2 + len(words)),
+    rows = [
+        (name, f"{counts['inputs']:,}", *(counts[kind] for kind in kinds))
+        for name, counts in found["readers"].items()
     ]
-    for name, counts in found["readers"].items():
-        cells = " | ".join(str(counts[kind]) for kind in kinds)
-        lines.append(f"| {name} | {counts['inputs']:,} | {cells} |")
-    return "\n".join(lines) + "\n"
+    ran = f"{found['inputs']:,} mutated inputs by `{found['origin']['command']}`; runs add up."
+    return f"\n## Fuzzing\n\n{ran}\n\n{table(('reader', 'inputs', *words), rows)}"
 
 
 def trial_section(found: dict[str, Any]) -> str:
     """The trial of several systems."""
-    lines = [
-        "",
-        "## Trials",
-        "",
-        "`moonpool bench trials` looks for wrong answers of each system on one machine, in quiet",
-        "and under load, with forked prefixes, evictions, cache resets, and clients that leave.",
-        "An answer that load changes is not wrong if rounding explains it.",
-        "[Live runs](live.md#wrong-answers) says how that is told, and which systems can use",
-        "their stores without a GPU.",
-        "",
-        "| system | answers | other text under load | wrong | foreign text | cut, hung | proven |",
-        "|" + " --- |" * 7,
-    ]
+    rows: list[tuple[object, ...]] = []
     for name, figures in found["servers"].items():
         phases = [figures["quiet"], figures["load"]]
 
@@ -181,6 +166,7 @@ def trial_section(found: dict[str, Any]) -> str:
             return sum(phase[group].get(key, 0) for phase in phases for key in keys)
 
         cells = (
+            name,
             sum(phase["answered"] for phase in phases),
             sum(number for kind, number in figures["load"]["kinds"].items() if kind != "right"),
             total("kinds", "wrong", "missing", "doubled"),
@@ -188,12 +174,9 @@ def trial_section(found: dict[str, Any]) -> str:
             total("failed", "cut", "hung"),
             "; ".join(figures["proven"]) or "nothing",
         )
-        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
-    for name, why in found["absent"].items():
-        lines.append(f"| {name} | left out: {why.replace('|', '/')} | - | - | - | - | - |")
-    origin = found["origin"]
-    where = f"\nMeasured by `{origin['command']}` at {origin['commit']} on {origin['machine']}.\n"
-    return "\n".join(lines) + "\n" + where
+        rows.append(cells)
+    rows += ((name, f"left out: {plain(why)}", *"-----") for name, why in found["absent"].items())
+    return f"{TRIAL_HEAD}{table(TRIAL_HEADER, rows)}\n{measured_by(found)}.\n"
 
 
 def current() -> str:

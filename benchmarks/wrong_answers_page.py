@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.markdown import table
 
 ROWS = ROOT / "benchmarks" / "results" / "wrong-answers"
 PAGE = ROOT / "docs" / "wrong-answers.md"
@@ -44,15 +45,13 @@ NOT_WHOLE = ("cut", "hung", "error")
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    lines = [f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in rows]
     asked: dict[str, list[str]] = {}
     for row in rows:
         command = f"`{row['origin']['command']}`, on {row['origin']['machine']}"
         asked.setdefault(command, []).append(row["system"])
     commands = [f"- {'; '.join(systems)}: {command}" for command, systems in asked.items()]
-    text = HEAD + "\n".join(lines)
-    return text + "\n\n## Commands\n\n" + "\n".join(commands) + "\n"
+    text = HEAD + table(HEADER, map(_cells, rows))
+    return text + "\n## Commands\n\n" + "\n".join(commands) + "\n"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import click
 
 from benchmarks.cli.annotated import Seed, options
 from moonpool.cli.options import json_option
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, one_line, origin, write_json
 from moonpool.config.tables import ADMISSIONS
 
 
@@ -41,13 +41,10 @@ def admission(
 
     cases = [*map(recorded, traces), *(() if traces_only else GENERATED)]
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for row in compare_admissions(cases, requests, runs, Path(folder), processes):
-                _print(row, first=not rows)
-                rows.append(row)
-        except RuntimeError as error:
-            fail(str(error))
+    with tempfile.TemporaryDirectory() as folder, one_line(RuntimeError):
+        for row in compare_admissions(cases, requests, runs, Path(folder), processes):
+            _print(row, first=not rows)
+            rows.append(row)
     write_json(json_file, {"rows": rows, "origin": origin()})
 
 
@@ -101,12 +98,10 @@ def admission_workloads(
     check_folders(json_file)
     chosen = [AdmissionDraw(seed, number, requests, traces, folder) for number in range(draws)]
     rows: list[dict[str, Any]] = []
-    try:
+    with one_line(ConfigError, TraceError):
         for row in compare_on_draws(chosen, processes):
             _print_draw(row, first=not rows)
             rows.append(row)
-    except (ConfigError, TraceError) as error:
-        fail(str(error))
     summary = summarise(rows)
     _print_summary(summary)
     write_json(json_file, {"summary": summary, "rows": rows, "origin": origin()})

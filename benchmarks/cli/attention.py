@@ -10,7 +10,7 @@ import msgspec
 
 from benchmarks.cli.annotated import Model, Repeats, options
 from moonpool.cli.options import json_option
-from moonpool.cli.output import fail, origin, write_json
+from moonpool.cli.output import fail, one_line, origin, write_json, writing
 
 if TYPE_CHECKING:
     from benchmarks.suite.offload.attention_capacity import CapacityResult
@@ -63,7 +63,7 @@ def attention(
     if plot is not None and not capacity:
         fail("--plot draws what --capacity measures: give both")
     result: steps.AttentionResult | held.CapacityResult
-    try:
+    with one_line(AttentionError, ValueError):
         if capacity:
             group_sizes = range(1, workers + 1)
             result = held.bench_attention_capacity(
@@ -73,8 +73,6 @@ def attention(
         else:
             result = steps.bench_attention(model, workers, batches, contexts, repeats, dtype)
             said = steps.lines(result)
-    except (AttentionError, ValueError) as error:
-        fail(str(error))
     for line in said:
         click.echo(line)
     if plot is not None and isinstance(result, held.CapacityResult):
@@ -88,7 +86,5 @@ def _plot_capacity(result: CapacityResult, plot: str) -> None:
 
     drawn = [(c.words, [(p.requests, p.times) for p in c.points]) for c in result.curves]
     title = f"{result.model}, {result.context_tokens} tokens a request"
-    try:
+    with writing(plot):
         plot_offload(drawn, result.limit_s, title, Path(plot))
-    except OSError as error:
-        fail(f"cannot write {plot}: {error.strerror}")

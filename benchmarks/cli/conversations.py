@@ -76,7 +76,6 @@ def conversations(
         loads=tuple(sorted(loads)),
         seconds=seconds,
         seed=seed,
-        origin=origin(),
         again=again,
         aiperf_python=aiperf_python,
     )
@@ -86,8 +85,8 @@ def conversations(
 def _run(machine: Machine, plan: ConversationPlan, json_file: str | None) -> None:
     from benchmarks.suite.conversations.arrangements import PLANNED, parse_arrangement
     from benchmarks.suite.conversations.bench import (
-        ConversationRuns,
         bench_conversations,
+        conversation_runs,
         verdict_lines,
     )
 
@@ -95,7 +94,7 @@ def _run(machine: Machine, plan: ConversationPlan, json_file: str | None) -> Non
         for name in plan.systems:
             if name != PLANNED:
                 parse_arrangement(name)
-        runs = ConversationRuns(None if json_file is None else Path(json_file))
+        runs = conversation_runs(None if json_file is None else Path(json_file), origin())
         return bench_conversations(machine, plan, runs, click.echo)
 
     found = measure(run, None)

@@ -10,7 +10,7 @@ import click
 from benchmarks.cli.annotated import Model, Repeats, Seed, options
 from benchmarks.cli.output import measure, show
 from moonpool.cli.options import json_option
-from moonpool.cli.output import fail, show_figures
+from moonpool.cli.output import one_line, show_figures
 
 
 @click.command()
@@ -202,7 +202,7 @@ def pipeline(
     from moonpool_engine.transfer.arena import ArenaError
 
     chunk_tokens = max_num_batched_tokens
-    try:
+    with one_line(ArenaError, StageLostError, ValueError):
         check_device(device)
         found = bench_pipeline(
             model,
@@ -216,8 +216,6 @@ def pipeline(
             click.echo,
             device,
         )
-    except (ArenaError, StageLostError, ValueError) as error:
-        fail(str(error))
     show_figures(found, json_file)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.cli.output import check_folders, fail, show_figures
+from moonpool.cli.output import check_folders, one_line, show_figures
 from moonpool_lab.cli.measurement import run_measurement
 
 
@@ -18,10 +18,8 @@ def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[st
     from moonpool_engine.storage.folder import StoreError
     from moonpool_engine.transfer.arena import ArenaError
 
-    try:
+    with one_line(ArenaError, AttentionError, BenchError, ModelError, StoreError):
         return run_measurement(run, json_file)
-    except (ArenaError, AttentionError, BenchError, ModelError, StoreError) as error:
-        fail(str(error))
 
 
 def show(run: Callable[[], dict[str, Any]], json_file: str | None) -> None:

@@ -60,7 +60,7 @@ def routers(
     json_file: KeptFile = None,
 ) -> None:
     """Compare routers before the same vLLMs, or stubs of them, from light load to overload."""
-    from benchmarks.suite.routers.bench import RouterPlan, RouterRuns, bench_routers
+    from benchmarks.suite.routers.bench import RouterPlan, bench_routers, router_runs
     from benchmarks.suite.routers.fronts import FrontPythons
 
     if bool(vllm_python) > bool(model):
@@ -80,7 +80,7 @@ def routers(
     runs_file = Path(json_file) if json_file else None
 
     def run() -> dict[str, Any]:
-        return bench_routers(plan, RouterRuns(runs_file, plan.fleet, origin()), click.echo)
+        return bench_routers(plan, router_runs(runs_file, plan.fleet, origin()), click.echo)
 
     measure(run, None)
 

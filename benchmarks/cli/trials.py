@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import uvloop
 
 from benchmarks.cli.annotated import KeptFile, PeerPython, options
 from benchmarks.cli.output import measure
@@ -44,7 +45,6 @@ def trials(
     checkpoint's folder."""
     from benchmarks.suite.live.trials import TrialTargets, added_to, bench_trials
     from moonpool_lab.cli.trial import trial_lines
-    from moonpool_lab.profiling.live_cluster import run_on_uvloop
     from moonpool_lab.trial.run import TrialPlan, run_trial
 
     targets = TrialTargets(str(model.resolve()), gguf, peer_python, llama_python, peer_cores)
@@ -60,7 +60,7 @@ def trials(
             timeout_s=timeout_s,
             seed=seed,
         )
-        return run_on_uvloop(run_trial(plan))
+        return uvloop.run(run_trial(plan))
 
     check_folders(json_file)
     file = None if json_file is None else Path(json_file)

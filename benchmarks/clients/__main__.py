@@ -22,7 +22,7 @@ from benchmarks.clients.environments import (
 from benchmarks.clients.page import PAGE, RESULTS, page
 from benchmarks.clients.results import merge, read_tries
 from benchmarks.gguf_folder import write_tokenizer
-from moonpool.cli.output import fail, origin, write_json
+from moonpool.cli.output import fail, one_line, origin, write_json
 from moonpool.text.model_error import ModelError
 from moonpool.text.tokenizer import TokenizerError
 from moonpool_lab.demo.local_server import LocalServer, ServerError
@@ -59,22 +59,22 @@ def clients(names: tuple[str, ...], folder: Path, check: bool) -> None:
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
     template = str(HERE / "hermes_tools.jinja")
-    try:
-        with LocalServer([FLAGS[0], "--chat-template", template]) as server:
-            model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-            write_tokenizer(FLAGS[0], tokenizer)
-            variables = {
-                "MOONPOOL_URL": server.url,
-                "MOONPOOL_MODEL": model,
-                "MOONPOOL_TOKENIZER": str(tokenizer),
-            }
-            for client in chosen:  # an end in between keeps the rows before it
-                found = merge([_row(client, folder, variables)])
-                found |= {"flags": FLAGS, "origin": began}
-                write_json(str(RESULTS), found)
-                PAGE.write_text(page(found))
-    except (ServerError, ModelError, TokenizerError, OSError, httpx.HTTPError) as error:
-        fail(str(error))
+    with (
+        one_line(ServerError, ModelError, TokenizerError, OSError, httpx.HTTPError),
+        LocalServer([FLAGS[0], "--chat-template", template]) as server,
+    ):
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        write_tokenizer(FLAGS[0], tokenizer)
+        variables = {
+            "MOONPOOL_URL": server.url,
+            "MOONPOOL_MODEL": model,
+            "MOONPOOL_TOKENIZER": str(tokenizer),
+        }
+        for client in chosen:  # an end in between keeps the rows before it
+            found = merge([_row(client, folder, variables)])
+            found |= {"flags": FLAGS, "origin": began}
+            write_json(str(RESULTS), found)
+            PAGE.write_text(page(found))
 
 
 def _row(client: Client, folder: Path, variables: dict[str, str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from benchmarks.checkout import ROOT
+from benchmarks.markdown import code, table
 from benchmarks.peer_tests.table import section
 
 RESULTS = ROOT / "benchmarks" / "results" / "clients.json"
@@ -32,11 +33,8 @@ the API does, not how good answers are.
 def page(found: dict[str, Any]) -> str:
     """The page that a result gives."""
     header = ("client", "version", *COLUMNS, "also")
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     notes: list[str] = []
-    for row in found["clients"]:
-        lines.append("| " + " | ".join(_cells(row, notes)) + " |")
-    parts = [HEAD, "\n".join(lines), "\n"]
+    parts = [HEAD, table(header, [_cells(row, notes) for row in found["clients"]])]
     if notes:
         parts += ["\n## Notes\n\n", "\n".join(f"- {note}" for note in notes), "\n"]
     origin = found["origin"]
@@ -49,13 +47,13 @@ def page(found: dict[str, Any]) -> str:
 def _cells(row: dict[str, Any], notes: list[str]) -> list[str]:
     name, version = row["name"], row["version"] or "the system's"
     if row["install_error"]:
-        notes.append(f"{name}: not installed: {_quote(row['install_error'])}.")
+        notes.append(f"{name}: not installed: {code(row['install_error'].rstrip('.'))}.")
         return [name, version, *(["not installed"] + ["-"] * len(COLUMNS))]
     tries = {each["feature"]: each for each in row["tries"]}
     for feature, each in tries.items():
         if each["remark"]:
             failed = "works" if each["works"] else "fails"
-            notes.append(f"{name}, {feature}: {failed}; {_quote(each['remark'])}.")
+            notes.append(f"{name}, {feature}: {failed}; {code(each['remark'].rstrip('.'))}.")
     others = [_verdict(tries[f], f) for f in tries if f not in COLUMNS]
     verdicts = (_verdict(tries[f]) if f in tries else "-" for f in COLUMNS)
     return [name, version, *verdicts, ", ".join(others) or "-"]
@@ -65,10 +63,6 @@ def _verdict(each: dict[str, Any], name: str = "") -> str:
     if name:
         return name if each["works"] else f"**not** {name}"
     return "yes" if each["works"] else "**no**"
-
-
-def _quote(text: str) -> str:
-    return "`" + text.replace("`", "'").replace("|", "\\|").rstrip(".") + "`"
 
 
 def current() -> str:

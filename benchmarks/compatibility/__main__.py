@@ -18,7 +18,7 @@ from benchmarks.compatibility.running import (
     run_part,
     versions_of,
 )
-from moonpool.cli.output import fail, origin, write_json
+from moonpool.cli.output import fail, one_line, origin, write_json
 
 ORIGIN = {
     "command": "python -m benchmarks.compatibility",
@@ -77,10 +77,8 @@ def _runs(
     counterpart: Counterpart, place: str, model: Path | None, words: tuple[str, ...], remark: str
 ) -> Iterator[dict[str, Any]]:
     """One for each part, as soon as it has ended."""
-    try:
+    with one_line(PlaceError):
         versions = versions_of(counterpart, place)
-    except PlaceError as error:
-        fail(str(error))
     click.echo(f"{counterpart.title}: {versions}", err=True)
     more = {MODEL_VARIABLE: str(model.absolute())} if model is not None else {}
     about = {"counterpart": counterpart.name, "versions": versions, "remark": remark}

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.checkout import ROOT
 from benchmarks.clients.page import RESULTS as CLIENTS
 from benchmarks.compatibility.counterparts import COUNTERPARTS
+from benchmarks.markdown import code, table
 from benchmarks.peer_tests.table import RESULTS as PEER_TESTS
 
 RESULTS = ROOT / "benchmarks" / "results" / "compatibility.json"
@@ -21,25 +22,20 @@ the installations that it is given, and writes this page and
 tried, which does not mean that it fails. But the connector inside vLLM refuses a vLLM that it does
 not know ([The pool inside vLLM](pool-in-vllm.md#what-makes-a-block-the-same)).
 
-| with | version | what runs | passed | failed | skipped | at |
-| --- | --- | --- | --- | --- | --- | --- |
 """
+HEADER = ("with", "version", "what runs", "passed", "failed", "skipped", "at")
 CLIENTS_HEAD = """
 ## Clients and SDKs
 
 Each was installed and run unmodified ([Clients](clients.md)). "Calls" are kinds of calls, such as
 chat, streams and tools.
 
-| client | version | calls that work |
-| --- | --- | --- |
 """
 PEERS_HEAD = """
 ## Server tests of other projects
 
 Unchanged, against `moonpool serve` ([Clients](clients.md#server-tests-of-other-projects)).
 
-| tests of | passed | failed | skipped, with a reason |
-| --- | --- | --- | --- |
 """
 TAIL = """
 ## Run it
@@ -63,11 +59,13 @@ def page(found: dict[str, Any], clients: dict[str, Any], peers: dict[str, Any]) 
     runs = sorted(found["runs"], key=lambda run: order.index(run["counterpart"]))
     notes: list[str] = []
     rows = [row for run in runs for row in _rows(run, notes)]
-    text = HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    text = HEAD + table(HEADER, rows)
     if notes:
         text += "\n" + "".join(f"- {note}\n" for note in notes)
-    text += CLIENTS_HEAD + "".join(map(_client_row, clients["clients"]))
-    return text + PEERS_HEAD + "".join(map(_suite_row, peers["suites"])) + TAIL
+    header = ("client", "version", "calls that work")
+    text += CLIENTS_HEAD + table(header, map(_client_row, clients["clients"]))
+    of_suites = ("tests of", "passed", "failed", "skipped, with a reason")
+    return text + PEERS_HEAD + table(of_suites, map(_suite_row, peers["suites"])) + TAIL
 
 
 def _rows(run: dict[str, Any], notes: list[str]) -> Iterator[list[str]]:
@@ -81,27 +79,23 @@ def _rows(run: dict[str, Any], notes: list[str]) -> Iterator[list[str]]:
         counts = [str(ended["passed"]), str(len(ended["failed"])), str(skipped)]
         yield [title, about, part, *counts, f"{ended['commit']}, {ended['machine']}"]
         for test, why in ended["failed"].items():
-            notes.append(f"{version}: fails `{test}`: `{_code(why)}`.")
+            notes.append(f"{version}: fails `{test}`: {code(why)}.")
         for why, number in ended["skipped"].items():
-            notes.append(f"{version}, {part}: {number} skipped: `{_code(why)}`.")
+            notes.append(f"{version}, {part}: {number} skipped: {code(why)}.")
 
 
-def _client_row(client: dict[str, Any]) -> str:
+def _client_row(client: dict[str, Any]) -> tuple[str, ...]:
     works = sum(each["works"] for each in client["tries"])
     version = client["version"] or "the system's"
-    return f"| {client['name']} | {version} | {works} of {len(client['tries'])} |\n"
+    return client["name"], version, f"{works} of {len(client['tries'])}"
 
 
-def _suite_row(suite: dict[str, Any]) -> str:
+def _suite_row(suite: dict[str, Any]) -> tuple[object, ...]:
     files = suite["files"]
     passed = sum(file["passed"] for file in files)
     failed = sum(len(file["failed"]) for file in files)
     skipped = sum(sum(file["skipped"].values()) for file in files)
-    return f"| {suite['title']} | {passed} | {failed} | {skipped} |\n"
-
-
-def _code(text: str) -> str:
-    return text.replace("`", "'").replace("|", "/")
+    return suite["title"], passed, failed, skipped
 
 
 def current() -> str:

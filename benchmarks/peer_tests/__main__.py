@@ -17,7 +17,7 @@ from benchmarks.peer_tests.running import FileResult, RunSetup, run_file, test_f
 from benchmarks.peer_tests.served_model import write_adapter, write_model
 from benchmarks.peer_tests.suites import HERE, SUITES, Suite, SuiteError, read_suite
 from benchmarks.peer_tests.table import RESULTS, figures, merged, table
-from moonpool.cli.output import fail, origin, write_json
+from moonpool.cli.output import fail, one_line, origin, write_json
 from moonpool.text.model_error import ModelError
 from moonpool.text.tokenizer import TokenizerError
 
@@ -50,7 +50,7 @@ def peer_tests(
     folder = folder.absolute()
     found: list[dict[str, Any]] = []
     is_bad = False
-    try:
+    with one_line(ArchiveError, InstallError, SuiteError, ModelError, TokenizerError, OSError):
         python = python_environment(_packages(), folder / "environment")
         model = write_model(python, folder)
         adapter = write_adapter(model, folder / "adapter")
@@ -63,8 +63,6 @@ def peer_tests(
             if results or left_out:
                 click.echo(f"\n{suite.title}\n\n{table(found[-1])}\n")
             is_bad |= _tell(suite, results, [] if words else list(left_out))
-    except (ArchiveError, InstallError, SuiteError, ModelError, TokenizerError, OSError) as error:
-        fail(str(error))
     if not any(each["files"] or each["left_out"] for each in found):
         fail(f"no file of tests has {' or '.join(words)} in its name")
     if write:

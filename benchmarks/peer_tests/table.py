@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import markdown
 from benchmarks.checkout import ROOT
 from benchmarks.peer_tests.running import FileResult
 from benchmarks.peer_tests.suites import OWN, Suite
 
+COUNTS = ("run", "passed", "failed", "skipped")
 RESULTS = ROOT / "benchmarks" / "results" / "peer-tests.json"
 HEAD = """
 ## Server tests of other projects
@@ -49,38 +51,30 @@ def merged(known: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dic
 
 def table(found: dict[str, Any]) -> str:
     """One row for each file that was run, in Markdown, and why the others were not."""
-    lines = ["| file | run | passed | failed | skipped |", "| --- | --- | --- | --- | --- |"]
+    numbers = {file["file"].removesuffix(".py"): _numbers(file) for file in found["files"]}
     totals = Counter[str]()
-    for file in found["files"]:
-        numbers = _numbers(file)
-        totals.update(numbers)
-        lines.append(_row(file["file"].removesuffix(".py"), numbers))
-    lines.append(_row(f"all {len(found['files'])} files", totals))
+    for each in numbers.values():
+        totals.update(each)
+    numbers[f"all {len(found['files'])} files"] = totals
+    rows = [(name, *(each[key] for key in COUNTS)) for name, each in numbers.items()]
+    text = markdown.table(("file", *COUNTS), rows)
     tests = Counter[str]()
     for file in found["files"]:
         for reason, number in file["skipped"].items():
             tests[OWN if reason.startswith(OWN) else reason] += number
     files = Counter(found["left_out"].values())
     if tests or files:
-        lines += [
-            "",
-            "| not run because | tests of these files | other files |",
-            "| --- | --- | --- |",
-        ]
-    for reason in sorted({*tests, *files}, key=lambda r: (-tests[r], -files[r], r)):
-        lines.append(f"| {reason} | {tests[reason]} | {files[reason]} |")
-    return "\n".join(lines)
+        reasons = sorted({*tests, *files}, key=lambda r: (-tests[r], -files[r], r))
+        header = ("not run because", "tests of these files", "other files")
+        text += "\n" + markdown.table(header, ((r, tests[r], files[r]) for r in reasons))
+    return text.rstrip()
 
 
-def _numbers(file: dict[str, Any]) -> dict[str, int]:
+def _numbers(file: dict[str, Any]) -> Counter[str]:
     failed, skipped = len(file["failed"]), sum(file["skipped"].values())
     run = file["passed"] + failed
-    return {"run": run, "passed": file["passed"], "failed": failed, "skipped": skipped}
-
-
-def _row(name: str, numbers: dict[str, int]) -> str:
-    cells = (str(numbers[key]) for key in ("run", "passed", "failed", "skipped"))
-    return f"| {name} | {' | '.join(cells)} |"
+    counts = (run, file["passed"], failed, skipped)
+    return Counter(dict(zip(COUNTS, counts, strict=True)))
 
 
 def section() -> str:

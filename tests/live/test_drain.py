@@ -12,10 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.head.audit import audit_cluster
+from tests.commands import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.waiting import wait_until
@@ -55,8 +54,7 @@ class Desk:
         return found
 
     def pool(self, *arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["pool", *arguments, "--url", self.url])
-        assert done.exit_code == 0, done.output
+        done = succeed("pool", *arguments, "--url", self.url)
         return done.output
 
 

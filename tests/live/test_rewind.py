@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
+from tests.commands import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 
@@ -44,8 +43,7 @@ def test_a_live_log_replays(log_bytes: int, tmp_path: Path) -> None:
         saved, figures = tmp_path / "log", tmp_path / "figures.json"
         last = answer.json()["id"].removeprefix("cmpl-")
         command = ["rewind", server.url, "--save", str(saved), "--json", str(figures)]
-        done = CliRunner().invoke(cli, [*command, "--request", last])
-        assert done.exit_code == 0, done.output
+        done = succeed(*command, "--request", last)
         assert "decides the same each time" in done.output
         assert "prefill on" in done.output
         server.stop()

@@ -13,9 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import StepSample
 from moonpool_engine.engine.device_choice import resolve_dtype
@@ -23,6 +21,7 @@ from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.storage.folder import instance_folder
 from moonpool_engine.worker.profile_store import profile_path
+from tests.commands import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 from tests.live.waiting import WAIT_S
@@ -176,8 +175,7 @@ def test_what_left_dram_comes_back_from_the_disk(talk: Talk, folder: Path) -> No
     assert 'moonpool:tier_blocks{engine="' in metrics
     url = str(talk.http.base_url)
     for command in ("stat", "audit"):
-        result = CliRunner().invoke(cli, ["pool", command, "--url", url])
-        assert result.exit_code == 0, result.output
+        result = succeed("pool", command, "--url", url)
         assert "SSD" in result.output
 
 

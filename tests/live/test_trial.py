@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
+from tests.commands import invoke, refusal
 from tests.forked.commands import LocalServer
 from tests.live.faulty_proxy import faulty_proxy
 
@@ -32,7 +31,7 @@ def right_server() -> Iterator[LocalServer]:
 
 def run_trial(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     file = folder / "trial.json"
-    done = CliRunner().invoke(cli, ["trial", *arguments, *BRIEF, "--json", str(file)])
+    done = invoke("trial", *arguments, *BRIEF, "--json", file)
     assert file.exists(), done.output
     figures: dict[str, Any] = json.loads(file.read_text())["servers"][0]
     return done.exit_code, done.output, figures
@@ -145,7 +144,4 @@ open(pid_file, "w").write(str(started.pid))
     ],
 )
 def test_mistakes_get_one_line(arguments: list[str], words: str) -> None:
-    done = CliRunner().invoke(cli, ["trial", *arguments])
-    assert done.exit_code == 1
-    assert words in done.output
-    assert len(done.output.strip().splitlines()) == 1
+    assert words in refusal("trial", *arguments)

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
+from tests.commands import succeed
 
 OTHERS = ("none", "baseline", "early")
 MOST_LOST = 0.7
@@ -19,16 +18,14 @@ MOST_LOST = 0.7
 def trace(folder: Path, profile: str, requests: int, seed: int) -> Path:
     path = folder / f"{profile}-{requests}-{seed}.jsonl"
     flags = ["--profile", profile, "--requests", str(requests), "--seed", str(seed)]
-    made = CliRunner().invoke(cli, ["trace", "generate", *flags, "-o", str(path)])
-    assert made.exit_code == 0, made.output
+    succeed("trace", "generate", *flags, "-o", path)
     return path
 
 
 def effective(path: Path, admission: str, *flags: str) -> int:
     figures = path.with_suffix(f".{admission}.out")
     command = ["simulate", "--trace", str(path), "--admission", admission, *flags]
-    run = CliRunner().invoke(cli, [*command, "--json", str(figures)])
-    assert run.exit_code == 0, run.output
+    succeed(*command, "--json", figures)
     found: dict[str, Any] = json.loads(figures.read_text())
     return int(found["effective"])
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+
+from tests.commands import succeed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "simulations.json"
 VOLATILE = {"wall_s", "config", "version", "origin"}
@@ -51,18 +52,12 @@ RUNS = {
 
 def simulate(name: str, folder: Path) -> dict[str, Any]:
     """Figures of one run, without those that depend on the machine."""
-    from moonpool.cli.main import cli
 
     workload, *flags = RUNS[name].split()
     trace, figures = folder / f"{workload}.jsonl", folder / f"{name}.json"
     if not trace.exists():
-        made = CliRunner().invoke(
-            cli, ["trace", "generate", *WORKLOADS[workload], "-o", str(trace)]
-        )
-        assert made.exit_code == 0, made.output
-    command = ["simulate", "--trace", str(trace), *flags, "--json", str(figures)]
-    done = CliRunner().invoke(cli, command)
-    assert done.exit_code == 0, done.output
+        succeed("trace", "generate", *WORKLOADS[workload], "-o", trace)
+    succeed("simulate", "--trace", trace, *flags, "--json", figures)
     found: dict[str, Any] = json.loads(figures.read_text())
     del found["run"]["trace_sha256"]
     return {key: value for key, value in found.items() if key not in VOLATILE}

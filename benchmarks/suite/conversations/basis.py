@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import uvloop
+
 from benchmarks.suite.conversations.arrangements import (
     LiveArrangement,
     Machine,
@@ -35,7 +37,6 @@ from moonpool_lab.profiling.live_cluster import (
     UNBOUNDED,
     LiveWorkload,
     measure_live,
-    run_on_uvloop,
 )
 from moonpool_lab.profiling.live_profile import LiveProfile
 
@@ -82,7 +83,7 @@ def measure_basis(
     with start(parse_arrangement(REFERENCE), machine, UNBOUNDED) as url:
         profile = measure_live(url, LiveWorkload(longest_tokens=machine.longest_tokens // 2), say)
         alone = {"moonpool": _alone(url, shape, seed)}
-        busy = run_on_uvloop(play_sessions(url, _users(shape, seed), UNBOUNDED, BUSY_S))
+        busy = uvloop.run(play_sessions(url, _users(shape, seed), UNBOUNDED, BUSY_S))
     requests_per_s = _rate(busy)
     if peer:
         with start(parse_arrangement(peer), machine, UNBOUNDED) as url:
@@ -154,8 +155,8 @@ def _alone(url: str, shape: SessionShape, seed: int) -> Slo:
     """P90s of sessions that nothing else disturbs. The first session only warms the server up."""
     rng = random.Random(f"alone/{seed}")
     warm, *sessions = (make_session(shape, 0.0, rng, seed, 0.0) for _ in range(1 + MOST_ALONE))
-    run_on_uvloop(play_sessions(url, [[warm]], UNBOUNDED, ALONE_S))
-    played = run_on_uvloop(play_sessions(url, [sessions], UNBOUNDED, ALONE_S))
+    uvloop.run(play_sessions(url, [[warm]], UNBOUNDED, ALONE_S))
+    played = uvloop.run(play_sessions(url, [sessions], UNBOUNDED, ALONE_S))
     whole = [turn.record for turn in played if turn.status == 200]
     return Slo(
         ttft_s=spread([record.ttft_s or 0.0 for record in whole])["p90"],

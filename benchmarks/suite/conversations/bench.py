@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import uvloop
 
-from benchmarks.errors import BenchError
 from benchmarks.suite.conversations.arrangements import (
     PEER,
     PLANNED,
@@ -26,49 +26,17 @@ from benchmarks.suite.conversations.basis import Say, SessionBasis, Start, measu
 from benchmarks.suite.conversations.foreign import run_aiperf
 from benchmarks.suite.conversations.player import play_sessions, run_figures
 from benchmarks.suite.conversations.sessions import SessionShape, arriving_sessions, sessions_at
+from benchmarks.suite.kept_runs import KeptRuns
 from benchmarks.suite.live.vllm_shapes import reset_prefix_cache
 from moonpool_lab.demo.local_server import ServerError
-from moonpool_lab.profiling.live_cluster import run_on_uvloop
 
 ROW_KEY = ("model", "workload", "system", "load", "client")
 OURS, FOREIGN = "moonpool", "aiperf"
 
 
-class ConversationRuns:
-    """The rows so far, in a file that is written after each."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Reads the earlier runs. Raises BenchError."""
-        self._path = path
-        self.bases: dict[str, SessionBasis] = {}
-        self.rows: list[dict[str, Any]] = []
-        if path is None or not path.exists():
-            return
-        try:
-            found = msgspec.json.decode(path.read_bytes())
-            self.rows = found["rows"]
-            self.bases = msgspec.convert(found["bases"], dict[str, SessionBasis])
-        except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
-            raise BenchError(
-                f"{path} is no file of this benchmark ({error}): name another one"
-            ) from None
-
-    def add(self, row: dict[str, Any], origin: dict[str, str]) -> None:
-        key = [row[name] for name in ROW_KEY]
-        self.rows = [one for one in self.rows if [one[name] for name in ROW_KEY] != key]
-        self.rows.append(row)
-        self.write(origin)
-
-    def write(self, origin: dict[str, str]) -> None:
-        """Raises BenchError."""
-        if self._path is None:
-            return
-        bases = msgspec.to_builtins(self.bases)
-        text = msgspec.json.encode({"bases": bases, "rows": self.rows, "origin": origin})
-        try:
-            self._path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
-        except OSError as error:
-            raise BenchError(f"cannot write {self._path}: {error.strerror}") from None
+def conversation_runs(path: Path | None, origin: dict[str, str]) -> KeptRuns[SessionBasis]:
+    """Raises BenchError."""
+    return KeptRuns(path, ROW_KEY, SessionBasis, origin)
 
 
 class ConversationPlan(msgspec.Struct, frozen=True):
@@ -79,7 +47,6 @@ class ConversationPlan(msgspec.Struct, frozen=True):
     loads: tuple[float, ...]
     seconds: float
     seed: int
-    origin: dict[str, str]
     again: bool = False  # run rows that the file has, too
     aiperf_python: str = ""  # "": our own client
 
@@ -91,7 +58,7 @@ class ConversationPlan(msgspec.Struct, frozen=True):
 def bench_conversations(
     machine: Machine,
     plan: ConversationPlan,
-    runs: ConversationRuns,
+    runs: KeptRuns[SessionBasis],
     say: Say,
     start: Start = start_arrangement,
 ) -> dict[str, Any]:
@@ -105,26 +72,22 @@ def bench_conversations(
             runs.bases[key] = measure_basis(
                 shape, machine, peer, plan.loads, plan.seconds, plan.seed, say, start
             )
-            runs.write(plan.origin)
+            runs.write()
         basis = runs.bases[key]
         for arrangement in _arrangements(plan.systems, basis, machine, plan.client == FOREIGN, say):
-            loads = [
-                load
-                for load in plan.loads
-                if plan.again
-                or not _has(runs.rows, [model, shape.name, arrangement.name, load, plan.client])
-            ]
+            own = {"model": model, "workload": shape.name, "client": plan.client}
+            cell = own | {"system": arrangement.name}
+            loads = [load for load in plan.loads if plan.again or not runs.has(**cell, load=load)]
             try:
                 for load, url in _servers(arrangement, loads, machine, basis, start):
                     row = _run(url, machine, shape, basis, arrangement, load, plan)
-                    row |= {"model": model, "workload": shape.name, "client": plan.client}
-                    runs.add(row, plan.origin)
+                    runs.add(row | own)
                     say(row_words(row))
             except ServerError as error:
                 if arrangement.shape is None:
                     raise
                 say(f"{arrangement.name:<22} left out: {error}")
-    return {"bases": msgspec.to_builtins(runs.bases), "rows": runs.rows}
+    return runs.found()
 
 
 def _servers(
@@ -142,10 +105,6 @@ def _servers(
                 if load != group[0]:
                     reset_prefix_cache(url)
                 yield load, url
-
-
-def _has(rows: Iterable[dict[str, Any]], wanted: list[Any]) -> bool:
-    return any([row[key] for key in ROW_KEY] == wanted for row in rows)
 
 
 def _arrangements(
@@ -175,7 +134,7 @@ def _run(
 ) -> dict[str, Any]:
     head = {"system": arrangement.name, "load": load, "seconds": plan.seconds}
     warm = arriving_sessions(shape, 2.0, 1.5, -1 - plan.seed)
-    run_on_uvloop(play_sessions(url, [[one] for one in warm], basis.slo, 3.0))
+    uvloop.run(play_sessions(url, [[one] for one in warm], basis.slo, 3.0))
     if plan.aiperf_python:
         folder = machine.model
         return head | run_aiperf(
@@ -183,7 +142,7 @@ def _run(
         )
     sessions = sessions_at(shape, load, basis.sessions_per_s, plan.seconds, plan.seed)
     chains = [[session] for session in sessions]
-    played = run_on_uvloop(play_sessions(url, chains, basis.slo, plan.seconds))
+    played = uvloop.run(play_sessions(url, chains, basis.slo, plan.seconds))
     figures = run_figures(played, plan.seconds)
     if not arrangement.knows_hits:
         figures["hit_ratio"] = None

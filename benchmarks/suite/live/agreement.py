@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import uvloop
 
 from benchmarks.suite.live.cpu_steal import BackgroundLoad
 from benchmarks.suite.live.live_sampler import LoadSample, LoadSampler
@@ -24,7 +25,6 @@ from moonpool_lab.profiling.live_cluster import (
     LiveWorkload,
     estimate_capacity,
     measure_live,
-    run_on_uvloop,
     simulate_rows,
     unloaded_slo,
     with_parts,
@@ -169,4 +169,4 @@ def replay_rows(
         model=model,
         seed=seed,
     )
-    return run_on_uvloop(run_replay(plan))
+    return uvloop.run(run_replay(plan))

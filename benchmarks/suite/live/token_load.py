@@ -113,5 +113,4 @@ async def load(port: int, streams: int, tokens: int, calls: int) -> dict[str, ob
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:5]]
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print(json.dumps(runner.run(load(*numbers))))
+    print(json.dumps(uvloop.run(load(*numbers))))

@@ -142,5 +142,4 @@ class _Stub:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Stub().run(int(sys.argv[1]), float(sys.argv[2])))
+    uvloop.run(_Stub().run(int(sys.argv[1]), float(sys.argv[2])))

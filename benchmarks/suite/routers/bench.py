@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
+import uvloop
 
-from benchmarks.errors import BenchError
 from benchmarks.suite.conversations.player import PlayedTurn, play_sessions, run_figures
 from benchmarks.suite.conversations.sessions import SessionShape, make_session
+from benchmarks.suite.kept_runs import KeptRuns
 from benchmarks.suite.live.vllm_shapes import reset_prefix_cache
 from benchmarks.suite.routers.engines import EngineFleet, RunningEngine, counters, start_engines
 from benchmarks.suite.routers.fronts import (
@@ -33,7 +33,7 @@ from moonpool.distributions.quantiles import percentiles
 from moonpool.http_client.client import ConnectionFailedError
 from moonpool.types import Slo, Struct
 from moonpool_lab.demo.local_server import ServerError
-from moonpool_lab.profiling.live_cluster import TBT_FACTOR, TTFT_FACTOR, UNBOUNDED, run_on_uvloop
+from moonpool_lab.profiling.live_cluster import TBT_FACTOR, TTFT_FACTOR, UNBOUNDED
 from moonpool_lab.replay.server import ServerUnfitError
 
 ROW_KEY = ("workload", "router", "load", "round")
@@ -67,53 +67,14 @@ class RouterBasis(Struct, frozen=True):
     requests_per_s: float
 
 
-class RouterRuns:
-    """The rows so far, in a file that is written after each."""
-
-    def __init__(self, path: Path | None, fleet: EngineFleet, origin: dict[str, str]) -> None:
-        """Reads the earlier runs. Raises BenchError."""
-        self._path, self._fleet, self._origin = path, fleet, origin
-        self.bases: dict[str, RouterBasis] = {}
-        self.rows: list[dict[str, Any]] = []
-        if path is None or not path.exists():
-            return
-        try:
-            found = msgspec.json.decode(path.read_bytes())
-            self.rows = found["rows"]
-            self.bases = msgspec.convert(found["bases"], dict[str, RouterBasis])
-            same = msgspec.convert(found["fleet"], EngineFleet) == fleet
-        except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
-            raise BenchError(
-                f"{path} is no file of this benchmark ({error}): name another one"
-            ) from None
-        if not same:
-            raise BenchError(f"{path} has runs of other instances: name another file")
-
-    def has(self, **key: Any) -> bool:
-        return any(all(row[name] == key[name] for name in key) for row in self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        key = [row[name] for name in ROW_KEY]
-        self.rows = [one for one in self.rows if [one[name] for name in ROW_KEY] != key]
-        self.rows.append(row)
-        self.write()
-
-    def write(self) -> None:
-        """Raises BenchError."""
-        if self._path is None:
-            return
-        text = msgspec.json.encode(self.found() | {"origin": self._origin})
-        try:
-            self._path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
-        except OSError as error:
-            raise BenchError(f"cannot write {self._path}: {error.strerror}") from None
-
-    def found(self) -> dict[str, Any]:
-        built = {"fleet": self._fleet, "bases": self.bases, "rows": self.rows}
-        return {name: msgspec.to_builtins(value) for name, value in built.items()}
+def router_runs(
+    path: Path | None, fleet: EngineFleet, origin: dict[str, str]
+) -> KeptRuns[RouterBasis]:
+    """Raises BenchError."""
+    return KeptRuns(path, ROW_KEY, RouterBasis, origin, fleet=fleet)
 
 
-def bench_routers(plan: RouterPlan, runs: RouterRuns, say: Say) -> dict[str, Any]:
+def bench_routers(plan: RouterPlan, runs: KeptRuns[RouterBasis], say: Say) -> dict[str, Any]:
     """All rows. Raises ServerError if the instances themselves do not start."""
     with start_engines(plan.fleet) as engines:
         for workload in plan.workloads:
@@ -134,7 +95,7 @@ def _run_router(
     number: int,
     plan: RouterPlan,
     engines: Sequence[RunningEngine],
-    runs: RouterRuns,
+    runs: KeptRuns[RouterBasis],
     say: Say,
 ) -> None:
     """All loads of one round behind one router, the light ones first."""
@@ -176,7 +137,7 @@ def _run(
     seed = plan.seed + 1009 * number + round(101 * load)
     sessions = arriving(workload, load * basis.sessions_per_s, plan.seconds, seed)
     before, cpu_s = counters(engines), tree_cpu_s(front.pid)
-    played = run_on_uvloop(
+    played = uvloop.run(
         play_sessions(front.url, [[s] for s in sessions], basis.slo, plan.seconds, front.others)
     )
     cpu_s = tree_cpu_s(front.pid) - cpu_s
@@ -201,7 +162,7 @@ def _warm_up(front: RunningFront, workload: RouterWorkload, plan: RouterPlan, nu
     rng = random.Random(f"warm/{plan.seed}/{number}")
     shape = workload.parts[0][0]
     chains = [[make_session(shape, 0.0, rng, -1 - number, 0.0)] for _ in plan.fleet.speeds]
-    run_on_uvloop(play_sessions(front.url, chains, UNBOUNDED, plan.seconds, front.others))
+    uvloop.run(play_sessions(front.url, chains, UNBOUNDED, plan.seconds, front.others))
 
 
 # Basis
@@ -218,7 +179,7 @@ def _measure_basis(
         ttft_s=TTFT_FACTOR * max(one.ttft_s for one in alone),
         tbt_s=TBT_FACTOR * max(one.tbt_s for one in alone),
     )
-    requests_per_s = sum(run_on_uvloop(_busy(workload, plan, engines)))
+    requests_per_s = sum(uvloop.run(_busy(workload, plan, engines)))
     if not requests_per_s:
         raise ServerError(f"{workload.name}: the instances answered nothing in {plan.seconds:g} s")
     basis = RouterBasis(slo, requests_per_s / workload.turns, requests_per_s)
@@ -233,8 +194,8 @@ def _alone(url: str, shape: SessionShape, plan: RouterPlan) -> Slo:
     """P90s of sessions that nothing else disturbs. The first session only warms the server up."""
     rng = random.Random(f"alone/{plan.seed}")
     warm, *sessions = (make_session(shape, 0.0, rng, plan.seed, 0.0) for _ in range(1 + MOST_ALONE))
-    run_on_uvloop(play_sessions(url, [[warm]], UNBOUNDED, plan.seconds))
-    played = run_on_uvloop(play_sessions(url, [sessions], UNBOUNDED, plan.seconds))
+    uvloop.run(play_sessions(url, [[warm]], UNBOUNDED, plan.seconds))
+    played = uvloop.run(play_sessions(url, [sessions], UNBOUNDED, plan.seconds))
     whole = [turn.record for turn in played if turn.status == 200]
     if not whole:
         raise ServerError(

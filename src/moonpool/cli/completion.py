@@ -10,7 +10,7 @@ from click.shell_completion import get_completion_class
 
 from moonpool import __version__
 from moonpool.cli.help_screen import show_everything
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, writing
 
 VARIABLE = "_MOONPOOL_COMPLETE"
 PLACES = {
@@ -53,12 +53,10 @@ def man(words: tuple[str, ...], folder: Path | None) -> None:
             fail(f"there is no command {name}: see moonpool --help")
         click.echo(manual_page(pages[name]), nl=False)
         return
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, context in pages.items():
             (folder / f"{name.replace(' ', '-')}.1").write_text(manual_page(context))
-    except OSError as error:
-        fail(f"cannot write {folder}: {error.strerror}")
     click.echo(f"{len(pages)} pages in {folder}: man -l {folder}/moonpool.1")
 
 

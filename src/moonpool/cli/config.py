@@ -14,7 +14,7 @@ from moonpool.cli.config_text import effective_toml, new_file, reference_page
 from moonpool.cli.inputs import read_text
 from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, read_config
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, writing
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS, read_cluster
 from moonpool.config.schema import Values, parse_toml
@@ -139,13 +139,10 @@ def init(file: str | None, simulation: bool) -> None:
     if file is None:
         click.echo(text, nl=False)
         return
-    try:
-        with Path(file).open("x", encoding="utf-8") as new:
-            new.write(text)
-    except FileExistsError:
+    if Path(file).exists():
         fail(f"{file} exists already; name another file, or delete it first")
-    except OSError as error:
-        fail(f"cannot write {file}: {error.strerror}")
+    with writing(file), Path(file).open("x", encoding="utf-8") as new:
+        new.write(text)
     click.echo(f"wrote {file}; remove the # before the keys to change")
 
 

@@ -23,7 +23,7 @@ from moonpool.cli.options import (
     not_empty,
     read_config,
 )
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, one_line
 from moonpool.config.tables import Config
 from moonpool.gc_tuning import settle_threads
 
@@ -194,10 +194,8 @@ def epp(
         fail("name a source of endpoints: --endpoints SOURCE, --dns NAME:PORT or --pool-name NAME")
     if (grpc_keyfile or grpc_ca_certs) and not grpc_certfile:
         fail("give --grpc-certfile, too")
-    try:
+    with one_line(*UNPROTECTED):
         check_protection(config)
-    except UNPROTECTED as error:
-        fail(str(error))
     choose_logging(config.telemetry)
     set_up_logging("epp")
     settle_threads()
@@ -215,8 +213,7 @@ def epp(
             await serve_picker(config, source, place, http, stop, fail_open, key, fallbacks)
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
+        uvloop.run(run())
     except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
         fail(str(error))
     except KeyboardInterrupt:

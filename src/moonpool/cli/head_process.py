@@ -3,7 +3,6 @@ one that has ended."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -74,8 +73,7 @@ def _serve(
             os._exit(1)  # at once: an end in order would end the answers, which can go on
         link.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    uvloop.run(run())
 
 
 def import_for(engine: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from moonpool.cli.output import fail
+from moonpool.cli.output import one_line
 from moonpool.config.tables import Config, ConfigError
 from moonpool.studies.hardware_files import read_catalogue_and_profile, read_text_file
 from moonpool.trace.row import TraceError, TraceInfo, TraceRow
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 def read_text(path: str, what: str) -> str:
     """Returns a text file's content; `what` names it in the error that ends the command."""
-    try:
+    with one_line(ConfigError):
         return read_text_file(path, what)
-    except ConfigError as error:
-        fail(str(error))
 
 
 def read_rows(
@@ -38,11 +36,9 @@ def read_rows(
     """
     from moonpool.studies.trace_rows import open_scaled
 
-    try:
+    with one_line(TraceError):
         trace = open_scaled(trace_file, limit, speed, scale, trace_format)
         rows = tuple(trace)
-    except TraceError as error:
-        fail(str(error))
     report_skipped(trace.info)
     return rows, trace.info.block_tokens
 
@@ -63,7 +59,5 @@ def open_catalogue_and_profile(
 
     Ends the command if either cannot be read.
     """
-    try:
+    with one_line(ConfigError):
         return read_catalogue_and_profile(config, catalogue_file)
-    except ConfigError as error:
-        fail(str(error))

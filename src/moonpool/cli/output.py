@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +35,29 @@ def check_folders(*paths: str | None) -> None:
             fail(f"cannot write {path}: there is no folder {Path(path).parent}")
 
 
+@contextmanager
+def one_line(*errors: type[Exception]) -> Iterator[None]:
+    """Ends the command with the text of such an error."""
+    try:
+        yield
+    except errors as error:
+        fail(str(error))
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Ends the command where the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
+def write_page(path: str, page: str) -> None:
+    with writing(path):
+        Path(path).write_text(page, encoding="utf-8")
+
+
 def need_package(name: str) -> None:
     """Raises ModuleNotFoundError, before the command's work, if a package that it will import is
     absent; `main` makes one line of it."""
@@ -45,10 +70,8 @@ def write_json(path: str | None, figures: dict[str, Any]) -> None:
     if path is None:
         return
     text = msgspec.json.format(msgspec.json.encode(figures), indent=2)
-    try:
+    with writing(path):
         Path(path).write_bytes(text + b"\n")
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
 
 
 def show_figures(found: dict[str, Any], json_file: str | None) -> None:

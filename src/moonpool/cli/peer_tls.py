@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from moonpool.cli.options import not_empty
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, one_line
 
 if TYPE_CHECKING:
     from moonpool.link.tls import PeerTls
@@ -57,7 +57,5 @@ def peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
         return None
     if not certfile or not ca_certs:
         fail("give both --cluster-ssl-certfile and --cluster-ssl-ca-certs, or neither")
-    try:
+    with one_line(PeerTlsError):
         return PeerTls(certfile, keyfile, ca_certs)
-    except PeerTlsError as error:
-        fail(str(error))

@@ -34,7 +34,16 @@ from moonpool.cli.options import (
     trace_format_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
+from moonpool.cli.output import (
+    check_folders,
+    fail,
+    need_package,
+    one_line,
+    origin,
+    write_json,
+    write_page,
+    writing,
+)
 from moonpool.cli.plan_questions import Missing, on_terminal
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
@@ -43,19 +52,18 @@ from moonpool.plan.demand import Layout, Prepared, prepare
 from moonpool.plan.offloading import with_rivals
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
-from moonpool.plan.time_left import time_words
+from moonpool.plan.time_left import share_done, time_words
 from moonpool.plugins.plots import plot_function
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.studies.planning import base_and_kinds, priced_workload
+from moonpool.studies.planning import ClusterSearch, base_and_kinds, priced_workload
 from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
     from moonpool.plan.advice import InstanceLossEffect
-    from moonpool.plan.assess import Assessor, PlanGoal, Report
+    from moonpool.plan.assess import Report
     from moonpool.plan.search import ClusterPlan
-    from moonpool.plan.simulation_pool import SimulationPool
     from moonpool.plan.trial import Workload
     from moonpool.trace.row import TraceRow
 
@@ -207,7 +215,7 @@ def plan(
 
     began_s = time.perf_counter()
     _check_files(plot, page, table, json_file)
-    try:
+    with one_line(ConfigError, SimulationPoolError):
         trace = read_rows(trace_file, requests, scale, speed, trace_format)
         files = config_file, prices_file, catalogue_file
         asked = _Asked(*files, devices, layout, cost, max_power_kw)
@@ -217,7 +225,7 @@ def plan(
         for reason in prepared.left_out:
             click.echo(f"left out: {reason}")
         with SimulationPool(workload, processes or num_cores()) as pool_of_runs:
-            job = _Job(prepared, goal, workload, priced, pool_of_runs)
+            job = _Job(ClusterSearch(pool_of_runs, workload, prepared, goal, priced))
             figures = job.plan(plot)
             interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
@@ -232,8 +240,6 @@ def plan(
                 figures["check"] = job.check()
             if (page or table) and not interrupted:
                 job.write_runs(figures, page, table)
-    except (ConfigError, SimulationPoolError) as error:
-        fail(str(error))
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
     checked = f", {figures['wall_s']:.0f} s with its check" if check else ""
@@ -281,49 +287,26 @@ class _Asked(NamedTuple):
 class _Job:
     """One plan, and its check."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        goal: PlanGoal,
-        workload: Workload,
-        priced: Priced,
-        pool_of_runs: SimulationPool,
-    ) -> None:
-        self._prepared = prepared
-        self._goal = goal
-        self._workload = workload
-        self._priced = priced
-        self._pool_of_runs = pool_of_runs
+    def __init__(self, search: ClusterSearch) -> None:
+        self._search = search
+        self._prepared, self._goal, self._priced = search.prepared, search.goal, search.priced
         self._found: ClusterPlan | None = None
         self._fewer: Sequence[InstanceLossEffect] = ()
 
     def plan(self, plot: str | None) -> dict[str, Any]:
         """Searches, prints, draws; returns the figures. Raises ConfigError."""
-        from moonpool.plan.advice import broken_by_fewer
         from moonpool.plan.answer import answer
-        from moonpool.plan.assess import StoppedError
-        from moonpool.plan.bounds import Bounds
-        from moonpool.plan.search import Planner
 
         prepared, goal = self._prepared, self._goal
         slo, wanted = prepared.base.slo.usual, goal.wanted
         with _progress(goal.max_runs) as tell:
-            assessor = self._assessor(goal, tell)
-            bounds = Bounds(self._workload, prepared.base, prepared.demand)
-            found = Planner(assessor, prepared, bounds).plan()
-            try:
-                around = found.neighbours if found.complete else ()
-                fewer = broken_by_fewer(around, assessor.in_full)
-            except (StoppedError, KeyboardInterrupt):
-                fewer = []
+            found, fewer = self._search.find(tell)
         self._found, self._fewer = found, fewer
         words = answer(found, fewer, goal, prepared, self._priced)
         print_plan(found, words, wanted, costs_of(found.choice, prepared, self._priced))
         if plot is not None:
-            try:
+            with writing(plot):
                 plot_function("plan")(found, wanted, slo, Path(plot))
-            except OSError as error:
-                fail(f"cannot write {plot}: {error.strerror}")
         figures = figures_of(found, fewer, words, self._prepared, self._goal, self._priced)
         return figures | self._offloading(found)
 
@@ -338,7 +321,7 @@ class _Job:
         nodes = decode_nodes_of(
             kinds,
             self._prepared.base,
-            self._workload.catalogue,
+            self._search.workload.catalogue,
             self._priced.prices,
             self._prepared.context_tokens,
         )
@@ -356,7 +339,7 @@ class _Job:
         fresh = msgspec.structs.replace(self._goal, first_seed=seed, time_limit_s=float("inf"))
         try:
             with _progress(self._goal.max_runs) as tell:
-                found = check_choice(choice, self._assessor(fresh, tell))
+                found = check_choice(choice, self._search.assessor(fresh, tell))
         except StoppedError:
             fail("the check needs more simulations than --runs allows: give it more")
         return print_check(found)
@@ -365,34 +348,25 @@ class _Job:
         """Runs the clusters of the page at several loads, and writes page and table."""
         from moonpool.plan.answer import answer
         from moonpool.plan.page import render_plan
-        from moonpool.plan.stored_runs import COLUMNS, run_rows, stored_runs, with_room
+        from moonpool.plan.stored_runs import COLUMNS, run_rows, with_room
 
         assert self._found is not None
         goal, prepared = self._goal, self._prepared
         with _progress(goal.max_runs) as tell:
-            stored = stored_runs(self._found, self._assessor(goal, tell), prepared.steps)
+            stored = self._search.store(self._found, tell)
         plan = with_room(self._found, stored, goal.wanted)
         words = answer(plan, self._fewer, goal, prepared, self._priced)
         figures = figures | words.figures()
         command = " ".join(["moonpool", *sys.argv[1:]])
-        where = page or ""
-        try:
-            if page is not None:
-                text = render_plan(plan, stored, figures, prepared, self._priced, command)
-                Path(page).write_text(text, encoding="utf-8")
-            if table is not None:
-                where = table
-                rows = list(run_rows(self._found, stored, self._priced))
+        if page is not None:
+            text = render_plan(plan, stored, figures, prepared, self._priced, command)
+            write_page(page, text)
+        if table is not None:
+            rows = list(run_rows(self._found, stored, self._priced))
+            with writing(table):
                 ResultTable.from_rows(COLUMNS, rows).write(table)
-        except OSError as error:
-            fail(f"cannot write {where}: {error.strerror}")
         for written in filter(None, (page, table)):
             click.echo(f"written: {written}")
-
-    def _assessor(self, goal: PlanGoal, tell: Report) -> Assessor:
-        from moonpool.plan.assess import Assessor
-
-        return Assessor(self._pool_of_runs, self._prepared.base, goal, self._priced, tell)
 
 
 def _check_files(
@@ -451,8 +425,7 @@ def _progress(total: float) -> Iterator[Report]:
         task = bar.add_task("", total=1.0)
 
         def show(what: str, runs: float, left_s: float | None) -> None:
-            used_s = time.monotonic() - began_s
-            share = 0.0 if left_s is None else used_s / max(used_s + left_s, 1e-9)
+            share = share_done(time.monotonic() - began_s, left_s)
             text = f"{runs:.0f} of at most {total:.0f} runs {time_words(left_s)} {what}"
             bar.update(task, completed=share, description=text)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from moonpool.cli.output import check_folders, fail
+from moonpool.cli.output import check_folders, one_line
 
 
 @click.command()
@@ -33,8 +33,6 @@ def report(files: tuple[str, ...], output: str, names: tuple[str, ...]) -> None:
     from moonpool.studies.calls import report as write_report
 
     check_folders(output)
-    try:
+    with one_line(ValueError, OSError):
         write_report([Path(file) for file in files], output, list(names) or None)
-    except (ValueError, OSError) as error:
-        fail(str(error))
     click.echo(f"report: {output}")

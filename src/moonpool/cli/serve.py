@@ -38,7 +38,7 @@ from moonpool.cli.options import (
     config_option,
     read_config,
 )
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, one_line
 from moonpool.config.rules import vllm_place
 from moonpool.config.schema import Values
 from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
@@ -354,10 +354,8 @@ def _serve_on_ray(config: Config) -> None:
     stop = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: os._exit(1) if stop.is_set() else stop.set())
-    try:
+    with one_line(ClusterError):
         RayLauncher(config).serve(stop)
-    except ClusterError as error:
-        fail(str(error))
 
 
 def _check_start(config: Config) -> None:
@@ -369,10 +367,8 @@ def _check_start(config: Config) -> None:
         )
     if config.engine.kind != "vllm":
         need_engine()  # here, and not in each process that needs it
-    try:
+    with one_line(*UNPROTECTED):
         check_protection(config)
-    except UNPROTECTED as error:
-        fail(str(error))
     choose_logging(config.telemetry)
 
 
@@ -408,12 +404,10 @@ def _run(
 @click.option("--trial", is_flag=True, help="Only read the state.")
 def next_supervisor(fd: int, trial: bool) -> None:
     """Go on as the supervisor of an upgraded cluster."""
-    try:
+    with one_line(SuccessionError, *UNPROTECTED):
         state = read_state(fd)
         if trial:
             check_protection(state.config)
-    except (SuccessionError, *UNPROTECTED) as error:
-        fail(str(error))
     if trial:
         return
     keep_private(state)
@@ -423,10 +417,8 @@ def next_supervisor(fd: int, trial: bool) -> None:
     set_up_logging("supervisor")
     with socket.socket(fileno=state.http) as http, socket.socket(fileno=state.control) as control:
         own = (state.config, state.secret, state.launch, http, control, fork_server, state)
-        try:
+        with one_line(ClusterError):
             asyncio.run(_supervise(Supervisor(*own)))
-        except ClusterError as error:
-            fail(str(error))
 
 
 async def _stand_by(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +27,8 @@ from moonpool.cli.options import (
     trace_format_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.cli.output import check_folders, fail, one_line, write_json, write_page
+from moonpool.cli.progress import follow
 from moonpool.config.parse import parse_config
 from moonpool.config.schema import Values
 from moonpool.config.tables import Config, ConfigError
@@ -220,28 +220,15 @@ def simulate(
         scale_tokens=scale,
         **run,
     )
-    try:
+    with one_line(TraceError, ConfigError):
         result = run_simulation(
             trace_file, config, settings, watch=_with_progress, keep_requests=False
         )
-    except (TraceError, ConfigError) as error:
-        fail(str(error))
     print_figures(result.summary, result.simulation)
     write_json(json_file, result.summary)
     if report_file is not None:
-        _write_page(report_file, result.html(_command()))
-
-
-def _command() -> str:
-    return " ".join(["moonpool", *sys.argv[1:]])
-
-
-def _write_page(path: str, page: str) -> None:
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
-    click.echo(f"report: {path}")
+        write_page(report_file, result.html(" ".join(["moonpool", *sys.argv[1:]])))
+        click.echo(f"report: {report_file}")
 
 
 def read_cluster(config_file: str | None, overrides: Values) -> Config:
@@ -296,19 +283,6 @@ def _read_factors(
 
 
 def _with_progress(rows: Iterator[TraceRow], info: TraceInfo) -> Iterator[TraceRow]:
-    """Yields the rows, and draws a progress bar if stderr is a terminal."""
     report_skipped(info)
-    if not sys.stderr.isatty():
-        yield from rows
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
     requests = click.get_current_context().params["requests"]
-    total = min(info.num_rows, requests or sys.maxsize)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=total)
-        for number, row in enumerate(rows):
-            if number % 64 == 0:
-                progress.update(task, completed=number)
-            yield row
+    return follow(rows, min(info.num_rows, requests or sys.maxsize), "simulating")

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import DownloadColumn
 from rich.table import Table
 
 from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import fail, write_json
+from moonpool.cli.output import check_folders, fail, one_line, write_json, writing
+from moonpool.cli.progress import follow, progress
 from moonpool.plugins.plots import plot_function
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
-from moonpool.trace.profile import GeneratorProfile, read_profile, write_profile
+from moonpool.trace.profile import GeneratorProfile, read_profile
+from moonpool.trace.profile import write_profile as save_profile
 from moonpool.trace.reader import open_trace
-from moonpool.trace.row import TraceError, TraceInfo, TraceRow
+from moonpool.trace.row import TraceError, TraceInfo
 from moonpool.trace.statistics import (
     Blocks,
     Distribution,
@@ -62,24 +55,21 @@ def info(file: str, format_name: str, json_file: str | None, plot: str | None) -
 
     Its load, lengths, arrivals, shared prefixes and turns.
     """
+    check_folders(json_file, plot)
     draw = None if plot is None else plot_function("trace")
-    try:
+    with one_line(TraceError):
         rows = open_trace(file, format=format_name, spread_ticks=False)
         character = TraceStatistics(rows.info.block_tokens)
-        for row in _with_progress(rows, rows.info.num_rows, "reading"):
+        for row in follow(rows, rows.info.num_rows, "reading"):
             character.add(row)
         figures = character.figures()
-    except TraceError as error:
-        fail(str(error))
     _print_figures(rows.info, figures)
     write_json(json_file, {"file": msgspec.to_builtins(rows.info)} | _plain(figures))
     if plot is not None and draw is not None:
         name = Path(file).name
         rate = f"{figures.requests:,} requests in {figures.duration_s:,.0f} s"
-        try:
+        with writing(plot):
             draw(character, f"{name}: {rate}", Path(plot))
-        except OSError as error:
-            fail(f"cannot write {plot}: {error.strerror}")
         click.echo(f"wrote {plot}")
 
 
@@ -128,7 +118,7 @@ def generate(
         fail("the length of the trace is missing: give --requests N or --duration SECONDS")
     if profile_name is not None and like is not None:
         fail("--profile and --like exclude each other: give one of them")
-    try:
+    with one_line(TraceError):
         mix = BUILT_IN_MIXES.get(profile_name or "")
         limits: dict[str, Any] = {
             "num_requests": requests,
@@ -146,13 +136,11 @@ def generate(
             profile = _profile(profile_name, like)
             rows = generated(profile, **limits, closed_loop=profile.closed_loop)
             name = profile.name
-        num_rows = write_trace(_with_progress(rows, requests, "writing"), Path(output))
+        with writing(output):
+            num_rows = write_trace(follow(rows, requests, "writing"), Path(output))
         if write_profile is not None:
-            _write_profile(profile, Path(write_profile))
-    except TraceError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"cannot write {output}: {error.strerror}")
+            with writing(write_profile):
+                save_profile(profile, Path(write_profile))
     click.echo(f"wrote {num_rows:,} requests like {name} to {output} (seed {seed})")
 
 
@@ -184,19 +172,8 @@ def download(name: str, folder: str) -> None:
     }
     for one in PUBLIC_TRACES if name == "all" else [name]:
         public = PUBLIC_TRACES[one]
-        with _progress(DownloadColumn()) as progress:
-            task = progress.add_task(one, total=None)
-
-            def show(
-                done: int, total: int | None, task: Any = task, bar: Progress = progress
-            ) -> None:
-                bar.update(task, completed=done, total=total)
-
-            try:
-                outcome = fetch(public, Path(folder), show)
-            except TraceError as error:
-                progress.stop()
-                fail(str(error))
+        with one_line(TraceError), progress(one, DownloadColumn()) as show:
+            outcome = fetch(public, Path(folder), show)
         target = Path(folder) / public.file_name
         click.echo(f"{one}: {words[outcome].format(target)} ({public.licence})")
 
@@ -206,7 +183,7 @@ def _profile(name: str | None, like: str | None) -> GeneratorProfile:
         from moonpool.trace.fit import fit
 
         rows = open_trace(like)
-        shown = _with_progress(rows, rows.info.num_rows, "fitting")
+        shown = follow(rows, rows.info.num_rows, "fitting")
         return fit(shown, rows.info.block_tokens, name=Path(like).stem)
     if name is None:
         return BUILT_IN["conversation"]
@@ -216,34 +193,6 @@ def _profile(name: str | None, like: str | None) -> GeneratorProfile:
         known = ", ".join((*BUILT_IN, *BUILT_IN_MIXES))
         fail(f"there is no profile {name!r}; use {known}, or a profile's file")
     return read_profile(Path(name))
-
-
-def _write_profile(profile: GeneratorProfile, path: Path) -> None:
-    try:
-        write_profile(profile, path)
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
-
-
-def _progress(*columns: Any) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
-
-
-def _with_progress(rows: Iterator[TraceRow], total: int | None, what: str) -> Iterator[TraceRow]:
-    with _progress(MofNCompleteColumn()) as progress:
-        task = progress.add_task(what, total=total)
-        for done, row in enumerate(rows, 1):
-            yield row
-            if done % 1000 == 0:
-                progress.update(task, completed=done)
 
 
 def _plain(figures: TraceFigures) -> dict[str, Any]:

@@ -238,8 +238,7 @@ def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:
     from moonpool.link.head_link import HungError, ToldError, WorkerError
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(work)
+        uvloop.run(work)
     except HungError as error:
         sys.stderr.write(f"moonpool: {error}\n")
         sys.stderr.flush()

@@ -50,3 +50,8 @@ def time_words(seconds: float | None) -> str:
         return f"about {max(round(seconds / 5) * 5, 5)} s left"
     minutes = seconds / 60
     return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
+
+
+def share_done(used_s: float, left_s: float | None) -> float:
+    """Returns the share of all the time that is over, 0 to 1; 0 where it is not known."""
+    return 0.0 if left_s is None else used_s / max(used_s + left_s, 1e-9)

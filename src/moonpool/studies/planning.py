@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +23,7 @@ from moonpool.studies.trace_rows import TraceRows, as_share, as_trace, named_tra
 
 if TYPE_CHECKING:
     from moonpool.plan.advice import InstanceLossEffect
-    from moonpool.plan.assess import Assessor, PlanGoal
+    from moonpool.plan.assess import Assessor, PlanGoal, Report
     from moonpool.plan.demand import Prepared
     from moonpool.plan.search import ClusterPlan
     from moonpool.plan.simulation_pool import SimulationPool
@@ -152,50 +153,66 @@ def plan_cluster(
     prepared = prepare(workload, base, kinds, priced, attainment, layout)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
     with SimulationPool(workload, processes) as pool_of_runs, ProgressLine(progress) as line:
-        search = _Search(pool_of_runs, workload, prepared, goal, priced, line)
-        done, fewer = search.run(what_if)
-    plan = with_room(done.found, done.stored, attainment)
+        search = ClusterSearch(pool_of_runs, workload, prepared, goal, priced)
+        tell = _teller(line)
+        found, fewer = search.find(tell)
+        stored = search.store(found, tell) if what_if else []
+    plan = with_room(found, stored, attainment)
     words = answer(plan, fewer, goal, prepared, priced)
-    figures = figures_of(done.found, fewer, words, prepared, goal, priced)
+    figures = figures_of(found, fewer, words, prepared, goal, priced)
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
+    done = SearchDone(found, stored, prepared, priced)
     return PlanResult(figures | {"run": named_trace(trace) | run}, done)
 
 
-class _Search(NamedTuple):
-    """A search to run, with a line of its progress."""
+class ClusterSearch(NamedTuple):
+    """A search for the cheapest cluster. Its methods raise ConfigError."""
 
     pool_of_runs: SimulationPool
     workload: Workload
     prepared: Prepared
     goal: PlanGoal
     priced: Priced
-    line: ProgressLine
 
-    def run(self, what_if: bool) -> tuple[SearchDone, list[InstanceLossEffect]]:
-        """Returns what was found, and what one instance fewer breaks. Raises ConfigError."""
+    def find(self, tell: Report) -> tuple[ClusterPlan, list[InstanceLossEffect]]:
+        """Returns the plan, and what one instance fewer breaks, which is not known if the search
+        ends early."""
         from moonpool.plan.advice import broken_by_fewer
+        from moonpool.plan.assess import StoppedError
         from moonpool.plan.bounds import Bounds
         from moonpool.plan.search import Planner
-        from moonpool.plan.stored_runs import stored_runs
 
-        assessor = self._assessor()
+        assessor = self.assessor(self.goal, tell)
         bounds = Bounds(self.workload, self.prepared.base, self.prepared.demand)
         found = Planner(assessor, self.prepared, bounds).plan()
-        fewer = broken_by_fewer(found.neighbours if found.complete else (), assessor.in_full)
-        steps = self.prepared.steps
-        stored = stored_runs(found, self._assessor(), steps) if what_if else []
-        return SearchDone(found, stored, self.prepared, self.priced), fewer
+        try:
+            around = found.neighbours if found.complete else ()
+            return found, broken_by_fewer(around, assessor.in_full)
+        except (StoppedError, KeyboardInterrupt):
+            return found, []
 
-    def _assessor(self) -> Assessor:
+    def store(self, found: ClusterPlan, tell: Report) -> list[StoredRun]:
+        """Simulates the clusters of the plan's page at several loads."""
+        from moonpool.plan.stored_runs import stored_runs
+
+        return stored_runs(found, self.assessor(self.goal, tell), self.prepared.steps)
+
+    def assessor(self, goal: PlanGoal, tell: Report) -> Assessor:
         from moonpool.plan.assess import Assessor
-        from moonpool.plan.time_left import time_words
 
-        def report(what: str, done: float, left_s: float | None) -> None:
-            share = 1.0 / (1.0 + found.time_left.runs(done) / max(done, 1.0))
-            self.line.show(share, f"{done:.0f} runs, {time_words(left_s)}: {what}")
+        return Assessor(self.pool_of_runs, self.prepared.base, goal, self.priced, tell)
 
-        found = Assessor(self.pool_of_runs, self.prepared.base, self.goal, self.priced, report)
-        return found
+
+def _teller(line: ProgressLine) -> Report:
+    from moonpool.plan.time_left import share_done, time_words
+
+    began_s = time.monotonic()
+
+    def tell(what: str, runs: float, left_s: float | None) -> None:
+        share = share_done(time.monotonic() - began_s, left_s)
+        line.show(share, f"{runs:.0f} runs, {time_words(left_s)}: {what}")
+
+    return tell
 
 
 def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:

@@ -260,8 +260,7 @@ def served(
     server = http_server(app, drain_s=1, keeper=keeper, answers=answers, tls=tls)
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.serve(sockets=[listener]))
+        uvloop.run(server.serve(sockets=[listener]))
 
     thread = threading.Thread(target=run)
     with patch.object(uvicorn.server, "asyncio", _QUICK):

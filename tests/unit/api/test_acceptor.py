@@ -19,8 +19,7 @@ from moonpool.api.connection.http_protocol import LimitedProtocol
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(work(), 60))
+    uvloop.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_connection_is_held_before_its_protocol_hears_of_it(

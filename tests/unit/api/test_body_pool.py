@@ -138,8 +138,7 @@ def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
         assert len(await reader.respond("detokenize", body, "", 60.0)) > 50_000
         reader.close()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    uvloop.run(run())
 
 
 def test_a_process_that_dies_is_replaced() -> None:

@@ -97,8 +97,7 @@ def received(
         await begin()
         return await asyncio.to_thread(lambda: b"".join(iter(lambda: ours.recv(1 << 16), b"")))
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        raw = runner.run(run())
+    raw = uvloop.run(run())
     return raw[:num_bytes], raw[num_bytes:]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.suite.cluster.admission_workloads import (
     AdmissionDraw,
@@ -17,17 +16,11 @@ from benchmarks.suite.cluster.admission_workloads import (
     scarcest_work_s,
     summarise,
 )
-from moonpool.cli.main import cli
 from moonpool.sim.workload import make_arrivals
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
 from moonpool_lab.oracle.cluster import limits_of
-
-
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == 0, done.output
-    return done.output
+from tests.commands import succeed
 
 
 def test_a_number_stands_for_one_workload() -> None:
@@ -65,7 +58,7 @@ def test_figures_are_those_of_simulate(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     kept = ("--keep", str(tmp_path), "--json", str(figures))
     command = ("bench", "admission-workloads", "--draws", "2", "--requests", "60", "--seed", "8")
-    text = run(*command, "--processes", "1", *kept)
+    text = succeed(*command, "--processes", "1", *kept).output
     found: dict[str, Any] = json.loads(figures.read_text())
     assert len(found["rows"]) == found["summary"]["rows"] == 2
     for row in found["rows"]:
@@ -73,14 +66,14 @@ def test_figures_are_those_of_simulate(tmp_path: Path) -> None:
         one = tmp_path / "one.json"
         trace = ("--trace", str(tmp_path / f"8-{row['number']}.jsonl"), *row["flags"].split())
         for policy in ("baseline", "goodput"):
-            run("simulate", *trace, "--admission", policy, "--json", str(one))
+            succeed("simulate", *trace, "--admission", policy, "--json", str(one))
             assert json.loads(one.read_text())["effective"] == row["effective"][policy]
 
 
 def test_recorded_traces_are_used_where_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     flags = ("--profile", "hot-set", "--requests", "90", "--seed", "2", "-o", str(path))
-    run("trace", "generate", *flags)
+    succeed("trace", "generate", *flags)
     lengths = [(row.input_tokens, row.output_tokens) for row in open_trace(str(path))]
     used = [draw_workload(AdmissionDraw(1, number, 30, (str(path),))) for number in range(3)]
     assert [workload.words["workload"].startswith("mine from") for workload in used] == [

@@ -18,7 +18,7 @@ from benchmarks.suite.conversations.arrangements import (
 )
 from benchmarks.suite.conversations.basis import SessionBasis, planned_for
 from benchmarks.suite.conversations.bench import (
-    ConversationRuns,
+    conversation_runs,
     verdict_lines,
 )
 from benchmarks.suite.conversations.forecast import write_session_trace
@@ -130,25 +130,25 @@ def _basis() -> SessionBasis:
 
 def test_runs_in_parts_fill_one_file(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
-    first = ConversationRuns(path)
+    first = conversation_runs(path, ORIGIN)
     first.bases["m/chats"] = _basis()
-    first.add(_row("2M", 1.0, 7), ORIGIN)
-    second = ConversationRuns(path)
-    second.add(_row("vllm-two", 1.0, 4), ORIGIN)
-    second.add(_row("2M", 1.0, 8), ORIGIN)
-    third = ConversationRuns(path)
+    first.add(_row("2M", 1.0, 7))
+    second = conversation_runs(path, ORIGIN)
+    second.add(_row("vllm-two", 1.0, 4))
+    second.add(_row("2M", 1.0, 8))
+    third = conversation_runs(path, ORIGIN)
     assert [row["effective"] for row in third.rows] == [4, 8]
     assert third.bases == first.bases
     path.write_text("{}")
     with pytest.raises(BenchError, match="no file of this benchmark"):
-        ConversationRuns(path)
+        conversation_runs(path, ORIGIN)
 
 
 def test_verdicts_name_what_was_said_and_what_won(tmp_path: Path) -> None:
-    runs = ConversationRuns(tmp_path / "runs.json")
+    runs = conversation_runs(tmp_path / "runs.json", ORIGIN)
     runs.bases["m/chats"] = _basis()
     for row in (_row("2M", 1.0, 8), _row("1P+1D", 1.0, 6), _row("vllm-two", 1.0, 4)):
-        runs.add(row, ORIGIN)
+        runs.add(row)
     said, at_one = verdict_lines({"m/chats": {"planned": "2M", "simulated": {}}}, runs.rows)
     assert "planned beforehand 2M" in said
     assert "moonpool 2M with 8" in at_one and "2.00 times" in at_one

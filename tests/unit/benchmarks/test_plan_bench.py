@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.suite.cluster.plan_proof import WITHIN, PlanProof, prove
 from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS
-from moonpool.cli.main import cli
 from moonpool.plan.assess import Assessor, PlanGoal
 from moonpool.plan.candidate import Steps
 from moonpool.plan.simulation_pool import SimulationPool
+from tests.commands import invoke
 
 
 @pytest.fixture
@@ -59,5 +58,5 @@ def test_the_workloads_are_many_kinds() -> None:
 
 
 def test_an_unknown_workload_is_one_line() -> None:
-    done = CliRunner().invoke(cli, ["bench", "plan", "--workload", "13"])
+    done = invoke("bench", "plan", "--workload", "13")
     assert done.exit_code == 1 and done.stderr == "moonpool: --workload must be 1 to 12\n"

@@ -48,7 +48,7 @@ def test_a_forecast_stands_beside_what_came(tmp_path: Path) -> None:
     assert "1 loads tried: median error of latencies 10.0%, worst of a P99 10%." in page
     assert "| 0.5 | forecast | 0.11 s | 0.22 s | 0.33 s |" in page
     assert "|  | measured | 0.1 s | 0.2 s | 0.3 s |" in page
-    assert "| | error | +10% | +10% | +10% |" in page
+    assert "|  | error | +10% | +10% | +10% |" in page
 
 
 def test_a_forecast_that_was_not_tried_stays(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import page_routers
 from benchmarks.errors import BenchError
 from benchmarks.page_routers import SECTION, WORDS, router_rows, routers_section
-from benchmarks.suite.routers.bench import RouterRuns
+from benchmarks.suite.routers.bench import router_runs
 from benchmarks.suite.routers.engines import EngineFleet
 from benchmarks.suite.routers.fronts import FRONT_NAMES
 from benchmarks.suite.routers.timed_engine import (
@@ -168,15 +168,15 @@ def test_the_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_runs_are_kept_and_go_on(tmp_path: Path) -> None:
     path, fleet = tmp_path / "runs.json", EngineFleet()
-    runs = RouterRuns(path, fleet, {"command": "c"})
+    runs = router_runs(path, fleet, {"command": "c"})
     runs.add(row("moonpool", 1.0, 0, 3))
     runs.add(row("moonpool", 1.0, 0, 4))  # again
-    again = RouterRuns(path, fleet, {"command": "c"})
+    again = router_runs(path, fleet, {"command": "c"})
     assert [one["effective"] for one in again.rows] == [4]
     assert again.has(workload="agents", router="moonpool", round=0, load=1.0)
     assert not again.has(workload="agents", router="moonpool", round=1, load=1.0)
-    with pytest.raises(BenchError, match="other instances"):
-        RouterRuns(path, EngineFleet(kv_tokens=64), {})
+    with pytest.raises(BenchError, match="another fleet"):
+        router_runs(path, EngineFleet(kv_tokens=64), {})
     path.write_text("{}")
     with pytest.raises(BenchError, match="no file of this benchmark"):
-        RouterRuns(path, fleet, {})
+        router_runs(path, fleet, {})

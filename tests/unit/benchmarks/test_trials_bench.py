@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from benchmarks.cli.trials import SYSTEM_NAMES
 from benchmarks.reliability_page import fuzz_section, mutant_section, trial_section
@@ -18,7 +19,6 @@ from benchmarks.suite.live.trials import (
     bench_trials,
     connector_of,
 )
-from moonpool_lab.profiling.live_cluster import run_on_uvloop
 from moonpool_lab.trial.run import TrialPlan, run_trial
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -64,7 +64,7 @@ def test_moonpool_is_tried_and_has_a_row() -> None:
     plan = {"requests": 6, "families": 1, "concurrency": 2, "fill_words": 0, "max_tokens": 8}
 
     def try_one(url: str, may_reset: bool) -> dict[str, Any]:
-        return run_on_uvloop(run_trial(TrialPlan(url=url, may_reset=may_reset, **plan)))
+        return uvloop.run(run_trial(TrialPlan(url=url, may_reset=may_reset, **plan)))
 
     targets = TrialTargets("moonpool/induction")
     found = bench_trials(targets, ("moonpool", "vllm"), try_one, lambda text: None)

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from moonpool.cli.main import cli
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
+from tests.commands import invoke, refusal, succeed
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +20,12 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["bench", "capacity", *arguments])
-
-
 @pytest.mark.long
 def test_it_finds_a_rate_and_says_how_sure_it_is(trace: str, tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     small = ("--prefill", "1", "--decode", "1", "--slo-ttft", "10")
-    limits = ("--seeds", "3", "--tolerance", "0.2", "--processes", "1", "--json", str(path))
-    done = run("--trace", trace, *small, *limits)
-    assert done.exit_code == 0, done.output
+    limits = ("--seeds", "3", "--tolerance", "0.2", "--processes", "1", "--json", path)
+    done = succeed("bench", "capacity", "--trace", trace, *small, *limits)
     assert "requests/s (speed" in done.output and "95% confidence" in done.output
     found = json.loads(path.read_bytes())
     capacity = found["capacity"]
@@ -47,14 +41,12 @@ def test_it_finds_a_rate_and_says_how_sure_it_is(trace: str, tmp_path: Path) -> 
 
 
 def test_what_cannot_run_is_one_line(trace: str) -> None:
-    done = run("--trace", trace, "--kv-tokens", "1024", "--processes", "1")
+    done = invoke("bench", "capacity", "--trace", trace, "--kv-tokens", "1024", "--processes", "1")
     assert done.exit_code == 1 and "no instance holds more than" in done.stderr
-    done = run("--trace", "nowhere.jsonl")
-    assert done.exit_code == 1 and done.stderr.startswith("moonpool: ")
+    refusal("bench", "capacity", "--trace", "nowhere.jsonl")
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:
-    done = run("--url", "http://127.0.0.1:1")
-    assert done.exit_code == 1 and done.stdout == ""
-    assert done.stderr.startswith("moonpool: no server answers at http://127.0.0.1:1")
-    assert done.stderr.count("\n") == 1 and "moonpool serve" in done.stderr
+    said = refusal("bench", "capacity", "--url", "http://127.0.0.1:1")
+    assert said.startswith("moonpool: no server answers at http://127.0.0.1:1")
+    assert "moonpool serve" in said

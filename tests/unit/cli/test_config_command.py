@@ -10,22 +10,22 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from moonpool.cli.config_text import VARIABLES, new_file, reference_page
-from moonpool.cli.main import cli
 from moonpool.cli.options import POLICY_KEYS
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS
 from moonpool.config.parse import parse_config
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
+from tests.commands import invoke
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(cli, ["config", *words])
+    return invoke("config", *words)
 
 
 def test_the_reference_page_is_what_the_types_give() -> None:
@@ -162,7 +162,7 @@ def test_each_mistake_is_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text('[pool]\nblok = 1\nblock_tokens = "x"\n[slo]\nttft_s = -1\n')
     for words in (["config", "check", str(path)], ["simulate", "--trace", "t", "--config", path]):
-        done = CliRunner().invoke(cli, [str(word) for word in words])
+        done = invoke(*words)
         lines = done.stderr.splitlines()
         assert done.exit_code == 1 and len(lines) == 3
         assert all(line.startswith(f"moonpool: {path}: ") for line in lines)
@@ -172,7 +172,7 @@ def test_a_mistake_of_a_flag_is_not_said_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("[pool]\nblok = 1\n")
     words = ["simulate", "--trace", "t", "--config", str(path), "--slo-ttft", "-1"]
-    lines = CliRunner().invoke(cli, words).stderr.splitlines()
+    lines = invoke(*words).stderr.splitlines()
     assert [line.startswith(f"moonpool: {path}: ") for line in lines] == [True, False]
 
 

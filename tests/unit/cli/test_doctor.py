@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from moonpool.cli import doctor
 from moonpool.cli.completion import PLACES, contexts
 from moonpool.cli.main import cli
 from moonpool.head.spoken_names import SPOKEN_KINDS, SPOKEN_THINGS, spoken_name
+from tests.commands import invoke, succeed
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def test_doctor_says_what_is_there_and_what_to_set(
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setattr(doctor, "PORTS", {port: "the HTTP API"})
-        shown = CliRunner().invoke(cli, ["doctor", "--json", str(file)], catch_exceptions=False)
+        shown = invoke("doctor", "--json", file)
     assert shown.exit_code == 0
     checks = {check["name"]: check for check in json.loads(file.read_text())["checks"]}
     wanted = {"moonpool", "system", "cores", "CPU", "memory", "cache folder", "GPU", "open files"}
@@ -46,7 +46,7 @@ def test_doctor_says_what_is_there_and_what_to_set(
 
 @pytest.mark.parametrize("shell", PLACES)
 def test_completion_is_a_script_of_that_shell(shell: str) -> None:
-    shown = CliRunner().invoke(cli, ["completion", shell], catch_exceptions=False).output
+    shown = invoke("completion", shell).output
     assert shown.startswith(f"# {PLACES[shell]}\n") and f"{shell}_complete" in shown
     program = shutil.which(shell)
     if program is not None:
@@ -57,15 +57,14 @@ def test_completion_completes_commands_and_flags() -> None:
     def completed(words: str) -> str:
         environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
         environment["_MOONPOOL_COMPLETE"] = "bash_complete"
-        return CliRunner().invoke(cli, prog_name="moonpool", env=environment).output
+        return invoke(prog_name="moonpool", env=environment).output
 
     assert "plain,serve" in completed("moonpool se")
     assert "plain,--kv-tokens" in completed("moonpool serve --kv-t")
 
 
 def test_there_is_a_manual_page_of_every_command(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["man", "--to", str(tmp_path)], catch_exceptions=False)
-    assert done.exit_code == 0
+    succeed("man", "--to", tmp_path)
     for context in contexts(cli):
         page = (tmp_path / f"{context.command_path.replace(' ', '-')}.1").read_text()
         for param in context.command.params:

@@ -11,14 +11,14 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner
 from test_options import COMMANDS
 
 import moonpool.cli.serve as serve
-from moonpool.cli.main import SuggestingGroup, cli, main
+from moonpool.cli.main import SuggestingGroup, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 from moonpool.plugins import engines, plots
+from tests.commands import invoke
 from tests.http_server import QuietHandler, serving
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def server() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     ("typed", "near"), [("simulat", "simulate"), ("server", "serve"), ("replya", "replay")]
 )
 def test_a_command_that_is_nearly_right_is_named(typed: str, near: str) -> None:
-    result = CliRunner().invoke(cli, [typed, "--trace", "x"])
+    result = invoke(typed, "--trace", "x")
     assert result.exit_code == 2
     assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
 
@@ -66,7 +66,7 @@ def test_a_command_that_is_nearly_right_is_named(typed: str, near: str) -> None:
 def test_a_command_of_a_group_that_is_nearly_right_is_named(
     group: str, typed: str, near: str
 ) -> None:
-    result = CliRunner().invoke(cli, [group, typed])
+    result = invoke(group, typed)
     assert result.exit_code == 2
     assert f"No such command {typed!r}. Did you mean {near!r}?" in result.output
 
@@ -78,7 +78,7 @@ def test_every_group_suggests() -> None:
 
 
 def test_a_command_like_no_other_gets_no_suggestion() -> None:
-    result = CliRunner().invoke(cli, ["xyzzy"])
+    result = invoke("xyzzy")
     assert result.exit_code == 2
     assert "No such command 'xyzzy'." in result.output and "mean" not in result.output
 
@@ -102,7 +102,7 @@ def test_host_and_port_are_an_address_and_the_operators_key_is_sent(
     address, seen = server
     for name in KEYS:
         monkeypatch.setenv(name, f"sk-{name}")
-    result = CliRunner().invoke(cli, [*words, address])
+    result = invoke(*words, address)
     assert result.exit_code == 1
     assert result.stderr.startswith("moonpool: the API key is missing or invalid: give --api-key")
     assert "MOONPOOL_API_KEY" in result.stderr and result.stderr.count("\n") == 1
@@ -120,7 +120,7 @@ def test_a_trial_of_anybodys_server_sends_it_no_key_of_moonpools(
         monkeypatch.setenv(name, f"sk-{name}")
     if not has_key_for_others:
         monkeypatch.delenv("OPENAI_API_KEY")
-    result = CliRunner().invoke(cli, ["trial", f"http://{address}"])
+    result = invoke("trial", f"http://{address}")
     assert result.exit_code != 0 and seen
     sent = "Bearer sk-OPENAI_API_KEY" if has_key_for_others else ""
     assert {key for _, key in seen} == {sent}
@@ -143,8 +143,9 @@ def test_events_without_pyzmq_are_one_line_and_no_worker_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without("zmq", monkeypatch)
-    words = ["serve", "a-model", "--port", "0", "--vllm", "http://127.0.0.1:9,tcp://127.0.0.1:9"]
-    result = CliRunner().invoke(cli, words)
+    result = invoke(
+        "serve", "a-model", "--port", "0", "--vllm", "http://127.0.0.1:9,tcp://127.0.0.1:9"
+    )
     assert result.exit_code == 1
     assert result.stderr.startswith("moonpool: vLLM's KV events need pyzmq, which is not installed")
     assert result.stderr.count("\n") == 1

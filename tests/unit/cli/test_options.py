@@ -17,6 +17,7 @@ from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from moonpool.plugins.commands import added_commands
+from tests.commands import succeed
 from website.command_page import command_page
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"
@@ -64,8 +65,7 @@ def test_every_key_of_the_config_has_a_description() -> None:
 
 
 def shown(name: str, *words: str) -> str:
-    done = CliRunner().invoke(cli, [*name.split()[1:], *words], terminal_width=80)
-    assert done.exit_code == 0, done.output
+    done = succeed(*name.split()[1:], *words, terminal_width=80)
     return done.output
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from moonpool.cli.main import cli
 from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
+from tests.commands import figures_of, invoke, succeed
 
 SMALL = ("--slo-ttft", "6", "--seeds", "3", "--layout", "disaggregated")
 
@@ -35,14 +34,9 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run_plan(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", *arguments])
-
-
 def plan_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     path = folder / "plan.json"
-    done = run_plan(*arguments, "--json", str(path))
-    assert done.exit_code == 0, done.output
+    done = succeed("plan", *arguments, "--json", path)
     found: dict[str, Any] = json.loads(path.read_bytes())
     assert 0 <= found.pop("plan_s") <= found.pop("wall_s") and found.pop("cpu_s") > 0
     assert found.pop("origin")["command"]
@@ -61,8 +55,8 @@ def answer(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
 def test_the_default_devices_are_named(trace: str) -> None:
     said = "planning with nodes of 8 A800-SXM, those of Mooncake's paper"
     few = ("--trace", trace, *SMALL, "--runs", "2", "--processes", "1")
-    assert said in run_plan(*few).stderr
-    assert said not in run_plan(*few, "--devices", "A800-SXM:8").stderr
+    assert said in invoke("plan", *few).stderr
+    assert said not in invoke("plan", *few, "--devices", "A800-SXM:8").stderr
 
 
 def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None:
@@ -98,11 +92,7 @@ def test_the_configuration_has_what_the_plan_says(
     found, _ = answer
     config = tmp_path / "c.toml"
     config.write_text(_toml(found["config"]))
-    path = tmp_path / "s.json"
-    arguments = ["simulate", "--trace", trace, "--config", str(config), "--json", str(path)]
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == 0, done.output
-    simulated = json.loads(path.read_bytes())
+    simulated = figures_of(tmp_path / "s.json", "simulate", "--trace", trace, "--config", config)
     share = simulated["effective"] / simulated["requests"]
     assert share == pytest.approx(found["choice"]["share"], abs=1e-6)
 
@@ -154,7 +144,7 @@ def test_an_interrupt_prints_the_best_so_far(
 
     monkeypatch.setattr(SimulationPool, "run", interrupted)
     path = tmp_path / "plan.json"
-    done = run_plan("--trace", trace, *SMALL, "--processes", "1", "--json", str(path))
+    done = invoke("plan", "--trace", trace, *SMALL, "--processes", "1", "--json", str(path))
     assert done.exit_code == 130
     assert done.stdout.startswith("ended early after 6 runs: interrupted; the best so far:\nBuy  ")
     assert json.loads(path.read_bytes())["choice"]["meets"]
@@ -193,7 +183,7 @@ def test_for_more_load_and_for_shorter_prompts(
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], says: str, trace: str) -> None:
-    done = run_plan("--trace", trace, *arguments)
+    done = invoke("plan", "--trace", trace, *arguments)
     assert done.exit_code == 1, done.output
     lines = done.stderr.splitlines()
     assert len(lines) == 1 and says in lines[0] and lines[0].startswith("moonpool: ")

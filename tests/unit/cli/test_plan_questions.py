@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from moonpool.cli.main import cli
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
+from tests.commands import invoke
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def trace(tmp_path: Path) -> str:
 
 def plan(*arguments: str, typed: str | None = None) -> Result:
     line = ["plan", *arguments, "--runs", "3", "--processes", "1"]
-    return CliRunner().invoke(cli, line, input=typed)
+    return invoke(*line, input=typed)
 
 
 def test_a_terminal_is_asked_for_levels_devices_and_prices(

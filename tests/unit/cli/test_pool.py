@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from moonpool.cli.main import cli
 from moonpool.head.audit import audit_cluster
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.store import open_store
 from moonpool_engine.transfer.arena import Arena
+from tests.commands import invoke
 from tests.http_server import QuietHandler, serving
 
 LAYOUT = BlockLayout(
@@ -55,9 +55,7 @@ CLUSTER: dict[str, Any] = {
 
 
 def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(cli, ["pool", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+    return invoke("pool", *arguments)
 
 
 @pytest.fixture

@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from moonpool.cli import serve
-from moonpool.cli.main import cli
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from tests.certificates import make_certificates
+from tests.commands import refusal
 
 SECRET = "ab" * 32
 PROTECTING = {name: field for name, field in schema_of(Config).items() if field.protects}
@@ -39,19 +38,10 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def refused(*words: str) -> str:
-    """Runs a command that must not start, and returns its one line."""
-    found = CliRunner().invoke(cli, list(words))
-    assert found.exit_code == 1 and not isinstance(found.exception, AssertionError), found
-    assert found.stderr.startswith("moonpool: ") and found.stderr.count("\n") == 1
-    assert not found.stdout
-    return found.stderr
-
-
 @pytest.mark.parametrize(("command", "flag"), SERVING)
 @pytest.mark.parametrize("value", ["", " "])
 def test_a_flag_that_protects_is_not_given_empty(command: str, flag: str, value: str) -> None:
-    assert f"({flag}) is given and empty" in refused(command, flag, value)
+    assert f"({flag}) is given and empty" in refusal(command, flag, value)
 
 
 @pytest.mark.parametrize("name", PROTECTING)
@@ -62,7 +52,7 @@ def test_a_key_of_the_file_that_protects_is_not_empty(tmp_path: Path, name: str)
     for value in values:
         path.write_text(f"[{table}]\n{key} = {value}\n")
         for words in (("serve", "--config"), ("config", "check")):
-            assert f"{name} " in refused(*words, str(path))
+            assert f"{name} " in refusal(*words, str(path))
 
 
 def test_what_protects_is_marked() -> None:
@@ -79,7 +69,7 @@ def test_a_key_file_has_a_key(tmp_path: Path, content: str, command: str) -> Non
     path = tmp_path / "keys"
     path.write_text(NO_KEYS[content])
     words = ["head", "--standby-of", "127.0.0.1:9"] if command == "standby" else [command]
-    assert f"the key file {path} has no key" in refused(*words, "--api-key-file", str(path))
+    assert f"the key file {path} has no key" in refusal(*words, "--api-key-file", str(path))
 
 
 @pytest.mark.parametrize("other", ["--api-key=k", "MOONPOOL_API_KEY", "MOONPOOL_ADMIN_KEY"])
@@ -89,11 +79,11 @@ def test_a_key_file_has_a_key_beside_other_keys(
     flags = [other] if other.startswith("--") else []
     if not flags:
         monkeypatch.setenv(other, "k")
-    assert "has no key" in refused("serve", "--api-key-file", "/dev/null", *flags)
+    assert "has no key" in refusal("serve", "--api-key-file", "/dev/null", *flags)
 
 
-def test_a_key_file_without_end_is_refused() -> None:
-    assert "/dev/zero" in refused("serve", "--api-key-file", "/dev/zero")
+def test_a_key_file_without_end_is_refusal() -> None:
+    assert "/dev/zero" in refusal("serve", "--api-key-file", "/dev/zero")
 
 
 @pytest.mark.parametrize("name", ["MOONPOOL_API_KEY", "MOONPOOL_ADMIN_KEY"])
@@ -103,7 +93,7 @@ def test_a_variable_for_keys_has_one(
 ) -> None:
     for value in EMPTY if name == "MOONPOOL_API_KEY" else EMPTY[:3]:
         monkeypatch.setenv(name, value)
-        assert f"{name} is set and has no key" in refused(command)
+        assert f"{name} is set and has no key" in refusal(command)
 
 
 @pytest.mark.parametrize("value", ["", " ", "ab", "xyz", SECRET[:30]])
@@ -112,7 +102,7 @@ def test_the_secret_of_a_cluster_is_long_enough(
 ) -> None:
     monkeypatch.setenv("MOONPOOL_CLUSTER_SECRET", value)
     for words in (["head"], ["worker", "--role", "decode", "--head", "127.0.0.1:9"]):
-        assert "MOONPOOL_CLUSTER_SECRET" in refused(*words)
+        assert "MOONPOOL_CLUSTER_SECRET" in refusal(*words)
 
 
 WORKER = ["worker", "--role", "decode", "--head", "127.0.0.1:9"]
@@ -126,15 +116,15 @@ def test_an_authority_has_a_certificate(tmp_path: Path, content: str) -> None:
     pair = ["--ssl-certfile", own.certfile, "--ssl-keyfile", own.keyfile]
     peer = ["--cluster-ssl-certfile", own.certfile, "--cluster-ssl-keyfile", own.keyfile]
     for path in (str(bundle), "/dev/null", own.keyfile):
-        assert path in refused("serve", *pair, "--ssl-ca-certs", path)
-        assert path in refused("head", *peer, "--cluster-ssl-ca-certs", path)
-        assert path in refused(*WORKER, *peer, "--cluster-ssl-ca-certs", path)
-        assert path in refused("status", "https://127.0.0.1:9", "--ca-file", path)
+        assert path in refusal("serve", *pair, "--ssl-ca-certs", path)
+        assert path in refusal("head", *peer, "--cluster-ssl-ca-certs", path)
+        assert path in refusal(*WORKER, *peer, "--cluster-ssl-ca-certs", path)
+        assert path in refusal("status", "https://127.0.0.1:9", "--ca-file", path)
 
 
 @pytest.mark.parametrize("flag", ["certfile", "keyfile", "ca-certs"])
 def test_a_flag_of_a_worker_is_not_given_empty(flag: str) -> None:
-    assert "is given and empty" in refused(*WORKER, f"--cluster-ssl-{flag}", "")
+    assert "is given and empty" in refusal(*WORKER, f"--cluster-ssl-{flag}", "")
 
 
 @pytest.mark.parametrize(
@@ -149,9 +139,9 @@ def test_a_flag_of_a_worker_is_not_given_empty(flag: str) -> None:
     ],
 )
 def test_whom_a_command_trusts_is_not_given_empty(words: list[str]) -> None:
-    assert "--ca-file is given and empty" in refused(*words, "--ca-file", "")
+    assert "--ca-file is given and empty" in refusal(*words, "--ca-file", "")
 
 
 def test_the_certificate_of_a_command_is_not_set_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_CLIENT_CERT", " ")
-    assert "MOONPOOL_CLIENT_CERT is set and empty" in refused("status", "https://127.0.0.1:9")
+    assert "MOONPOOL_CLIENT_CERT is set and empty" in refusal("status", "https://127.0.0.1:9")

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import click
 import pytest
-from click.testing import CliRunner
 from test_options import COMMANDS
 
-from moonpool.cli.main import cli
 from moonpool.cli.output import without_keys
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, OWN_KEYS, full_url, is_address
+from tests.commands import invoke
 from tests.http_server import QuietHandler
 
 ROOT = Path(__file__).parents[3]
@@ -147,12 +146,11 @@ def test_no_other_command_makes_connections_of_its_own() -> None:
     assert makers == {"server/address.py", "default_model.py"}
 
 
-def invoke(name: str, url: str, *more: str) -> tuple[int, str]:
+def asked(name: str, url: str, *more: str) -> tuple[int, str]:
     command = name.partition(" --")[0].split()
     before = WORDS[name] if name == "pool drain" else []
     after = [] if before else WORDS[name]
-    result = CliRunner().invoke(cli, [*command, *before, url, *after, *more])
-    assert result.exception is None or isinstance(result.exception, SystemExit)
+    result = invoke(*command, *before, url, *after, *more)
     return result.exit_code, result.stderr
 
 
@@ -162,11 +160,11 @@ def test_the_key_goes_to_a_server_of_the_given_authority_only(
 ) -> None:
     url = f"https://{tls_server.address}"
     tls_server.seen.clear()
-    status, error = invoke(name, url, "--api-key", "sk-given")
+    status, error = asked(name, url, "--api-key", "sk-given")
     assert status == 1 and not tls_server.seen
     assert "CERTIFICATE_VERIFY_FAILED" in error and "--ca-file" in error
     assert error.count("\n") == 1
-    status, error = invoke(name, url, "--api-key", "sk-given", "--ca-file", tls_server.ca_file)
+    status, error = asked(name, url, "--api-key", "sk-given", "--ca-file", tls_server.ca_file)
     assert status == 1 and error.count("\n") == 1
     assert "key" in error and "--api-key" in error
     assert {key for _, key in tls_server.seen} == {"Bearer sk-given"}
@@ -178,7 +176,7 @@ def test_the_key_of_the_environment_is_sent(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-all")
     tls_server.seen.clear()
-    invoke(name, f"https://{tls_server.address}/", "--ca-file", tls_server.ca_file)
+    asked(name, f"https://{tls_server.address}/", "--ca-file", tls_server.ca_file)
     assert {key for _, key in tls_server.seen} == {"Bearer sk-of-all"}
     assert not any("//" in path for path, _ in tls_server.seen)
 
@@ -186,13 +184,13 @@ def test_the_key_of_the_environment_is_sent(
 @pytest.mark.parametrize("name", WORDS)
 def test_a_file_without_certificates_is_named(name: str, tls_server: TlsServer) -> None:
     url = f"https://{tls_server.address}"
-    status, error = invoke(name, url, "--ca-file", "t.jsonl")
+    status, error = asked(name, url, "--ca-file", "t.jsonl")
     assert status == 1 and "cannot use --ca-file t.jsonl" in error
 
 
 @pytest.mark.parametrize("name", WORDS)
 def test_host_and_port_are_an_address(name: str) -> None:
-    status, error = invoke(name, "127.0.0.1:1")
+    status, error = asked(name, "127.0.0.1:1")
     assert status == 1 and "no server answers at http://127.0.0.1:1" in error
     assert "--url" not in error and error.count("\n") == 1
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from moonpool.cli.main import cli
 from moonpool.config.tables import Config
 from moonpool.cost.fitted import FittedCost
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
+from tests import commands
+from tests.commands import invoke
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "simulation.md").read_text()
 SIMULATING = PAGE[PAGE.index("## Simulating") : PAGE.index("## Traces")]
@@ -62,21 +63,16 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["simulate", *arguments])
+    return invoke("simulate", *arguments)
 
 
 def figures_of(folder: Path, *arguments: str) -> dict[str, Any]:
-    path = folder / "f.json"
-    done = run(*arguments, "--json", str(path))
-    assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(path.read_bytes())
-    return found
+    return commands.figures_of(folder / "f.json", "simulate", *arguments)
 
 
 def error_of(done: Result, status: int = 1) -> str:
     """The one line that says what is wrong; `click` puts the usage above its own."""
     assert done.exit_code == status, done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit)
     lines = done.stderr.splitlines()
     start = {1: "moonpool: ", 2: "Error: "}[status]
     assert [line for line in lines if line.startswith(start)] == lines[-1:]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from moonpool.cli.main import cli
+from tests.commands import invoke
 
 ROW = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 PROFILE: dict[str, Any] = {"prefill": [0.01, 1e-4, 0, 0], "decode": [0.02, 0, 0]}
@@ -23,9 +23,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def simulate(trace: str, *options: str) -> Result:
-    result = CliRunner().invoke(cli, ["simulate", "--trace", trace, *options])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
+    return invoke("simulate", "--trace", trace, *options)
 
 
 def test_rows_that_are_no_requests_are_told(tmp_path: Path) -> None:

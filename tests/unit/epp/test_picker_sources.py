@@ -10,12 +10,11 @@ import pytest
 
 pytest.importorskip("kmock")
 
-from click.testing import CliRunner
 from test_inference_pool import PODS, POOLS, a_cluster, pod, pool
 
 from moonpool.cli.epp import open_sources
-from moonpool.cli.main import cli
 from moonpool.discovery.endpoint import Listing, SourceError
+from tests.commands import invoke
 
 
 def file_of(folder: Path, name: str) -> str:
@@ -64,10 +63,10 @@ def test_what_is_no_source_is_refused(text: str) -> None:
     with pytest.raises(SourceError, match="is no source: use"):
         open_sources((text,), (), "", "", "")
     for flag in ("--endpoints", "--vllm-endpoints"):
-        done = CliRunner().invoke(cli, ["epp", flag, text, "--metrics-port", "0"])
+        done = invoke("epp", flag, text, "--metrics-port", "0")
         assert done.exit_code != 0 and "is no source: use" in done.output
 
 
 def test_a_picker_needs_a_source() -> None:
-    done = CliRunner().invoke(cli, ["epp"])
+    done = invoke("epp")
     assert done.exit_code != 0 and "name a source of endpoints" in done.output

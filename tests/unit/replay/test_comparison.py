@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.studies.run_inputs import different_inputs
 from moonpool_lab.replay.comparison import averaged, chance_words, compare
+from tests.commands import invoke
 
 SPREAD = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
 FIGURES: dict[str, Any] = {
@@ -71,8 +70,7 @@ def test_a_few_rejections_are_chance_and_many_against_none_are_not() -> None:
 def run(tmp_path: Path, simulated: Any, live: Any, *more: str) -> Any:
     for name, figures in (("s.json", simulated), ("l.json", live)):
         (tmp_path / name).write_text(json.dumps(figures))
-    words = ["compare", str(tmp_path / "s.json"), str(tmp_path / "l.json"), *more]
-    return CliRunner().invoke(cli, words)
+    return invoke("compare", tmp_path / "s.json", tmp_path / "l.json", *more)
 
 
 def test_the_command_says_so_by_its_status(tmp_path: Path) -> None:

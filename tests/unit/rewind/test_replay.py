@@ -8,9 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.conductor.actions import InstanceLost, Reported, Tick
 from moonpool.conductor.attempt_planner import Policies
 from moonpool.conductor.conductor import Conductor
@@ -30,6 +28,7 @@ from moonpool.rewind.replay import Replay
 from moonpool.rewind.snapshot import dump
 from moonpool.sim import simulation
 from moonpool.trace.reader import open_trace
+from tests.commands import invoke, succeed
 from tests.tidy.test_extending import EXAMPLES
 
 RUNS = {
@@ -81,8 +80,7 @@ class Recorder:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rewind") / "trace.jsonl"
-    command = ["trace", "generate", "--profile", "toolagent", "--requests", "250", "-o", str(path)]
-    assert CliRunner().invoke(cli, command).exit_code == 0
+    succeed("trace", "generate", "--profile", "toolagent", "--requests", "250", "-o", path)
     return path
 
 
@@ -98,8 +96,7 @@ def test_the_replay_decides_the_same(
     recorder = Recorder(max_bytes)
     with monkeypatch.context() as patched:
         recorder.install(patched)
-        done = CliRunner().invoke(cli, ["simulate", "--trace", str(trace), *RUNS[name].split()])
-        assert done.exit_code == 0, done.output
+        succeed("simulate", "--trace", trace, *RUNS[name].split())
         file = read_file(recorder.finish())
     assert (recorder.num_segments > 0) == (max_bytes < 1 << 30)
     replay = Replay(file)
@@ -118,7 +115,7 @@ def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patched:
         recorder.install(patched)
         flags = RUNS["goodput"].split()
-        assert CliRunner().invoke(cli, ["simulate", "--trace", str(trace), *flags]).exit_code == 0
+        succeed("simulate", "--trace", trace, *flags)
         file = read_file(recorder.finish())
     log = EventLog(1 << 30)
     for logged in read_events(file.segments[0]):
@@ -140,12 +137,11 @@ def test_arrivals_become_a_trace(
     recorder = Recorder(1 << 30)
     with monkeypatch.context() as patched:
         recorder.install(patched)
-        assert CliRunner().invoke(cli, ["simulate", "--trace", str(trace)]).exit_code == 0
+        succeed("simulate", "--trace", trace)
         (tmp_path / "log").write_bytes(recorder.finish())
     out = tmp_path / "out.jsonl"
     command = ["rewind", str(tmp_path / "log"), "--trace", str(out)]
-    done = CliRunner().invoke(cli, [*command, "--json", str(tmp_path / "f.json")])
-    assert done.exit_code == 0, done.output
+    done = succeed(*command, "--json", tmp_path / "f.json")
     assert "decides the same" in done.output
     assert json.loads((tmp_path / "f.json").read_text())["requests"] == 250
     given, found = list(open_trace(trace)), list(open_trace(out))
@@ -162,7 +158,7 @@ def test_an_own_policy_is_imported_only_when_trusted(tmp_path: Path) -> None:
     log.note(Tick(), 1.0, ())
     data = write_file(log, "1", "", config, Conductor(ConductorConfig()).default_slo, {}, 0.0)
     (tmp_path / "log").write_bytes(data)
-    done = CliRunner().invoke(cli, ["rewind", str(tmp_path / "log")])
+    done = invoke("rewind", tmp_path / "log")
     assert done.exit_code == 1
     assert "os:system" in done.output and "--trust-policies" in done.output
 
@@ -175,7 +171,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     for place in range(len(MAGIC), len(good)):
         path = tmp_path / "log"
         path.write_bytes(good[:place])
-        done = CliRunner().invoke(cli, ["rewind", str(path)])
+        done = invoke("rewind", path)
         assert done.exit_code == 1 and done.output.count("\n") == 1, done.output
     segment = read_file(good).segments[0]
     segment.entries[5:7] = b"\xff\xff"

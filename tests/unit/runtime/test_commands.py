@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from moonpool.cli import serve as serve_module
-from moonpool.cli.main import cli
 from moonpool.config.tables import Config
+from tests.commands import invoke, succeed
 
 
 @pytest.mark.parametrize(
@@ -23,8 +22,7 @@ def test_the_head_port_comes_from_flag_then_file_then_default(
     ran: list[Config] = []
     monkeypatch.setattr(serve_module, "_run", lambda config, **_: ran.append(config))
     monkeypatch.setenv("MOONPOOL_CLUSTER_SECRET", "ab" * 32)
-    done = CliRunner().invoke(cli, ["head", "--config", str(file), *flags])
-    assert done.exit_code == 0, done.output
+    succeed("head", "--config", file, *flags)
     assert ran[0].network.head_port == port
 
 
@@ -39,7 +37,7 @@ def test_the_head_port_comes_from_flag_then_file_then_default(
     ],
 )
 def test_a_count_of_zero_is_a_usage_error(words: str) -> None:
-    done = CliRunner().invoke(cli, words.split())
+    done = invoke(*words.split())
     assert done.exit_code == 2
     assert "x>=1" in done.output
 
@@ -58,7 +56,7 @@ def test_a_bench_that_cannot_run_says_so_in_one_line(
     monkeypatch.setattr(head, "bench_head", no_server)
     monkeypatch.setattr(engine, "gemm_flops_per_s", lambda _: 1.0)
     monkeypatch.setattr(engine, "read_bytes_per_s", lambda: 1.0)
-    done = CliRunner().invoke(cli, words.split())
+    done = invoke(*words.split())
     assert done.exit_code == 1
     assert isinstance(done.exception, SystemExit)
 
@@ -80,6 +78,5 @@ def test_a_bench_that_cannot_run_says_so_in_one_line(
     ],
 )
 def test_help_tells_what_holds_where_nothing_is_said(command: str, lines: list[str]) -> None:
-    done = CliRunner().invoke(cli, [command, "--help"], terminal_width=110)
-    assert done.exit_code == 0
+    done = succeed(command, "--help", terminal_width=110)
     assert [line for line in lines if line not in done.output] == []

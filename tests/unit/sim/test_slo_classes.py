@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import moonpool
-from moonpool.cli.main import cli
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
 from moonpool.config.toml import write_toml
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
+from tests.commands import invoke, succeed
 
 FILE = """
 [slo]
@@ -56,8 +55,7 @@ def test_each_class_is_held_to_its_own_levels(tmp_path: Path) -> None:
     config.write_text(FILE)
     page = tmp_path / "page.html"
     line = ["simulate", "--trace", str(trace), "--mixed", "1", "--config", str(config)]
-    done = CliRunner().invoke(cli, [*line, "--json", str(figures), "--report", str(page)])
-    assert done.exit_code == 0, done.output
+    done = succeed(*line, "--json", figures, "--report", page)
     found = json.loads(figures.read_bytes())
     classes = found["slo_classes"]
     assert {name: one["requests"] for name, one in classes.items()} == {"chat": 10, "never": 10}
@@ -66,8 +64,7 @@ def test_each_class_is_held_to_its_own_levels(tmp_path: Path) -> None:
     assert "chat: 10 of 10 (100.0%) within its SLOs" in done.output
     assert "Classes of requests" in page.read_text()
     by_flags = [*line[:-2], "--slo-class", "chat=2,0.1", "--slo-class", "never=0.001,0.1"]
-    done = CliRunner().invoke(cli, [*by_flags, "--json", str(tmp_path / "g.json")])
-    assert done.exit_code == 0, done.output
+    done = succeed(*by_flags, "--json", tmp_path / "g.json")
     assert json.loads((tmp_path / "g.json").read_bytes())["slo_classes"] == classes
 
 
@@ -98,5 +95,5 @@ def test_wrong_classes_are_one_line() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             parse_config(text)
-    done = CliRunner().invoke(cli, ["simulate", "--trace", "t", "--slo-class", "chat"])
+    done = invoke("simulate", "--trace", "t", "--slo-class", "chat")
     assert done.exit_code == 2 and "must be NAME=TTFT,TBT in seconds" in done.output

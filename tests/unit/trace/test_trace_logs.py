@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_traces import write
 
 from moonpool.cli.logs import JsonFormatter
-from moonpool.cli.main import cli
 from moonpool.head.watch.request_log import request_fields
 from moonpool.request_record import RequestRecord
 from moonpool.trace.json_log import JsonLogParser
@@ -22,6 +20,7 @@ from moonpool.trace.reader import MAX_OTHER_LINES, Trace, open_trace
 from moonpool.trace.row import OTHER_LINE, LineError, TraceError
 from moonpool.trace.vllm_log import VllmLogParser
 from moonpool.types import Slo
+from tests.commands import invoke
 
 EPOCH_S = 1_714_564_800
 
@@ -173,11 +172,11 @@ def test_lines_that_are_no_requests_are_counted_and_told(tmp_path: Path) -> None
     info = log(tmp_path, *lines).info
     assert (info.num_rows, info.skipped_rows, info.other_lines) == (4, 1, 3)
     path = str(tmp_path / "log.jsonl")
-    shown = CliRunner().invoke(cli, ["trace", "info", path], terminal_width=200).output
+    shown = invoke("trace", "info", path, terminal_width=200).output
     assert "4 (1 without prompt or answer and 3 lines that are no requests" in " ".join(
         shown.replace("│", " ").split()
     )
-    done = CliRunner().invoke(cli, ["simulate", "--trace", path, "--prefill", "1", "--decode", "1"])
+    done = invoke("simulate", "--trace", path, "--prefill", "1", "--decode", "1")
     assert done.exit_code == 0 and "left out: 3 lines, which are no requests" in done.stderr
     assert "cannot show which prompts share a prefix" in done.stdout
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.trace.builtin import SHIFTING_DAY
 from moonpool.trace.generate import generate_mix
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
+from tests.commands import invoke, succeed
 
 
 def rows(**limits: float) -> list[TraceRow]:
@@ -58,10 +57,7 @@ def test_the_rate_can_be_chosen_and_must_be_one() -> None:
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "day.jsonl"
     arguments = ["trace", "generate", "--profile", "shifting-day", "--requests", "200"]
-    done = CliRunner().invoke(cli, [*arguments, "-o", str(path)])
-    assert done.exit_code == 0, done.output
+    succeed(*arguments, "-o", path)
     assert len(list(open_trace(str(path)))) == 200
-    refused = CliRunner().invoke(
-        cli, [*arguments, "-o", str(path), "--write-profile", str(tmp_path / "p")]
-    )
+    refused = invoke(*arguments, "-o", path, "--write-profile", tmp_path / "p")
     assert refused.exit_code == 1

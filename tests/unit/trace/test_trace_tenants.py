@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError
+from tests.commands import invoke, succeed
 
 
 def line(at_ms: int, tokens: int, ids: list[int], **others: Any) -> str:
@@ -76,8 +75,7 @@ def test_a_wrong_value_is_one_line(tmp_path: Path, wrong: dict[str, Any], words:
 def simulate(tmp_path: Path, trace: Path, *flags: str) -> tuple[dict[str, Any], str]:
     figures = tmp_path / "figures.json"
     command = ["simulate", "--trace", str(trace), "--prefill", "1", "--decode", "1", *flags]
-    run = CliRunner().invoke(cli, [*command, "--json", str(figures)])
-    assert run.exit_code == 0, run.output
+    run = succeed(*command, "--json", figures)
     found: dict[str, Any] = json.loads(figures.read_text())
     return found, run.output
 
@@ -139,14 +137,12 @@ def test_without_tenants_there_are_no_figures_of_them(tmp_path: Path) -> None:
 
 def test_a_share_of_the_cache_is_at_most_all(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", line(0, 600, [0, 1]))
-    command = ["simulate", "--trace", str(trace), "--tenant-cache", "a=1.5"]
-    run = CliRunner().invoke(cli, command)
+    run = invoke("simulate", "--trace", trace, "--tenant-cache", "a=1.5")
     assert run.exit_code != 0 and "from 0.01 to 1" in run.output
 
 
 def test_a_share_is_a_number(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", line(0, 600, [0, 1]))
-    command = ["simulate", "--trace", str(trace), "--tenant-share", "a=much"]
-    run = CliRunner().invoke(cli, command)
+    run = invoke("simulate", "--trace", trace, "--tenant-share", "a=much")
     assert run.exit_code == 1
     assert "--tenant-share a=much: must be NAME=SHARE, such as sales=2" in run.output

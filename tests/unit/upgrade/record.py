@@ -16,11 +16,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from click.testing import CliRunner
-
 import moonpool
-from moonpool.cli.main import cli
 from moonpool_engine.worker.profile_store import profile_path, refine_profile
+from tests.commands import invoke
 from tests.unit.storage.store_harness import Bench
 from tests.unit.upgrade.small_engine import small_engine
 
@@ -33,7 +31,7 @@ def record(target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         line = ["config", "init", str(folder / "config.toml")]
-        done = CliRunner().invoke(cli, line)
+        done = invoke(*line)
         if done.exit_code != 0:
             raise SystemExit(done.output)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")

@@ -13,14 +13,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from moonpool.cli.main import cli
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from moonpool_engine.engine.step import StepResult
 from moonpool_engine.storage.folder import StoreError
 from moonpool_engine.worker import profile_store
+from tests.commands import invoke
 from tests.unit.storage.store_harness import Bench, key_of, make_layout
 from tests.unit.upgrade.record import NUM_BLOCKS, record
 from tests.unit.upgrade.small_engine import small_engine
@@ -46,10 +45,6 @@ def left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return tmp_path / "left"
 
 
-def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(word) for word in words])
-
-
 def upgrading() -> str:
     return OPERATING.read_text().partition("## Upgrading")[2].partition("\n## ")[0]
 
@@ -57,12 +52,12 @@ def upgrading() -> str:
 def test_the_config_file_is_valid_and_means_the_same(left: Path) -> None:
     assert "`moonpool config check FILE`" in upgrading()
     path = left / "config.toml"
-    done = run("config", "check", path)
+    done = invoke("config", "check", path)
     assert done.exit_code == 0, done.output
     assert ": valid;" in done.output
     keys = schema_of(Config)
     stated = tomllib.loads(path.read_text())
-    shown = run("config", "show", "--config", path)
+    shown = invoke("config", "show", "--config", path)
     assert shown.exit_code == 0, shown.output
     in_effect = tomllib.loads(shown.output)
     for table, values in stated.items():
@@ -72,7 +67,7 @@ def test_the_config_file_is_valid_and_means_the_same(left: Path) -> None:
 
 
 def test_blocks_on_the_ssd_are_hits_and_verify_finds_them_whole(left: Path) -> None:
-    done = run("pool", "verify", left / "ssd")
+    done = invoke("pool", "verify", left / "ssd")
     assert done.exit_code == 0, done.output
     assert f"{NUM_BLOCKS} blocks" in done.output and " 0 damaged" in done.output
     bench = Bench(left / "ssd")
@@ -91,7 +86,7 @@ def test_a_damaged_block_is_a_miss(left: Path) -> None:
     assert slot_bytes == 8192
     data[slot_bytes + 4096 + 100] ^= 1  # of the second block
     segment.write_bytes(data)
-    assert run("pool", "verify", left / "ssd").exit_code == 1
+    assert invoke("pool", "verify", left / "ssd").exit_code == 1
     assert Bench(left / "ssd").get({0: 0, 1: 1, 2: 2}).num_blocks == 1
 
 
@@ -100,8 +95,8 @@ def test_a_folder_of_other_arithmetic_is_kept_until_pool_clear(left: Path) -> No
     layout = make_layout(model="another build of the kernels")
     with pytest.raises(StoreError, match=r"another model, dtype or layout.*`moonpool pool clear"):
         Bench(left / "ssd", layout)
-    assert run("pool", "verify", left / "ssd").exit_code == 0
-    cleared = run("pool", "clear", left / "ssd")
+    assert invoke("pool", "verify", left / "ssd").exit_code == 0
+    cleared = invoke("pool", "clear", left / "ssd")
     assert cleared.exit_code == 0 and "freed" in cleared.output
     assert Bench(left / "ssd", layout).stored == []
 
@@ -124,11 +119,11 @@ def test_step_times_are_listed_read_and_cleared(
     fitted = profile_store.refine_profile(engine, 1)
     assert not steps, "the times of that release are used"
     assert 0 < fitted.prefill_s(64, 0) < 60
-    assert path.name in run("profile", "--list").output.replace("\n", "")
+    assert path.name in invoke("profile", "--list").output.replace("\n", "")
     monkeypatch.setattr(profile_store, "__version__", "99.0.0")
     profile_store.refine_profile(engine, 1)
     assert steps, "another release measures its own code"
-    assert run("profile", "--clear").exit_code == 0
+    assert invoke("profile", "--clear").exit_code == 0
     assert not path.exists()
 
 

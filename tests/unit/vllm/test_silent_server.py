@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from moonpool.cli.main import cli
 from moonpool.vllm.client import VllmClient, VllmSilentError
 from moonpool.vllm.dialects.find import find_dialect
+from tests.commands import invoke, succeed
 
 
 @pytest.fixture
@@ -38,8 +37,7 @@ def test_a_silent_server_is_told_from_an_unhealthy_one(silent: str) -> None:
 
 
 def test_serve_goes_on_before_a_silent_server(silent: str, started: list[Any]) -> None:
-    done = CliRunner().invoke(cli, ["serve", "--vllm", silent])
-    assert done.exit_code == 0
+    done = succeed("serve", "--vllm", silent)
     assert len(started) == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"moonpool: the server at {silent}: no answer within")
@@ -47,7 +45,7 @@ def test_serve_goes_on_before_a_silent_server(silent: str, started: list[Any]) -
 
 
 def test_serve_ends_where_no_server_listens(started: list[Any]) -> None:
-    done = CliRunner().invoke(cli, ["serve", "--vllm", "http://127.0.0.1:9"])
+    done = invoke("serve", "--vllm", "http://127.0.0.1:9")
     assert done.exit_code == 1
     assert done.stderr == "moonpool: the server at http://127.0.0.1:9: no server listens there\n"
     assert started == []

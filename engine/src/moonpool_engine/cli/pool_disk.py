@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from moonpool.cli.options import json_option
-from moonpool.cli.output import fail, write_json
+from moonpool.cli.output import fail, one_line, write_json
 from moonpool_engine.storage.folder import StoreError, default_folder, stores_below
 from moonpool_engine.storage.verify import clear_folder, verify_folder
 
@@ -24,7 +24,7 @@ def verify(folder: Path | None, json_file: str | None) -> None:
     FOLDER is that of one instance or the one above; by default, where servers keep theirs.
     """
     found = []
-    try:
+    with one_line(StoreError):
         for path in _stores(folder):
             one = verify_folder(path)
             found.append(one)
@@ -37,8 +37,6 @@ def verify(folder: Path | None, json_file: str | None) -> None:
                 click.echo("  it has no readable index; the next start rebuilds it")
             if one.bad_slots:
                 click.echo(f"  damaged slots: {', '.join(map(str, one.bad_slots))}")
-    except StoreError as error:
-        fail(str(error))
     bad = sum(one.bad_blocks for one in found)
     write_json(json_file, {"folders": found, "bad_blocks": bad})
     if bad:
@@ -49,11 +47,9 @@ def verify(folder: Path | None, json_file: str | None) -> None:
 @FOLDER
 def clear(folder: Path | None) -> None:
     """Delete all blocks of an SSD FOLDER, and no other files."""
-    try:
+    with one_line(StoreError):
         for path in _stores(folder):
             click.echo(f"{path}: {clear_folder(path) / _GIB:.2f} GiB freed")
-    except StoreError as error:
-        fail(str(error))
 
 
 def _stores(folder: Path | None) -> list[Path]:

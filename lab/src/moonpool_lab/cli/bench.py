@@ -15,7 +15,7 @@ import click
 from moonpool.cli.help_screen import shows_everything
 from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, json_option
-from moonpool.cli.output import fail, show_figures
+from moonpool.cli.output import fail, one_line, show_figures
 from moonpool_lab.cli.capacity import capacity
 from moonpool_lab.cli.checkout import find_checkout
 
@@ -108,12 +108,10 @@ def transfer(
     if any(size & (size - 1) or not 64 <= size <= 16384 for size in sizes_kib):
         fail("--size-kib must be a power of two from 64 to 16384")
     sizes = tuple(size << 10 for size in sizes_kib)
-    try:
+    with one_line(TransferBenchError, PeerTlsError):
         if tls:
             PeerTls(*tls)
         found = bench_transfer(sizes, rounds, peer_python, click.echo, tls)
-    except (TransferBenchError, PeerTlsError) as error:
-        fail(str(error))
     show_figures(found, json_file)
 
 

@@ -29,7 +29,7 @@ from moonpool.cli.options import (
     scale_option,
     seeds_option,
 )
-from moonpool.cli.output import check_folders, fail, need_package, show_figures
+from moonpool.cli.output import check_folders, fail, need_package, one_line, show_figures
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
 from moonpool.plan.confidence import Attainment
@@ -134,11 +134,9 @@ def capacity(
         found = _search(live, start, goal, trace_rps)
     else:
         click.echo(header)
-        with SimulationPool(workload, processes or num_cores()) as pool_of_runs:
-            try:
-                found = _search(_simulated(pool_of_runs, config), start, goal, trace_rps)
-            except SimulationPoolError as error:
-                fail(str(error))
+        simulations = SimulationPool(workload, processes or num_cores())
+        with one_line(SimulationPoolError), simulations as pool_of_runs:
+            found = _search(_simulated(pool_of_runs, config), start, goal, trace_rps)
     click.echo(conclusion(found, goal, trace_rps))
     show_figures(_figures(found, goal, trace_rps, config, server), json_file)
 
@@ -190,10 +188,8 @@ def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float
         server.api_key,
         server.ca_file,
     )
-    try:
+    with one_line(ServerUnfitError, ValueError):
         num_long = live.check()
-    except (ServerUnfitError, ValueError) as error:
-        fail(str(error))
     if num_long:
         click.echo(
             f"left out: {num_long} of {len(workload.rows)} requests, which are longer than the"
@@ -204,10 +200,8 @@ def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float
         if sys.stderr.isatty():
             seconds = workload.rows[-1].arrived_s / speed
             click.echo(f"speed {speed:.3f}, seed {seed}: takes about {seconds:.0f} s", err=True)
-        try:
+        with one_line(ServerUnfitError, UnservableError, ValueError):
             return live.measure(speed, seed)
-        except (ServerUnfitError, UnservableError, ValueError) as error:
-            fail(str(error))
 
     return one_by_one(measure)
 

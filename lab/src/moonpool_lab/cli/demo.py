@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,13 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.options import json_option
-from moonpool.cli.output import check_folders, fail, write_json
+from moonpool.cli.output import check_folders, fail, write_json, write_page
 from moonpool.http_client.client import ConnectionFailedError
 from moonpool.plugins.engines import need_engine
 from moonpool_lab.demo.answers import COLUMNS, DemoRun
 from moonpool_lab.demo.client import CompletionClient
 from moonpool_lab.demo.events import ask, fill_memory, kill_in_an_answer
 from moonpool_lab.demo.local_server import LocalServer, ServerError, is_alive
+from moonpool_lab.demo.page import render_page
 from moonpool_lab.demo.workload import Conversation, make_conversations
 
 MIN_COLUMNS = 118  # width of the tables; a file has no width of its own
@@ -89,7 +89,7 @@ def demo(
         runs.append(run)
     _print_totals(console, *runs)
     write_json(json_file, _figures(*runs))
-    _write_page(page_file, *runs)
+    write_page(page_file, render_page(*runs))
     _print_next_steps(console, page_file)
     wrong = [row for run in runs for row in run.wrong]
     if wrong:
@@ -220,15 +220,6 @@ def _figures(on: DemoRun, off: DemoRun) -> dict[str, Any]:
         }
 
     return {"cache_on": figures(on), "cache_off": figures(off)}
-
-
-def _write_page(path: str, on: DemoRun, off: DemoRun) -> None:
-    from moonpool_lab.demo.page import render_page
-
-    try:
-        Path(path).write_text(render_page(on, off), encoding="utf-8")
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror}")
 
 
 def _print_next_steps(console: Console, page_file: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,12 +18,9 @@ from moonpool.cli.options import (
     trace_format_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, origin, write_json
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, Server, asks_server
 from moonpool_lab.cli.prompt_options import prompt_options
-
-if TYPE_CHECKING:
-    from moonpool_lab.forecast.run import ForecastPlan
 
 LOADS = (0.5, 0.8, 1.0, 1.5)
 
@@ -83,8 +78,15 @@ LOADS = (0.5, 0.8, 1.0, 1.5)
 @requests_option
 @scale_option
 @prompt_options
-@click.option("--slo-ttft", type=POSITIVE, help="Service level of the time to first token, in s.")
-@click.option("--slo-tbt", type=POSITIVE, help="Service level of the time between tokens, in s.")
+@click.option(
+    "--slo-ttft",
+    "slo_ttft_s",
+    type=POSITIVE,
+    help="Service level of the time to first token, in s.",
+)
+@click.option(
+    "--slo-tbt", "slo_tbt_s", type=POSITIVE, help="Service level of the time between tokens, in s."
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -105,10 +107,7 @@ def forecast(
     loads: tuple[float, ...],
     requests: int | None,
     scale: Fraction,
-    vocab: int | None,
     prompts: str,
-    slo_ttft: float | None,
-    slo_tbt: float | None,
     json_file: str | None,
     **given: Any,
 ) -> None:
@@ -120,7 +119,8 @@ def forecast(
     or of flags, they are 10 times the P90 of TTFT and 5 times that of TBT without load.
     """
     from moonpool.studies.trace_rows import TraceRows, named_trace
-    from moonpool_lab.forecast.run import ForecastPlan
+    from moonpool_lab.cli.client_run import run_client
+    from moonpool_lab.forecast.run import ForecastPlan, run_forecast
 
     check_folders(json_file, str(table_file))
     rows, block_tokens = read_rows(trace_file, requests, scale, trace_format=trace_format)
@@ -129,50 +129,17 @@ def forecast(
         trace=TraceRows(rows, block_tokens, Path(trace_file).name),
         table=table_file,
         loads=tuple(sorted(loads)),
-        vocab_size=vocab,
         as_text=prompts == "text",
-        slo_ttft_s=slo_ttft,
-        slo_tbt_s=slo_tbt,
         api_key=server.api_key,
         ca_file=server.ca_file,
         origin=origin(),
         trace_named=named_trace(trace_file) | {"scale_tokens": str(scale)},
         **given,
     )
-    found = _run(plan)
+    found = run_client(run_forecast(plan, lambda line: click.echo(line, err=True)))
     write_json(json_file, found)
     for line in outcome_lines(found):
         click.echo(line)
-
-
-def _run(plan: ForecastPlan) -> dict[str, Any]:
-    import uvloop
-
-    from moonpool.config.tables import ConfigError
-    from moonpool.http_client.client import ConnectionFailedError
-    from moonpool.http_client.trust import TlsError
-    from moonpool.trace.row import TraceError
-    from moonpool_lab.forecast.forecast_table import TableError
-    from moonpool_lab.forecast.run import ForecastError, run_forecast
-    from moonpool_lab.replay.player import UnservableError
-    from moonpool_lab.replay.server import ServerUnfitError
-
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run_forecast(plan, lambda line: click.echo(line, err=True)))
-    except (
-        ForecastError,
-        TableError,
-        ServerUnfitError,
-        ConnectionFailedError,
-        UnservableError,
-        ConfigError,
-        TlsError,
-        TraceError,
-    ) as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def outcome_lines(found: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from moonpool.cli.options import (
     speed_option,
     trace_option,
 )
-from moonpool.cli.output import check_folders, fail, origin, write_json
+from moonpool.cli.output import check_folders, one_line, origin, write_json
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, open_hardware, read_cluster
 from moonpool.config.tables import ADMISSIONS, Config, ConfigError
 from moonpool.gc_tuning import rare_collections
@@ -108,7 +108,7 @@ def oracle(
 
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     check_folders(json_file)
-    try:
+    with one_line(TraceError, ConfigError):
         hardware = open_hardware(config, catalogue_file, 1.0, 1.0)
         arrivals = _read_arrivals(trace_file, config, hardware, requests, speed, scale)
         demand, resources = limits_of(config, hardware, arrivals, noise)
@@ -120,8 +120,6 @@ def oracle(
             budget = Budget(runs, float("inf") if time_limit is None else time_limit)
             starts = list(policies.values())
             found = best_schedule(runner, demand, resources, starts, budget, _on_progress)
-    except (TraceError, ConfigError) as error:
-        fail(str(error))
     figures = _figures(bound, found, policies, len(arrivals))
     _print(figures)
     of_the_run = {

@@ -12,7 +12,7 @@ import msgspec
 
 from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import check_folders, fail, need_package, write_json
+from moonpool.cli.output import check_folders, fail, need_package, one_line, write_json, writing
 from moonpool.cli.server.address import SERVER_URL, Server, access_options, full_url, is_address
 from moonpool.cli.server.client import ClusterClient
 from moonpool.config.tables import Dtype, choices
@@ -183,10 +183,8 @@ def profile(
     if plot is not None:
         from moonpool_lab.profiling.plots import plot_curve
 
-        try:
+        with writing(plot):
             plot_curve(found, f"{name}, {threads} thread(s)", Path(plot))
-        except OSError as error:
-            fail(f"cannot write {plot}: {error.strerror}")
     write_json(json_file, msgspec.to_builtins(found, str_keys=True))
 
 
@@ -229,14 +227,12 @@ def _open(model: str, dtype: str, threads: int, block_size: int) -> Engine:
     from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 
     torch.set_num_threads(threads)
-    try:
+    with one_line(ValueError):
         loaded = open_model(model, resolve_dtype(dtype))
         ops = choose_ops(loaded.dtype)
         layout = make_layout(loaded, block_size, ops)
         cache = empty_cache(layout, layout.blocks_for(CALIBRATION_TOKENS))
         return Engine(loaded, ops, cache)
-    except ValueError as error:
-        fail(str(error))
 
 
 def _with_attention(found: Profile, model: str, dtype: str) -> Profile:
@@ -247,10 +243,8 @@ def _attention_parts(model: str, dtype: str = "auto") -> OffloadParts:
     from moonpool_engine.attention_offload.client import AttentionError
     from moonpool_lab.profiling.attention_parts import measure_parts, parts_words
 
-    try:
+    with one_line(AttentionError):
         parts = measure_parts(model, dtype)
-    except AttentionError as error:
-        fail(str(error))
     click.echo(parts_words(parts))
     return parts
 

@@ -16,6 +16,7 @@ def prompt_options(command: F) -> F:
         click.option("--model", help="Model to request; the server's first unless given."),
         click.option(
             "--vocab",
+            "vocab_size",
             type=click.IntRange(min=2),
             help="Draw token ids below this number; the server's vocabulary unless given.",
         ),

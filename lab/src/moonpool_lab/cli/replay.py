@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
-import uvloop
 
 from moonpool.cli.figures import replay_lines
 from moonpool.cli.help_screen import ScreenHelp
@@ -34,8 +32,6 @@ from moonpool.types import MALFORMED
 from moonpool_lab.cli.prompt_options import prompt_options
 
 if TYPE_CHECKING:
-    from fractions import Fraction
-
     from moonpool_lab.replay.run import ReplayPlan
 
 
@@ -73,11 +69,13 @@ if TYPE_CHECKING:
 @prompt_options
 @click.option(
     "--slo-ttft",
+    "slo_ttft_s",
     type=POSITIVE,
     help="Service level for the time to first token, in seconds; the server's unless given.",
 )
 @click.option(
     "--slo-tbt",
+    "slo_tbt_s",
     type=POSITIVE,
     help="Service level for the time between tokens, in seconds; the server's unless given.",
 )
@@ -116,23 +114,11 @@ if TYPE_CHECKING:
 )
 @json_option
 def replay(
-    trace_file: str,
-    trace_format: str,
     server: Server,
-    speed: float,
-    requests: int | None,
-    scale: Fraction,
-    model: str | None,
-    vocab: int | None,
     prompts: str,
-    slo_ttft: float | None,
-    slo_tbt: float | None,
     slo_classes: tuple[dict[str, Any], ...],
-    retries: int,
-    concurrency: int,
-    timeout_s: float,
-    seed: int,
     json_file: str | None,
+    **given: Any,
 ) -> None:
     """Send a trace to a live OpenAI-compatible server: moonpool, vLLM or another.
 
@@ -140,35 +126,24 @@ def replay(
     exactly as the trace's hash ids do. SLOs are the server's own unless given; given ones are also
     sent to a moonpool server. Ctrl-C ends the run and prints the figures so far.
     """
+    from moonpool_lab.cli.client_run import run_client
     from moonpool_lab.replay.run import ReplayPlan
 
     check_folders(json_file)
     plan = ReplayPlan(
-        trace_file=trace_file,
-        trace_format=trace_format,
         url=server.url,
-        speed=speed,
-        requests=requests,
-        scale=scale,
-        model=model,
-        vocab_size=vocab,
-        as_text=prompts == "text",
-        slo_ttft_s=slo_ttft,
-        slo_tbt_s=slo_tbt,
-        slo_classes=tuple(SloClass(**one) for one in slo_classes),
-        retries=retries,
-        concurrency=concurrency,
-        timeout_s=timeout_s,
         api_key=server.api_key,
         ca_file=server.ca_file,
-        seed=seed,
+        as_text=prompts == "text",
+        slo_classes=tuple(SloClass(**one) for one in slo_classes),
+        **given,
     )
-    figures = _run(plan)
-    figures["run"] = named_trace(trace_file) | {
-        "speed": speed,
-        "requests": requests,
-        "scale_tokens": str(scale),
-        "retries": retries,
+    figures = run_client(_replay(plan))
+    figures["run"] = named_trace(plan.trace_file) | {
+        "speed": plan.speed,
+        "requests": plan.requests,
+        "scale_tokens": str(plan.scale),
+        "retries": plan.retries,
     }
     write_json(json_file, figures)
     for name, text in replay_lines(figures):
@@ -177,28 +152,16 @@ def replay(
         fail(f"no request succeeded; {next(iter(figures['errors']), 'none was sent')}")
 
 
-def _run(plan: ReplayPlan) -> dict[str, Any]:
-    from moonpool.trace.row import TraceError
-    from moonpool_lab.replay.player import UnservableError
+async def _replay(plan: ReplayPlan) -> dict[str, Any]:
     from moonpool_lab.replay.run import run_replay
-    from moonpool_lab.replay.server import ServerUnfitError
 
-    async def main() -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
-        def on_ready(stop: Callable[[], None]) -> None:
-            loop.add_signal_handler(signal.SIGINT, stop)
+    def on_ready(stop: Callable[[], None]) -> None:
+        loop.add_signal_handler(signal.SIGINT, stop)
 
-        with progress("replaying") as show:
-            return await run_replay(plan, on_ready, show, report_skipped)
-
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(main())
-    except (ServerUnfitError, UnservableError, TraceError, ValueError) as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with progress("replaying") as show:
+        return await run_replay(plan, on_ready, show, report_skipped)
 
 
 @click.command()

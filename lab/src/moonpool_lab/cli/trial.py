@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.options import COUNT, POSITIVE, json_option
-from moonpool.cli.output import check_folders, fail, need_package, origin, write_json
+from moonpool.cli.output import check_folders, fail, need_package, one_line, origin, write_json
 from moonpool.cli.progress import progress
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, SERVER_URL, access_options
-
-if TYPE_CHECKING:
-    from moonpool_lab.trial.run import TrialPlan
 
 STATUS_BROKEN = 3
 ROWS = (
@@ -110,6 +106,7 @@ FAILED = ("refused", "error", "cut", "hung")
 )
 @click.option(
     "--may-reset-cache",
+    "may_reset",
     is_flag=True,
     help="Reset the prefix cache in the middle (POST /reset_prefix_cache or /flush_cache).",
 )
@@ -138,14 +135,10 @@ def trial(
     need_package("scipy")
     if restart_command is not None and len(urls) > 1:
         fail("--restart-command restarts one server: give one URL")
-    try:
+    with one_line(DisturbanceError):
         command = tuple(parse_command(restart_command)) if restart_command is not None else ()
-    except DisturbanceError as error:
-        fail(str(error))
     seed = seed if seed is not None else secrets.randbelow(1 << 31)
-    found = [
-        _try_one(_plan(url, seed=seed, api=api, restart_command=command, **given)) for url in urls
-    ]
+    found = [_try_one(url, seed=seed, api=api, restart_command=command, **given) for url in urls]
     write_json(json_file, {"servers": found, "origin": origin()})
     for line in _table(found):
         click.echo(line)
@@ -159,34 +152,13 @@ def trial(
         raise SystemExit(STATUS_BROKEN)
 
 
-def _plan(url: str, *, api: str, may_reset_cache: bool, **given: Any) -> Any:
-    from moonpool_lab.trial.run import PATHS, TrialPlan
+def _try_one(url: str, *, api: str, **given: Any) -> dict[str, Any]:
+    from moonpool_lab.cli.client_run import run_client
+    from moonpool_lab.trial.run import PATHS, TrialPlan, run_trial
 
-    return TrialPlan(
-        url=url,
-        apis=tuple(PATHS) if api == "both" else (api,),
-        may_reset=may_reset_cache,
-        **given,
-    )
-
-
-def _try_one(plan: TrialPlan) -> dict[str, Any]:
-    import uvloop
-
-    from moonpool_lab.replay.server import ServerUnfitError
-    from moonpool_lab.trial.disturbances import DisturbanceError
-    from moonpool_lab.trial.run import run_trial
-
-    try:
-        with (
-            progress(f"trying {plan.url}") as show,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            return runner.run(run_trial(plan, show))
-    except (ServerUnfitError, DisturbanceError, ValueError) as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    plan = TrialPlan(url=url, apis=tuple(PATHS) if api == "both" else (api,), **given)
+    with progress(f"trying {url}") as show:
+        return run_client(run_trial(plan, show))
 
 
 def trial_lines(found: list[dict[str, Any]]) -> list[str]:

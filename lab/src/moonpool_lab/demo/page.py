@@ -5,12 +5,7 @@ It is self-contained, and the template escapes all text.
 
 from __future__ import annotations
 
-from importlib import resources
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from moonpool.pages import look
+from moonpool.sim.report.page import environment
 from moonpool_lab.demo.answers import COLUMNS, AnsweredTurn, DemoRun
 
 STAGES = {"queue_and_fetch": "b2", "prefill": "b1", "handover": "b4", "decode": "b3"}
@@ -19,10 +14,6 @@ STAGES = {"queue_and_fetch": "b2", "prefill": "b1", "handover": "b4", "decode": 
 
 def render_page(on: DemoRun, off: DemoRun) -> str:
     """Returns the HTML page of both clusters, the one with a cache first."""
-    template = resources.files(__package__).joinpath("page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
     longest_s = max(
         (sum(row.explained["stages_s"].values()) for run in (on, off) for row in run.rows),
         default=1.0,
@@ -37,8 +28,8 @@ def render_page(on: DemoRun, off: DemoRun) -> str:
     rows = [row for run in (on, off) for row in run.rows + run.after]
     right = sum(row.right for row in rows)
     faster = off.mean_ttft_s / on.mean_ttft_s if on.mean_ttft_s else 1.0
-    return environment.from_string(template).render(
-        look=Markup(look()),  # noqa: S704 - the package's own style sheet
+    template = environment(__package__).get_template("page.html.jinja")
+    return template.render(
         lead=f"{right} of {len(rows)} answers are right, with those of instances that were killed."
         f" With reuse of KVCache, first tokens came {faster:.1f} times as soon.",
         tiles=tiles,

@@ -5,8 +5,7 @@ One description starts the live cluster and configures the simulation; both get 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -250,7 +249,7 @@ def measure_live(
 ) -> LiveProfile:
     """Measures the cluster's profile, and passes a line about it to `say`."""
     profiler = LiveProfiler(url, workload.longest_tokens or 4096, ca_file, api_key)
-    profile = run_on_uvloop(profiler.measure())
+    profile = uvloop.run(profiler.measure())
     prefill, decode = profile.cost.contention
     error = profile.fit_error
     say(
@@ -271,9 +270,3 @@ def with_parts(profile: LiveProfile, parts: OffloadParts) -> LiveProfile:
     )
     cost = msgspec.structs.replace(profile.cost, offload=parts)
     return msgspec.structs.replace(profile, cost=cost)
-
-
-def run_on_uvloop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end on a loop of its own."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(coroutine)

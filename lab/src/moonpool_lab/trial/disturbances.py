@@ -14,7 +14,7 @@ RESET_S = 30.0
 START_S = 600.0
 
 
-class DisturbanceError(Exception):
+class DisturbanceError(ValueError):
     """A disturbance that was asked for is not possible; the text says what to do."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, one_line
 from moonpool.cli.server.address import NO_KEY, Server
 
 _TIMEOUT_S = 120.0
@@ -18,10 +18,8 @@ class ClusterClient:
 
         self.server = server
         self.url = server.url
-        try:
+        with one_line(TlsError):
             self._client = server.open_client(_TIMEOUT_S)
-        except TlsError as error:
-            fail(str(error))
 
     def get(self, path: str) -> dict[str, Any]:
         return self._ask("GET", path, None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from moonpool.cli.output import fail
+from moonpool.cli.output import one_line
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.watch.cluster_events import NoFramesError, first_frame, time_text
 
@@ -15,10 +15,8 @@ from moonpool.cli.watch.cluster_events import NoFramesError, first_frame, time_t
 @asks_server()
 def status(server: Server) -> None:
     """Show the cluster at URL in five lines: instances, load, requests, latencies and hits."""
-    try:
+    with one_line(NoFramesError):
         frame = first_frame(server)
-    except NoFramesError as error:
-        fail(str(error))
     for line in status_lines(frame):
         click.echo(line)
 

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from moonpool.cli.output import fail
+from moonpool.cli.output import fail, one_line
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.watch.cluster_events import Frame, NoFramesError, first_frame, frames
 from moonpool.cli.watch.top_view import render
@@ -34,10 +34,8 @@ def top(server: Server, once: bool) -> None:
 
     The view changes each second; q or Ctrl-C ends it. Without a terminal it is one frame.
     """
-    try:
+    with one_line(NoFramesError):
         frame = first_frame(server)
-    except NoFramesError as error:
-        fail(str(error))
     console = Console()
     if once or not console.is_terminal:
         console.print(render(frame, server.url, "", console.width, None))
