@@ -346,7 +346,9 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         wait_until(lambda: "poet" not in listed(server))
         assert post(server, "/v1/completions", model="poet", prompt="x").status_code == 404
         second.root, second.names = OTHER_MODEL, ("other",)  # another one behind its address
-        wait_until(lambda: "other" in listed(server))
+        # It is listed as soon as its server says so, and serves once it has answered a question.
+        ask = {"model": "other", "prompt": PROMPT, "max_tokens": 1}
+        wait_until(lambda: post(server, "/v1/completions", **ask).status_code == 200)
         assert complete(server, model="other")["model"] == "other"
         assert complete(server, model="m")["model"] == "m"
         assert second.bodies("/v1/completions")[-1]["model"] == "other"

@@ -8,6 +8,7 @@ from math import inf
 import msgspec
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
+from moonpool.conductor.admission.decode_wait import FULL_SHARE
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
 from moonpool.conductor.cluster_state import ClusterState
@@ -102,7 +103,7 @@ class AdmissionCheck:
         fills = self._cluster_state.instance_table.fills_steps
         if fills is None or not self._config.decode_wait or goes_on(tracked):
             return inf
-        return tracked.request.slo.limits.tbt_s
+        return FULL_SHARE * tracked.request.slo.limits.tbt_s
 
     def _holds_back(self, budget: SloBudget) -> bool:
         """Whether a request still waits for a batch with room. Without admission control it is

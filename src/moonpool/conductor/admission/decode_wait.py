@@ -28,6 +28,10 @@ LONGEST_FIRST_GAP = 2.0
 """Length of an answer's first gap, in steps, if the answer may join at any time. If that many steps
 meet the TBT SLO, requests join at once."""
 
+FULL_SHARE = 0.98
+"""The part of its TBT SLO up to which the longest gaps may be predicted where prompts fill the
+steps: contexts grow, and prompts are longer than those before."""
+
 
 class DecodeLoad(msgspec.Struct, frozen=True):
     """The decode pool at the time when an answer can begin."""
@@ -104,7 +108,8 @@ class DecodeWait:
     def _filled(self, context: AdmissionContext, own_s: float) -> DecodeLoad:
         """The load of an instance that fills its steps with prompts: what is booked there now, for
         the prompt is computed at once."""
-        table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
+        table, row = context.table, context.placement.decoder_row
+        limit_s = FULL_SHARE * context.budget.slo.tbt_s
         stall_s, others = table.prompt_stall_s.item(row), table.booked_batch.item(row)
         with_s = context.placement.tbt_s + stall_s
         if not self._waits:
@@ -112,8 +117,8 @@ class DecodeWait:
         # A request is placed only when there is room, so it harms nobody. One that would be late
         # alone waits for nothing.
         alone_s = table.decode_base_s.item(row) + stall_s + own_s
-        is_full = others > 0 and with_s > slo_s >= alone_s
-        expected_s = min(with_s, max(slo_s, alone_s))
+        is_full = others > 0 and with_s > limit_s >= alone_s
+        expected_s = min(with_s, max(limit_s, alone_s))
         return DecodeLoad(0.0, expected_s, expected_s, 0.0, None, is_full=is_full)
 
 
