@@ -1,7 +1,8 @@
 """The Conductor as the request router of Ray Serve LLM, before real vLLM replicas.
 
-It needs ray and vLLM in one environment (`pip install 'ray[llm]'`, or `ray[default,serve]` beside a
-vLLM for CPUs), and MOONPOOL_VLLM_MODEL, a folder that vLLM can serve.
+It needs ray and vLLM in one environment (`pip install 'ray[llm]'`, or `ray[default,serve]`,
+pyarrow, fsspec and jsonref beside a vLLM for CPUs), and MOONPOOL_VLLM_MODEL, a folder that vLLM can
+serve.
 """
 
 from __future__ import annotations
