@@ -227,17 +227,12 @@ class Engine:
         """Each group has blocks of its own."""
         return [1 + (block - 1 + 7 * group) % (NUM_BLOCKS - 1) for block in ids]
 
-    def run_step(self, step: StepTransfers) -> set[int]:
-        wrong = set()
+    def run_step(self, step: StepTransfers) -> None:
         for worker in self.workers:
             worker.preempt(step.preempted)
             worker.begin_step(step)
-            for name in self.names:
-                worker.wait_for_layer(name)
             worker.end_step()
-            wrong |= worker.take_wrong_blocks()
             self.hear(worker)
-        return wrong
 
     def hear(self, worker: WorkerSide) -> None:
         ended = worker.take_ended()
@@ -255,9 +250,9 @@ class Engine:
     def build(self, *requests: Any, tokens: int = 1) -> StepTransfers:
         return self.scheduler.build(self.output(*requests, tokens=tokens), self.blocks.__getitem__)
 
-    def prefill(self, request: Any, seed: int) -> tuple[int, set[int]]:
+    def prefill(self, request: Any, seed: int) -> int:
         """Loads what the pool has, "computes" the rest, and stores it. Returns the tokens that
-        were loaded, and the wrong blocks."""
+        were loaded: none if a block was wrong."""
         self.scheduler.on_new_request(request)
         found: int | None = None
         while found is None:
@@ -265,24 +260,24 @@ class Engine:
         ids = self.take_blocks(request)
         self.slide(request, found)
         self.scheduler.on_allocated(request, self.blocks[request.request_id], found)
-        if self.scheduler.loads_apart and found:
+        if found:
             self.run_step(self.build())
             loaded = [worker.take_loaded() for worker in self.workers]
             assert all(done == {request.request_id} for done, _ in loaded)
             if any(failed for _, failed in loaded):
                 ids, found = self.take_blocks(request), 0
         request.num_computed_tokens = 0
-        wrong = self.run_step(self.build(request, tokens=request.num_tokens))
+        self.run_step(self.build(request, tokens=request.num_tokens))
         generator = torch.Generator().manual_seed(seed)
         for name in self.names:
             fresh = torch.randn((len(ids), *SHAPE[1:]), generator=generator).to(torch.bfloat16)
             for index, block in enumerate(self.ids_of(ids, self.group_of[name])):
-                if index * BLOCK_TOKENS >= found or block in wrong:
+                if index * BLOCK_TOKENS >= found:
                     self.caches[name][block] = fresh[index]
         request.num_computed_tokens = request.num_tokens
         request.all_token_ids.append(7)
         request.num_tokens += 1
-        return found, wrong
+        return found
 
     def slide(self, request: Any, num_tokens: int) -> list[tuple[str, int]]:
         """Releases blocks as vLLM does before a step: those behind all windows are no longer the

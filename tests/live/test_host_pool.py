@@ -54,15 +54,15 @@ def test_what_one_engine_stores_another_one_loads(pool: Pool, staged: tuple[bool
     first, second = Engine(pool, seed=1, staged=staged[0]), Engine(pool, seed=2, staged=staged[1])
     tokens = list(range(100))
     request = first.request(tokens)
-    assert first.prefill(request, seed=11)[0] == 0
+    assert first.prefill(request, seed=11) == 0
     stored = first.content(first.blocks[request.request_id][0])
     first.finish(request)
     again = second.request(tokens)
-    found, wrong = second.prefill(again, seed=12)
-    assert (found, wrong) == (96, set())
+    found = second.prefill(again, seed=12)
+    assert found == 96
     assert same(second.content(second.blocks[again.request_id][0]), stored, 6)
     other = second.request(tokens, cache_salt="another tenant")
-    assert second.prefill(other, seed=13)[0] == 0
+    assert second.prefill(other, seed=13) == 0
     for engine in (first, second):
         engine.close()
 
@@ -78,13 +78,13 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     pool.kill()
     # A step in which the pool is dead waits for nothing.
     lost = first.request(tokens)
-    assert first.prefill(lost, seed=14)[0] == 0
+    assert first.prefill(lost, seed=14) == 0
     first.close()
     pool.start()
     second = Engine(pool, seed=2)
     again = second.request(tokens)
-    found, wrong = second.prefill(again, seed=12)
-    assert (found, wrong) == (144, set())
+    found = second.prefill(again, seed=12)
+    assert found == 144
     assert same(second.content(second.blocks[again.request_id][0]), stored, 9)
     second.close()
 
@@ -104,12 +104,12 @@ def test_a_changed_block_is_computed_and_forgotten(pool: Pool) -> None:
         file.seek(0)
         file.write(data)
     again = engine.request(tokens)
-    found, wrong = engine.prefill(again, seed=12)
-    assert found == 96
-    assert len(wrong) == 6
+    found = engine.prefill(again, seed=12)
+    assert found == 0
+    assert engine.workers[0].counts["wrong"] == 6
     engine.finish(again)  # what was computed is stored again
     third = engine.request(tokens)
-    assert engine.prefill(third, seed=13) == (96, set())
+    assert engine.prefill(third, seed=13) == 96
     engine.close()
 
 
@@ -152,8 +152,7 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     second = Engine(pool, seed=2)
     for number, request in enumerate(requests):
         again = second.request(request.all_token_ids[:64])
-        found, wrong = second.prefill(again, seed=99)
-        assert not wrong
+        found = second.prefill(again, seed=99)
         if found:  # it was stored before it was preempted
             ids = second.blocks[again.request_id][0][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names), number
@@ -177,8 +176,7 @@ def test_no_block_is_read_while_vllm_sleeps(pool: Pool) -> None:
     second = Engine(pool, seed=2)
     for request in requests:
         again = second.request(request.all_token_ids[:64])
-        found, wrong = second.prefill(again, seed=99)
-        assert not wrong
+        found = second.prefill(again, seed=99)
         if found:
             ids = second.blocks[again.request_id][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names)
@@ -217,8 +215,7 @@ def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
             engine.finish(request)
         for number, tokens in enumerate(prompts):
             request = engine.request(tokens)
-            found, wrong = engine.prefill(request, seed=50 + number)
-            assert not wrong
+            found = engine.prefill(request, seed=50 + number)
             ids = engine.blocks[request.request_id][0]
             assert same(engine.content(ids), stored[number], found // BLOCK_TOKENS)
             engine.finish(request)
@@ -265,7 +262,7 @@ def test_bytes_that_mean_nothing_end_their_connection_alone(pool: Pool) -> None:
     engine.prefill(request, seed=11)
     engine.finish(request)
     again = engine.request(tokens)
-    assert engine.prefill(again, seed=12) == (96, set())
+    assert engine.prefill(again, seed=12) == 96
     engine.close()
 
 
@@ -294,7 +291,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         fetched = fetch(here, source, keys)
         assert (fetched.num_blocks, fetched.error) == (6, "")
         again = engines[0].request(tokens)
-        assert engines[0].prefill(again, seed=12) == (96, set())
+        assert engines[0].prefill(again, seed=12) == 96
         assert same(engines[0].content(engines[0].blocks[again.request_id][0]), stored, 6)
     finally:
         for engine in engines:
@@ -321,7 +318,7 @@ def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> Non
         assert asyncio.run(fetched_by_watch(here, there, keys)) == 6
         assert address_of_pool(here).tcp_port != address_of_pool(there).tcp_port
         again = engines[0].request(tokens)
-        assert engines[0].prefill(again, seed=12) == (96, set())
+        assert engines[0].prefill(again, seed=12) == 96
         loaded = engines[0].content(engines[0].blocks[again.request_id][0])
         assert np.array_equal(loaded[0][:6], stored[0][:6])
         assert np.array_equal(loaded[2][4:6], stored[2][4:6])

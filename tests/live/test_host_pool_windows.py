@@ -23,8 +23,7 @@ def run_with_window(engine: Engine, tokens: list[int], seed: int) -> tuple[int, 
     """Prefills and ends a request whose window slides before its blocks are stored. Returns the
     tokens that were loaded, and what its blocks contained."""
     request = engine.request(tokens)
-    found, wrong = engine.prefill(request, seed)
-    assert not wrong
+    found = engine.prefill(request, seed)
     content = engine.content(engine.blocks[request.request_id][0])
     for name, block in engine.slide(request, len(tokens)):
         engine.caches[name][block] = 0  # another request has it now
@@ -40,7 +39,7 @@ def test_a_window_needs_its_last_blocks_only(pool: Pool) -> None:
     assert found == 0
     request = second.request(tokens)
     before = [cache.clone() for cache in second.caches.values()]
-    assert second.prefill(request, seed=12) == (96, set())
+    assert second.prefill(request, seed=12) == 96
     ids = second.blocks[request.request_id][0]
     content = second.content(ids)
     assert np.array_equal(content[0][:6], stored[0][:6])
@@ -69,7 +68,7 @@ def test_a_window_that_is_damaged_costs_the_whole_prefix(pool: Pool) -> None:
         with arena.open("r+b") as file:
             file.write(data)
     again = engine.request(tokens)
-    assert engine.prefill(again, seed=12) == (0, set())
+    assert engine.prefill(again, seed=12) == 0
     assert engine.scheduler.matched_tokens(again, 0) == 0  # it is not tried again
     engine.finish(again)
     assert run_with_window(engine, tokens, seed=13)[0] == 96

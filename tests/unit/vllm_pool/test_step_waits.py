@@ -39,8 +39,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "SpaceClient.reserve": "in the thread of stores, for RESERVE_S",
     },
     "worker_side": {
-        "LayerLoads.wait": "for a copy: the thread of loads always ends it",
-        "WorkerSide.wait_for_layer": "for a copy",
         "WorkerSide.end_step": "for a copy",
         "WorkerSide.preempt": "for the copy of one piece",
         "WorkerSide.take_finished": "by StepWaits",

@@ -205,8 +205,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin_step(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self._worker is not None:
-            self._worker.wait_for_layer(layer_name)
+        """What a step reads was loaded before it."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -227,7 +226,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_wrong_blocks()
+        return set()  # requests whose loads failed are told whole (`failed_recving`)
 
     def build_connector_worker_meta(self) -> TransfersEnded | None:
         return None if self._worker is None else self._worker.take_ended()
@@ -271,7 +270,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except OTHERWISE as error:
             self._scheduler.leave_pool(_otherwise("a request", error))
             return 0, False
-        return found, bool(found) and self._scheduler.loads_apart
+        return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None

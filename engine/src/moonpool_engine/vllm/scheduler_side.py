@@ -1,8 +1,9 @@
 """The scheduler's side of the connector: which blocks to load and to store.
 
 A prompt is looked up in the pool when it arrives. The answer comes while vLLM does other things;
-until then the request waits, others go on. What the pool has and vLLM has not is loaded in the
-request's first step, layer by layer; where layers read a window, in a step before it. What vLLM has
+until then the request waits, others go on. What the pool has and vLLM has not is loaded in a step
+before the request's first. vLLM could also load within that step, but would then let other requests
+use the blocks before it knows that they arrived as they were stored. What vLLM has
 computed and the pool has not is stored in the step after it was computed: then the tokens are
 final, and blocks do not change. vLLM gives blocks back that have left a window: these are held
 until they are stored (`held_blocks`).
@@ -127,7 +128,7 @@ class SchedulerSide:
             log.error("vLLM serves without the KVCache pool: %s", text)
             return
         (self._group, self._windows), self._num_ranks = groups.pop(), len(ready)
-        if self.loads_apart:
+        if any(self._windows):
             self._held = HeldBlocks(block_pool, self._windows)
         self._link.start()
 
@@ -143,12 +144,6 @@ class SchedulerSide:
         self._group = b""
         self._link.close()
         log.warning("vLLM serves without the KVCache pool until it starts again: %s", reason)
-
-    @property
-    def loads_apart(self) -> bool:
-        """Whether loads are made in a step before that of their request: vLLM can take back blocks
-        of a window, if they did not come, only with the whole request."""
-        return any(self._windows)
 
     @property
     def is_connected(self) -> bool:
@@ -187,7 +182,7 @@ class SchedulerSide:
             return 0
         size = self._block_tokens
         usable = min(found.num_blocks, (int(request.num_tokens) - 1) // size)
-        if self.loads_apart and usable < found.num_blocks:
+        if self._held is not None and usable < found.num_blocks:
             return 0  # a shorter prefix needs other blocks of its window
         return max(usable * size - num_computed // size * size, 0)
 
@@ -282,7 +277,6 @@ class SchedulerSide:
             tuple(tuple(ids[first:usable]) for ids in table),
             found.num_blocks,
             found.ranks,
-            self.loads_apart,
         )
         self._loads.append(load)
         self._loading[load.owner] = request.request_id

@@ -19,8 +19,8 @@ where a group has none, or needs none."""
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """Blocks to copy from the pool. `ranks` names the pool's blocks for each space, of a prefix of
-    `num_found` blocks; vLLM's `block_ids` take those from `first` on, whose keys are `keys`. The
-    step that begins reads them, or, if `is_apart`, a later one."""
+    `num_found` blocks; vLLM's `block_ids` take those from `first` on, whose keys are `keys`. A
+    later step reads them."""
 
     owner: str
     req_id: str
@@ -29,7 +29,6 @@ class LoadSpec:
     block_ids: BlockTable
     num_found: int
     ranks: tuple[RankBlocks, ...]
-    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

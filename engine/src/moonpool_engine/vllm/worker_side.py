@@ -1,10 +1,8 @@
 """The workers' side of the connector: moves blocks between vLLM's KVCache and the pool's memory.
 
-Loads copy one layer after the other, in a thread; a layer's attention waits for its own layer only.
-Every copy is summed as it is made, and compared with the checksum that the pool keeps with the
-block: what differs is computed again, and never reaches an answer. Where a layer reads a window of
-its newest tokens, vLLM can compute a single block again only with its whole request: such loads are
-made apart from the step, and the request is computed by a later one.
+Loads copy in a thread beside a step, for requests that a later step computes. Every copy is summed
+as it is made, and compared with the checksum that the pool keeps with the block: a request whose
+block differs is computed as if nothing had been found.
 
 Stores copy in another thread, with the lowest priority. What does not fit into its queue is not
 stored. A preempted request's blocks are overwritten at once, so what copies them ends before; that
@@ -40,45 +38,16 @@ IDLE_S = 0.04
 SAY_S = 60.0
 
 
-class LayerLoads:
-    """The loads of one step, layer by layer."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._condition = threading.Condition()
-        self._num_done = 0
-
-    def note(self, num_done: int) -> None:
-        with self._condition:
-            self._num_done = num_done
-            self._condition.notify_all()
-
-    def wait(self, name: str) -> None:
-        """Returns when the layer has been copied, or will not be."""
-        number = self._numbers.get(name)
-        if number is None or self._num_done > number:
-            return
-        with self._condition:
-            self._condition.wait_for(lambda: self._num_done > number)
-
-    def end(self) -> None:
-        self.note(len(self._numbers))
-
-
 class WorkerSide:
     """Lives in one of vLLM's workers. `spaces`: one for each kind of KVCache."""
 
     def __init__(self, spaces: Sequence[SpaceClient]) -> None:
         self.spaces = spaces
         self._block_bytes = sum(space.block_bytes for space in spaces)
-        self._names = [name for space in spaces for name in space.layers]
-        self._space_of = {name: space for space in spaces for name in space.layers}
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
-        self._load: LayerLoads | None = None
         self._loading: Future[None] | None = None
         self._lock = threading.Condition()  # guards what follows
-        self._wrong_blocks: set[int] = set()
-        self._loaded: set[str] = set()  # requests whose loads were made apart from a step
+        self._loaded: set[str] = set()  # requests whose loads have ended
         self._failed: set[str] = set()  # some of these
         self._ended = TransfersEnded()
         self._queue: deque[StoreSpec] = deque()
@@ -126,38 +95,21 @@ class WorkerSide:
         for space in self.spaces:
             space.copier.mark()
         self._queue_stores(transfers)
-        if not transfers.loads:
-            return
-        load = LayerLoads(self._names)
-        if not all(spec.is_apart for spec in transfers.loads):
-            self._load = load  # the step's layers wait
-        self._loading = self._loads.submit(self._load_all, load, transfers.loads)
-
-    def wait_for_layer(self, name: str) -> None:
-        if self._load is not None and name in self._space_of:
-            with self.waits.copying():
-                self._load.wait(name)
-                self._space_of[name].copier.wait(name)
+        if transfers.loads:
+            self._loading = self._loads.submit(self._load_all, transfers.loads)
 
     def end_step(self) -> None:
-        """Waits for the step's loads, which its layers have waited for."""
+        """Waits for the loads that the step began."""
         if self._loading is not None:
             with self.waits.copying():
                 self._loading.result()
             self._loading = None
-            for name in self._names:  # of loads for later steps
-                self._space_of[name].copier.wait(name)
-        self._load = None
-
-    def take_wrong_blocks(self) -> set[int]:
-        """vLLM's blocks that did not arrive as they were stored."""
-        with self._lock:
-            wrong, self._wrong_blocks = self._wrong_blocks, set()
-        return wrong
+            for space in self.spaces:
+                for name in space.layers:
+                    space.copier.wait(name)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads were made apart from a step and have ended, and those of them that
-        failed."""
+        """Requests whose loads have ended, and those of them that failed."""
         with self._lock:
             taken = self._loaded, self._failed
             self._loaded, self._failed = set(), set()
@@ -171,27 +123,22 @@ class WorkerSide:
 
     # Loads
 
-    def _load_all(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> None:
-        """Copies all layers. What fails is computed. Layers never wait for it longer than it
-        runs, and `end_step` raises what should not happen."""
+    def _load_all(self, specs: Sequence[LoadSpec]) -> None:
+        """Copies all layers. What fails is computed. `end_step` raises what should not happen."""
         try:
-            try:
-                wrong = self._copy_layers(load, specs)
-                self._tell_damaged(specs, wrong)
-            except Exception as error:
-                said = " ".join(str(error).split())[:300]
-                text = "a load from the KVCache pool failed, its blocks are computed: %s"
-                log.warning(text, said)
-                wrong = [np.ones(len(spec.keys), bool) for spec in specs]
-            for spec, bad in zip(specs, wrong, strict=True):
-                self._end(spec, np.flatnonzero(bad))
-        finally:
-            load.end()
+            wrong = self._copy_layers(specs)
+            self._tell_damaged(specs, wrong)
+        except Exception as error:
+            said = " ".join(str(error).split())[:300]
+            text = "a load from the KVCache pool failed, its blocks are computed: %s"
+            log.warning(text, said)
+            wrong = [np.ones(len(spec.keys), bool) for spec in specs]
+        for spec, bad in zip(specs, wrong, strict=True):
+            self._end(spec, np.flatnonzero(bad))
 
-    def _copy_layers(self, load: LayerLoads, specs: Sequence[LoadSpec]) -> list[np.ndarray]:
+    def _copy_layers(self, specs: Sequence[LoadSpec]) -> list[np.ndarray]:
         """Returns which blocks of each load are wrong."""
         wrong = [np.zeros(len(spec.keys), bool) for spec in specs]
-        number = 0
         for space in self.spaces:
             parts = [space.parts(spec) for spec in specs]
             tables = [space.group_ids(spec.block_ids) for spec in specs]
@@ -203,8 +150,6 @@ class WorkerSide:
                         targets = tables[index][rows[name]][wanted]
                         found = space.copier.load(name, targets, places)
                         wrong[index][wanted] |= (found != sums[:, slices]).any(axis=1)
-                number += 1
-                load.note(number)
         return wrong
 
     def _tell_damaged(self, specs: Sequence[LoadSpec], wrong: Sequence[np.ndarray]) -> None:
@@ -227,12 +172,8 @@ class WorkerSide:
             self._ended.ended[spec.owner] = 1
             if len(bad):
                 self._ended.wrong[spec.owner] = spec.first + int(bad[0])
-            if spec.is_apart:
-                self._loaded.add(spec.req_id)
-                self._failed.update([spec.req_id] if len(bad) else [])
-                return
-            for ids in spec.block_ids:
-                self._wrong_blocks.update(ids[index] for index in bad)
+            self._loaded.add(spec.req_id)
+            self._failed.update([spec.req_id] if len(bad) else [])
 
     # Stores
 
