@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from moonpool.head.audit import audit_cluster
-from tests.commands import succeed
+from tests.cli_runner import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 from tests.live.waiting import wait_until

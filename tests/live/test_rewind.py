@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.commands import succeed
+from tests.cli_runner import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL, SMALL
 

@@ -21,7 +21,7 @@ from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.storage.folder import instance_folder
 from moonpool_engine.worker.profile_store import profile_path
-from tests.commands import succeed
+from tests.cli_runner import succeed
 from tests.forked.commands import LocalServer
 from tests.live.conftest import MODEL
 from tests.live.waiting import WAIT_S

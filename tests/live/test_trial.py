@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import invoke, refusal
+from tests.cli_runner import invoke, refusal
 from tests.forked.commands import LocalServer
 from tests.live.faulty_proxy import faulty_proxy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import succeed
+from tests.cli_runner import succeed
 
 OTHERS = ("none", "baseline", "early")
 MOST_LOST = 0.7

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import succeed
+from tests.cli_runner import succeed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "simulations.json"
 VOLATILE = {"wall_s", "config", "version", "origin"}
@@ -52,7 +52,6 @@ RUNS = {
 
 def simulate(name: str, folder: Path) -> dict[str, Any]:
     """Figures of one run, without those that depend on the machine."""
-
     workload, *flags = RUNS[name].split()
     trace, figures = folder / f"{workload}.jsonl", folder / f"{name}.json"
     if not trace.exists():

@@ -112,15 +112,6 @@ def _deviation(shares: Sequence[float]) -> float:
     return sqrt(squares / (number - 1) * (1 + 1 / number))
 
 
-def most_sample_low(
-    runs: Sequence[Attainment], num_runs: int, least: float, confidence: float
-) -> float:
-    """Returns the highest `low` that `sample_interval` can have once there are `num_runs`, of which
-    these are the first and no other has a share below `least`."""
-    assert len(runs) < num_runs and num_runs > 1
-    return _highest_low([run.share for run in runs], num_runs, least, confidence)[0]
-
-
 def least_next_share(
     runs: Sequence[Attainment],
     num_runs: int,
@@ -140,13 +131,13 @@ def least_next_share(
     if num_requests is not None:
         mean = least_mean(num_requests, wanted - rounding, confidence)
         least = max(least, mean * num_runs - fsum(known) - (num_runs - len(known) - 1))
-    most, alike = _highest_low(known, num_runs, wanted, confidence)
+    most, alike = highest_low(known, num_runs, wanted, confidence)
     if most < wanted - rounding or least > 1.0 + rounding:
         return None
     begin, end = wanted, alike
     while end - begin > rounding:
         middle = (begin + end) / 2
-        if _highest_low([*known, middle], num_runs, wanted, confidence)[0] < wanted - rounding:
+        if highest_low([*known, middle], num_runs, wanted, confidence)[0] < wanted - rounding:
             begin = middle
         else:
             end = middle
@@ -167,10 +158,11 @@ def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
     return (low - 0.5) / num_requests
 
 
-def _highest_low(
+def highest_low(
     known: Sequence[float], num_runs: int, least: float, confidence: float
 ) -> tuple[float, float]:
-    """The highest `low`, and the share of each other run there.
+    """Returns the highest `low` that `sample_interval` can have once there are `num_runs`, of which
+    the first have the `known` shares and no other less than `least`; and each other's share there.
 
     Mean less a multiple of the deviation is concave, so the others are alike where it is highest.
     """

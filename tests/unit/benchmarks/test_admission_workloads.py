@@ -20,7 +20,7 @@ from moonpool.sim.workload import make_arrivals
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
 from moonpool_lab.oracle.cluster import limits_of
-from tests.commands import succeed
+from tests.cli_runner import succeed
 
 
 def test_a_number_stands_for_one_workload() -> None:

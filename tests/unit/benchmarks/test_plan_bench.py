@@ -10,7 +10,7 @@ from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS
 from moonpool.plan.assess import Assessor, PlanGoal
 from moonpool.plan.candidate import Steps
 from moonpool.plan.simulation_pool import SimulationPool
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 
 @pytest.fixture

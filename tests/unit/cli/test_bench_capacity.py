@@ -10,7 +10,7 @@ import pytest
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
-from tests.commands import invoke, refusal, succeed
+from tests.cli_runner import invoke, refusal, succeed
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS
 from moonpool.config.parse import parse_config
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,7 +15,7 @@ from moonpool.cli import doctor
 from moonpool.cli.completion import PLACES, contexts
 from moonpool.cli.main import cli
 from moonpool.head.spoken_names import SPOKEN_KINDS, SPOKEN_THINGS, spoken_name
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 TINY = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=8192"
 

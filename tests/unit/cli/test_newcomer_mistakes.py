@@ -18,7 +18,7 @@ from moonpool.cli.main import SuggestingGroup, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
 from moonpool.plugins import engines, plots
-from tests.commands import invoke
+from tests.cli_runner import invoke
 from tests.http_server import QuietHandler, serving
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from moonpool.plugins.commands import added_commands
-from tests.commands import succeed
+from tests.cli_runner import succeed
 from website.command_page import command_page
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"

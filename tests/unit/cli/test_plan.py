@@ -12,7 +12,7 @@ import pytest
 from moonpool.plan.simulation_pool import SimulationPool
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
-from tests.commands import figures_of, invoke, succeed
+from tests.cli_runner import figures_of, invoke, succeed
 
 SMALL = ("--slo-ttft", "6", "--seeds", "3", "--layout", "disaggregated")
 

@@ -11,7 +11,7 @@ from click.testing import Result
 
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.store import open_store
 from moonpool_engine.transfer.arena import Arena
-from tests.commands import invoke
+from tests.cli_runner import invoke
 from tests.http_server import QuietHandler, serving
 
 LAYOUT = BlockLayout(

@@ -12,7 +12,7 @@ from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
 from tests.certificates import make_certificates
-from tests.commands import refusal
+from tests.cli_runner import refusal
 
 SECRET = "ab" * 32
 PROTECTING = {name: field for name, field in schema_of(Config).items() if field.protects}

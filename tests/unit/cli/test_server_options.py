@@ -18,7 +18,7 @@ from test_options import COMMANDS
 
 from moonpool.cli.output import without_keys
 from moonpool.cli.server.address import KEYS_FOR_ANYBODY, OWN_KEYS, full_url, is_address
-from tests.commands import invoke
+from tests.cli_runner import invoke
 from tests.http_server import QuietHandler
 
 ROOT = Path(__file__).parents[3]

@@ -20,8 +20,8 @@ from moonpool.cost.fitted import FittedCost
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
-from tests import commands
-from tests.commands import invoke
+from tests import cli_runner
+from tests.cli_runner import invoke
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "simulation.md").read_text()
 SIMULATING = PAGE[PAGE.index("## Simulating") : PAGE.index("## Traces")]
@@ -67,7 +67,7 @@ def run(*arguments: str) -> Result:
 
 
 def figures_of(folder: Path, *arguments: str) -> dict[str, Any]:
-    return commands.figures_of(folder / "f.json", "simulate", *arguments)
+    return cli_runner.figures_of(folder / "f.json", "simulate", *arguments)
 
 
 def error_of(done: Result, status: int = 1) -> str:

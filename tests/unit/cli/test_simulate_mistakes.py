@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 ROW = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 PROFILE: dict[str, Any] = {"prefill": [0.01, 1e-4, 0, 0], "decode": [0.02, 0, 0]}

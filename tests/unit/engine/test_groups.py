@@ -74,7 +74,7 @@ def test_all_have_the_sum_of_all_shards_bit_for_bit(
     draw = torch.Generator().manual_seed(5)
     parts = [
         [torch.randn(rows, 256, generator=draw).to(dtype) for _ in range(2 * NUM_RANKS)]
-        for rows in ROWS * 2
+        for rows in ROWS * 3
     ]
 
     def work(rank: int) -> list[torch.Tensor]:

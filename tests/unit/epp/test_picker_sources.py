@@ -14,7 +14,7 @@ from test_inference_pool import PODS, POOLS, a_cluster, pod, pool
 
 from moonpool.cli.epp import open_sources
 from moonpool.discovery.endpoint import Listing, SourceError
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 
 def file_of(folder: Path, name: str) -> str:

@@ -9,10 +9,10 @@ import pytest
 from moonpool.plan.confidence import (
     Attainment,
     Verdict,
+    highest_low,
     interval,
     least_mean,
     least_next_share,
-    most_sample_low,
     sample_interval,
 )
 
@@ -83,11 +83,15 @@ def test_few_requests_say_little_of_another_sample() -> None:
     assert sample_interval([Attainment(160, 160)] * 7, 0.95).low == pytest.approx(0.977, abs=1e-3)
 
 
+def most_low(known: list[Attainment]) -> float:
+    return highest_low([run.share for run in known], 7, 0.9, 0.95)[0]
+
+
 def test_no_further_runs_lift_the_interval_above_what_was_said() -> None:
     draw, number = Random(5), 10**6
     for _ in range(60):
         known = [Attainment(number, draw.randint(900_000, number)) for _ in range(3)]
-        most = most_sample_low(known, 7, 0.9, 0.95)
+        most = most_low(known)
         for _ in range(40):
             begin = draw.randint(900_000, number)  # alike or not
             others = [Attainment(number, draw.randint(begin, number)) for _ in range(4)]
@@ -101,7 +105,7 @@ def test_what_was_said_of_further_runs_is_reached() -> None:
         sample_interval([*known, *[Attainment(number, at)] * 4], 0.95).low
         for at in range(900_000, number, 500)
     )
-    most = most_sample_low(known, 7, 0.9, 0.95)
+    most = most_low(known)
     assert most == pytest.approx(reached, abs=1e-5)
     assert most < 0.9  # so these are not sure, although each run keeps the goal
 
@@ -112,13 +116,13 @@ def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
         known = [Attainment(number, draw.randint(905_000, number)) for _ in range(3)]
         least = least_next_share(known, 7, 0.9, 0.95, 1e-6)
         if least is None:
-            assert most_sample_low(known, 7, 0.9, 0.95) < 0.9
+            assert most_low(known) < 0.9
             continue
         above = [*known, Attainment(number, round(number * min(least + 1e-4, 1.0)))]
-        assert most_sample_low(above, 7, 0.9, 0.95) >= 0.9 - 1e-5
+        assert most_low(above) >= 0.9 - 1e-5
         if least > 0.9005:
             below = [*known, Attainment(number, round(number * (least - 4e-4)))]
-            assert most_sample_low(below, 7, 0.9, 0.95) < 0.9
+            assert most_low(below) < 0.9
     assert least_next_share([Attainment(number, 930_000)] * 6, 7, 0.9, 0.95, 1e-6) is not None
 
 

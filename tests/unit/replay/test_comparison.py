@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.studies.run_inputs import different_inputs
 from moonpool_lab.replay.comparison import averaged, chance_words, compare
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 SPREAD = {"mean": 1.0, "p50": 1.0, "p90": 2.0, "p99": 3.0}
 FIGURES: dict[str, Any] = {

@@ -28,7 +28,7 @@ from moonpool.rewind.replay import Replay
 from moonpool.rewind.snapshot import dump
 from moonpool.sim import simulation
 from moonpool.trace.reader import open_trace
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 from tests.tidy.test_extending import EXAMPLES
 
 RUNS = {

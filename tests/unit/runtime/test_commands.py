@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.cli import serve as serve_module
 from moonpool.config.tables import Config
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from moonpool.config.tables import ConfigError
 from moonpool.config.toml import write_toml
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 FILE = """
 [slo]

@@ -10,7 +10,7 @@ from sample_traces import line, write
 
 from moonpool.trace.catalogue import PUBLIC_TRACES, PublicTrace
 from moonpool.trace.reader import open_trace
-from tests.commands import invoke, refusal, succeed
+from tests.cli_runner import invoke, refusal, succeed
 
 
 def test_info_prints_writes_and_draws(tmp_path: Path) -> None:

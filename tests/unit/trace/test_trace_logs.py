@@ -20,7 +20,7 @@ from moonpool.trace.reader import MAX_OTHER_LINES, Trace, open_trace
 from moonpool.trace.row import OTHER_LINE, LineError, TraceError
 from moonpool.trace.vllm_log import VllmLogParser
 from moonpool.types import Slo
-from tests.commands import invoke
+from tests.cli_runner import invoke
 
 EPOCH_S = 1_714_564_800
 

@@ -10,7 +10,7 @@ from moonpool.trace.builtin import SHIFTING_DAY
 from moonpool.trace.generate import generate_mix
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError, TraceRow
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 
 def rows(**limits: float) -> list[TraceRow]:

@@ -11,7 +11,7 @@ import pytest
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceError
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 
 def line(at_ms: int, tokens: int, ids: list[int], **others: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import moonpool
 from moonpool_engine.worker.profile_store import profile_path, refine_profile
-from tests.commands import invoke
+from tests.cli_runner import invoke
 from tests.unit.storage.store_harness import Bench
 from tests.unit.upgrade.small_engine import small_engine
 

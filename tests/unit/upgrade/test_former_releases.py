@@ -19,7 +19,7 @@ from moonpool.config.tables import Config
 from moonpool_engine.engine.step import StepResult
 from moonpool_engine.storage.folder import StoreError
 from moonpool_engine.worker import profile_store
-from tests.commands import invoke
+from tests.cli_runner import invoke
 from tests.unit.storage.store_harness import Bench, key_of, make_layout
 from tests.unit.upgrade.record import NUM_BLOCKS, record
 from tests.unit.upgrade.small_engine import small_engine

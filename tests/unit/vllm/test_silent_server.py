@@ -12,7 +12,7 @@ import pytest
 
 from moonpool.vllm.client import VllmClient, VllmSilentError
 from moonpool.vllm.dialects.find import find_dialect
-from tests.commands import invoke, succeed
+from tests.cli_runner import invoke, succeed
 
 
 @pytest.fixture

@@ -225,9 +225,6 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             finished_sending=stored, finished_recving=loaded, failed_recving=failed
         )
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set()  # requests whose loads failed are told whole (`failed_recving`)
-
     def build_connector_worker_meta(self) -> TransfersEnded | None:
         return None if self._worker is None else self._worker.take_ended()
 

@@ -14,7 +14,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "__init__": (_SELF, "vllm_config", "role", "kv_cache_config"),
     "build_connector_meta": (_SELF, "scheduler_output"),
     "build_connector_worker_meta": (_SELF,),
-    "get_block_ids_with_load_errors": (_SELF,),
     "get_external_cache_hit_sources": (_SELF, "request", "num_external_tokens"),
     "get_finished": (_SELF, "finished_req_ids"),
     "get_handshake_metadata": (_SELF,),
