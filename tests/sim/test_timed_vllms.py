@@ -7,52 +7,42 @@ from functools import cache
 
 import pytest
 
-from benchmarks.suite.routers.workloads import WORKLOADS, arriving
 from moonpool.config.tables import ConductorConfig
-from moonpool.types import Slo
-from tests.sim.timed_vllms import TimedVllms
+from tests.sim.timed_vllms import CASES, TimedVllms, played
 
-CAPACITY_RPS = 22.2
-"""What three servers answer a second while 12 users of each never pause."""
-SLO = Slo(ttft_s=0.73, tbt_s=0.0525)
+CAPACITY_RPS, SLO = CASES["conversations"]
 SECONDS = 10.0
 
 
 @cache
-def played(load: float, admission: str, waits: bool = True) -> TimedVllms:
-    """Conversations, after others at half of the capacity, from which the Conductor learns."""
-    fleet = TimedVllms(ConductorConfig(admission=admission, decode_wait=waits), SLO)
-    workload = WORKLOADS["conversations"]
-    for each in (0.5, load):
-        fleet.forget()
-        rate = each * CAPACITY_RPS / workload.turns
-        fleet.play(arriving(workload, rate, SECONDS, round(100 * each)), SECONDS)
-    return fleet
+def conversations(load: float, admission: str, waits: bool = True) -> TimedVllms:
+    config = ConductorConfig(admission=admission, decode_wait=waits)
+    return played("conversations", load, SECONDS, config)
 
 
 @pytest.mark.parametrize("admission", ["goodput", "baseline", "none"])
 def test_below_the_capacity_all_are_served_in_time(admission: str) -> None:
-    fleet = played(0.8, admission)
+    fleet = conversations(0.8, admission)
     assert not fleet.refused
     assert fleet.num_effective >= 0.95 * len(fleet.records)
 
 
 @pytest.mark.parametrize("load", [1.5, 2.5])
 def test_in_overload_the_servers_are_as_good_as_at_their_capacity(load: float) -> None:
-    fleet = played(load, "goodput")
+    fleet = conversations(load, "goodput")
     assert fleet.num_effective >= 0.85 * CAPACITY_RPS * SECONDS
     num_served = len(fleet.records) - len(fleet.refused)
     assert fleet.num_effective >= 0.85 * num_served, "most who are admitted are served in time"
 
 
 def test_without_the_wait_admission_alone_keeps_most_of_it() -> None:
-    fleet = played(1.5, "goodput", waits=False)
+    fleet = conversations(1.5, "goodput", waits=False)
     assert fleet.num_effective >= 0.75 * CAPACITY_RPS * SECONDS
-    assert fleet.num_effective < played(1.5, "goodput").num_effective
+    assert fleet.num_effective < conversations(1.5, "goodput").num_effective
 
 
 def test_without_admission_control_nobody_is_refused() -> None:
-    fleet = played(1.5, "none")
+    fleet = conversations(1.5, "none")
     assert not fleet.refused
     assert all(record.outcome == "length" for record in fleet.records)
     # The wait for a batch ends when the first token could be late.

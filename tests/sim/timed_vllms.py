@@ -1,8 +1,16 @@
 """vLLMs of a known speed behind a Conductor, in virtual time: the state machines of the live
-cluster, and the model of a vLLM's time that `moonpool bench routers` serves."""
+cluster, and the model of a vLLM's time that `moonpool bench routers` serves.
+
+    python -m tests.sim.timed_vllms --workload agents --loads 0.9,1.5 --seconds 20
+
+prints what is served within both SLOs, after the same workload at half of the capacity, from which
+the Conductor learns. The figures have no noise: they change with what is decided alone.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -17,6 +25,7 @@ from benchmarks.suite.routers.timed_engine import (
     TimedEngine,
     TimedRequest,
 )
+from benchmarks.suite.routers.workloads import WORKLOADS, arriving
 from moonpool.conductor.actions import (
     Deliver,
     InstanceJoined,
@@ -29,6 +38,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
+from moonpool.distributions.quantiles import percentiles
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, InstanceInfo, StartPrefill
 from moonpool.protocol.transfer_events import PeerAddress
@@ -138,6 +148,7 @@ class _Vllm:
                 HOP_S, Priority.MESSAGE, self.post, CacheEventsReceived(read_batch(payload))
             )
         for token in tokens:
+            self.fleet.hit_tokens += token.cached if token.is_last else 0
             finish = FinishReason.LENGTH if token.is_last else None
             output = EngineOutput(AttemptId(token.name), (Token(token.token),), finish)
             self.clock.after(HOP_S, Priority.MESSAGE, self.post, output)
@@ -174,6 +185,7 @@ class TimedVllms:
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
         self.longest_wait_s = 0.0  # of a placement, since `forget`
+        self.hit_tokens = 0  # of whole answers' prompts, likewise
         for n, server in enumerate(self.servers.values()):
             self._post(InstanceJoined(server.info(n)))
 
@@ -185,7 +197,7 @@ class TimedVllms:
         """Begins new figures; what the Conductor has learned remains."""
         self.records.clear()
         self.refused.clear()
-        self.longest_wait_s = 0.0
+        self.longest_wait_s, self.hit_tokens = 0.0, 0
 
     def play(self, sessions: Sequence[Session], seconds: float) -> None:
         start = self.clock.now
@@ -258,3 +270,60 @@ class TimedVllms:
                     record.outcome = action.refusal.reason
                     self.refused.append(action.refusal.reason)
                     self._next(client)
+
+
+CASES = {
+    "conversations": (22.2, Slo(ttft_s=0.73, tbt_s=0.0525)),
+    "agents": (30.0, Slo(ttft_s=0.73, tbt_s=0.0525)),
+    "mixed": (23.0, Slo(ttft_s=1.62, tbt_s=0.0532)),
+}
+"""Requests a second that three servers answer at load 1, and the SLOs."""
+
+
+def played(
+    name: str, load: float, seconds: float, config: ConductorConfig | None = None
+) -> TimedVllms:
+    """A workload at half of the capacity, and then at this load, of which the figures are."""
+    rate, slo = CASES[name]
+    workload, fleet = WORKLOADS[name], TimedVllms(config or ConductorConfig(), slo)
+    for each in (0.5, load):
+        fleet.forget()
+        sessions = arriving(workload, each * rate / workload.turns, seconds, round(100 * each))
+        fleet.play(sessions, seconds)
+    return fleet
+
+
+def _line(name: str, load: float, fleet: TimedVllms) -> str:
+    whole = [record for record in fleet.records if record.outcome == "length"]
+    ttft_s = [record.ttft_s or 0.0 for record in whole]
+    gaps_s = [gap_s for record in whole for gap_s in record.gaps_s]
+    prompt = sum(record.num_prompt_tokens for record in whole)
+    late = len(whole) - fleet.num_effective
+    return (
+        f"{name} {load:g} x: {fleet.num_effective} of {len(fleet.records)} within both SLOs,"
+        f" {len(fleet.refused)} refused, {late} late, hits {fleet.hit_tokens / max(prompt, 1):.0%},"
+        f" TTFT mean {1e3 * sum(ttft_s) / max(len(ttft_s), 1):.0f} ms,"
+        f" P99 {1e3 * percentiles(ttft_s, 99)['p99']:.0f} ms,"
+        f" TBT mean {1e3 * sum(gaps_s) / max(len(gaps_s), 1):.1f} ms\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--workload", action="append", choices=tuple(CASES), help="All unless given."
+    )
+    parser.add_argument("--loads", default="0.8,1.5,2.5", help="Multiples of the capacity.")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--admission", default="goodput")
+    parser.add_argument("--no-decode-wait", action="store_true")
+    asked = parser.parse_args()
+    config = ConductorConfig(admission=asked.admission, decode_wait=not asked.no_decode_wait)
+    for name in asked.workload or CASES:
+        for load in map(float, asked.loads.split(",")):
+            sys.stdout.write(_line(name, load, played(name, load, asked.seconds, config)))
+
+
+if __name__ == "__main__":
+    main()
