@@ -188,10 +188,7 @@ class AttemptPlanner:
         """Applies both policies, without side effects on the bookings."""
         policy = self._policies.placement
         try:
-            limit_s = self._admission.step_limit_s(tracked)
-            decision = place(
-                footprint, self._table, match, self._config, now, avoid, policy, limit_s
-            )
+            decision = place(footprint, self._table, match, self._config, now, avoid, policy)
             if isinstance(decision, Rejection):
                 return decision
             return self._admission.check(tracked, footprint, decision, now)

@@ -8,7 +8,6 @@ from math import inf
 import msgspec
 
 from moonpool.conductor.admission.context import AdmissionContext, SloBudget
-from moonpool.conductor.admission.decode_wait import FULL_SHARE
 from moonpool.conductor.admission.goodput import GoodputModel
 from moonpool.conductor.admission.policies import UNLIMITED, AdmissionFunction, admit
 from moonpool.conductor.cluster_state import ClusterState
@@ -96,14 +95,6 @@ class AdmissionCheck:
         )
         context = msgspec.structs.replace(context, placement=placement, expected=expected)
         return context, load.is_full
-
-    def step_limit_s(self, tracked: TrackedRequest) -> float:
-        """How long the longest gaps may be where prompts fill the steps; infinite if there is no
-        such instance, or the request does not wait for a batch."""
-        fills = self._cluster_state.instance_table.fills_steps
-        if fills is None or not self._config.decode_wait or goes_on(tracked):
-            return inf
-        return FULL_SHARE * tracked.request.slo.limits.tbt_s
 
     def _holds_back(self, budget: SloBudget) -> bool:
         """Whether a request still waits for a batch with room. Without admission control it is

@@ -14,7 +14,6 @@ A short prompt may be computed within a decode batch (`InlinePrefill`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -180,12 +179,9 @@ def place(
     now: float,
     avoid: Sequence[int] = (),
     policy: PlacementFunction | None = None,
-    step_limit_s: float = inf,
 ) -> Placement | Rejection:
     """Chooses prefill and decode instance, leaving out the rows in `avoid`. SLOs are checked by
-    `admission`. `policy`: None for the built-in one that the config names. `step_limit_s`: where
-    prompts fill the steps (`InstanceTable.fills`), an instance whose longest gaps would exceed this
-    is chosen only if there is no other.
+    `admission`. `policy`: None for the built-in one that the config names.
 
     Raises PolicyError if a policy from outside the package fails.
     """
@@ -210,8 +206,6 @@ def place(
     if avoid:
         possible = possible.copy()
         possible[list(avoid)] = able[list(avoid)] = False
-    if step_limit_s < inf:
-        possible = _spares_full_batches(table, possible, footprint.expected_tokens, step_limit_s)
     # Counting is numpy's fastest test for so few elements.
     num_possible = np.count_nonzero(possible)
     if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
@@ -245,20 +239,6 @@ def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
     return free if np.count_nonzero(free) else possible
-
-
-def _spares_full_batches(
-    table: InstanceTable, possible: Bools, num_tokens: int, limit_s: float
-) -> Bools:
-    """Leaves out instances where one more answer would exceed the limit; if all are like that,
-    those where it would do so alone, for there it need not wait."""
-    own_s = table.decode_s_per_sequence + table.decode_s_per_context_token * float(num_tokens)
-    able = possible & (table.decode_base_s + own_s + table.prompt_stall_s <= limit_s)
-    free = able & (table.booked_tbt_s(num_tokens) + table.prompt_stall_s <= limit_s)
-    for kept in (free, able):
-        if np.count_nonzero(kept):
-            return kept
-    return possible
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
