@@ -242,7 +242,8 @@ def test_the_connection_idle_longest_makes_room_and_is_opened_again(
 
 def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
-    reader.messenger.fetch("late", source.address, keys(1), [0], 0.4)
+    # Long enough for a handshake on a busy machine.
+    reader.messenger.fetch("late", source.address, keys(1), [0], 3.0)
     late = source.expect_event(ReadRequested)
     assert reader.expect_event(FetchEnded).error
     source.expect_event(ReadEnded)
