@@ -67,7 +67,11 @@ NEXT_STEPS = (
 def demo(
     users: int, turns: int, prefill: int, decode: int, page_file: str, json_file: str | None
 ) -> None:
-    """Let a local prefill/decode cluster answer multi-turn conversations with a shared prefix."""
+    """Start a small cluster on this machine and show what its KVCache saves.
+
+    Conversations that begin alike are answered with the cache on and then off, and each answer is
+    checked. Nothing is downloaded: a built-in model looks up what its prompts say.
+    """
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
