@@ -5,7 +5,11 @@ The exception that carries it to a client is `api.serving_backend.RequestRefused
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+
+_SHORT_FORM = re.compile(r"\b(ttft|tbt|slo|ssd)\b")
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -19,3 +23,8 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     retry_after_s: float | None = None
     projection: dict[str, float] | None = None
     """The numbers behind it, such as `predicted_ttft_s` and `limit_ttft_s`."""
+
+
+def reason_words(reason: str) -> str:
+    """A reason as people read it: "ttft_slo" is "TTFT SLO"."""
+    return _SHORT_FORM.sub(lambda found: found[0].upper(), reason.replace("_", " "))

@@ -20,14 +20,22 @@ def test_the_base_is_what_the_chart_renders() -> None:
         assert (BASE / name).read_text() == text, "python -m tests.deploy.kustomize_base"
 
 
+def typed() -> str:
+    """The lines of the page, but that the objects are printed."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    lines = page[page.index("cd deploy/kustomize/example") :].partition("\n```")[0].splitlines()
+    assert "kubectl apply -k ." in lines, "the last but one that a reader types"
+    return "\n".join(
+        [line for line in lines if not line.startswith("kubectl")] + ["kubectl kustomize ."]
+    )
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_builds_the_example(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "deploy" / "kustomize", tmp_path / "k")
-    example = tmp_path / "k" / "example"
-    (example / "cluster.env").write_text("secret=00\n")
-    (example / "auth.env").write_text("keys=sk-a default\nadmin-key=sk-b\n")
-    line = ["kubectl", "kustomize", str(example)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    shutil.copytree(ROOT / "deploy" / "kustomize", tmp_path / "deploy" / "kustomize")
+    done = subprocess.run(
+        ["bash", "-euc", typed()], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     built = list(yaml.safe_load_all(done.stdout))
     assert {each["metadata"]["namespace"] for each in built} == {"llm"}

@@ -63,6 +63,16 @@ def test_what_cannot_start_is_one_line(environment: dict[str, str], tmp_path: Pa
     assert done.returncode == 1 and "the prompt on stdin is empty" in done.stderr
 
 
+def test_a_start_that_fails_says_so_once(environment: dict[str, str]) -> None:
+    words = ("random:tiny", "--prompt", "x", "--port", "0")
+    done = once(environment, *words)
+    assert re.fullmatch(r"moonpool: .*'tiny' is neither a size .*\n", done.stderr)
+    done = once(environment, *words, "--verbose")
+    *log, last = done.stderr.splitlines()
+    assert sum("'tiny' is neither a size" in line for line in log) == 1
+    assert last == "moonpool: the server has ended: see its log above"
+
+
 class Terminal:
     """A command in a terminal of its own."""
 

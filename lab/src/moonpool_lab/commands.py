@@ -1,7 +1,11 @@
 """The commands of this package, for `moonpool.commands`."""
 
 COMMANDS = {
-    "demo": ("moonpool_lab.cli.demo", "demo", "Show the main job end to end on a local cluster."),
+    "demo": (
+        "moonpool_lab.cli.demo",
+        "demo",
+        "Start a small cluster here and show what its KVCache saves.",
+    ),
     "replay": ("moonpool_lab.cli.replay", "replay", "Send a trace to a live server."),
     "forecast": (
         "moonpool_lab.cli.forecast",

@@ -9,6 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from moonpool import __version__
+from moonpool.cli.examples import MARK
 from moonpool.cli.help_screen import show_everything
 from moonpool.cli.output import fail, writing
 
@@ -108,6 +109,9 @@ def manual_page(context: click.Context) -> str:
             below = command.get_command(context, name)
             if below is not None and not below.hidden:
                 lines += [".TP", rf"\fB{_text(name)}\fR", _text(below.get_short_help_str(200))]
+    if command.epilog:
+        shown = [line.removeprefix(MARK).strip() for line in command.epilog.splitlines()[1:]]
+        lines += [".SH EXAMPLES", ".nf", *map(_text, shown), ".fi"]
     return "\n".join(lines) + "\n"
 
 

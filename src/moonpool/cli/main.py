@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import click
 
 from moonpool import __version__
+from moonpool.cli.examples import epilog
 from moonpool.cli.help_screen import ScreenHelp
 from moonpool.plugins.commands import EXTRA_OF_COMMAND, CommandTable, added_commands
 
@@ -18,7 +19,7 @@ COMMANDS: CommandTable = {
     "run": ("moonpool.cli.run.command", "run", "Chat with a model on this machine."),
     "serve": ("moonpool.cli.serve", "serve", "Start head and workers on this machine and serve."),
     "head": ("moonpool.cli.serve", "head", "Start the head alone; workers join it."),
-    "worker": ("moonpool.cli.worker", "worker", "Start one instance that joins a head."),
+    "worker": ("moonpool.cli.worker", "worker", "Start one instance, which joins a head."),
     "epp": ("moonpool.cli.epp", "epp", "Pick endpoints for an inference gateway, such as Envoy."),
     "status": ("moonpool.cli.watch.status", "status", "Show a running cluster in five lines."),
     "rewind": ("moonpool.cli.rewind", "rewind", "Replay the decisions of a running server."),
@@ -32,7 +33,11 @@ COMMANDS: CommandTable = {
         "Find the cheapest cluster that keeps your limits of latency.",
     ),
     "trace": ("moonpool.cli.trace", "trace", "Inspect, generate and download workloads."),
-    "pool": ("moonpool.cli.pool", "pool", "Show the KVCache pool; check or clear a disk."),
+    "pool": (
+        "moonpool.cli.pool",
+        "pool",
+        "Show KVCache in memory and on disk, or keep that of vLLM servers.",
+    ),
     "upgrade": (
         "moonpool.cli.watch.upgrade",
         "upgrade",
@@ -72,7 +77,21 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class SuggestingGroup(ScreenHelp, click.Group):
-    """A group that names the nearest command where there is none of a name."""
+    """A group that names the nearest command where there is none of a name. The help of its
+    commands ends with their examples."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = self.find_command(ctx, cmd_name)
+        if found is not None:
+            found.epilog = epilog(self.path_of(cmd_name))
+        return found
+
+    def path_of(self, name: str) -> str:
+        """The name of its command without the program's, such as "pool serve"."""
+        return f"{self.name} {name}"
+
+    def find_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -99,8 +118,8 @@ class ExtendedGroup(SuggestingGroup):
         own = [name for name, (_, _, text) in self.own.items() if text]
         return [*own, *super().list_commands(ctx), *added]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = super().get_command(ctx, cmd_name)
+    def find_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().find_command(ctx, cmd_name)
         if found is not None:
             return found
         entry = self.own.get(cmd_name) or self._added().get(cmd_name)
@@ -141,6 +160,9 @@ class RootGroup(ExtendedGroup):
     """Imports a command only when it runs, so `--help` is quick."""
 
     own: ClassVar[CommandTable] = COMMANDS
+
+    def path_of(self, name: str) -> str:
+        return name
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """By headings, without empty lines between them: all fits a screen."""

@@ -413,7 +413,8 @@ def _progress(total: float) -> Iterator[Report]:
                 stages.add(stage)
                 left = time_words(left_s)
                 left = f", {left}" if left else ""
-                click.echo(f"{now_s - began_s:5.0f} s {runs:4.0f} runs{left}: {what}", err=True)
+                word = "run" if runs == 1 else "runs"
+                click.echo(f"{now_s - began_s:5.0f} s {runs:4.0f} {word}{left}: {what}", err=True)
 
         yield say
         return

@@ -166,7 +166,6 @@ SCREEN = (
     "--ssd-tokens",
     "--slo-ttft",
     "--slo-tbt",
-    "--log-requests",
 )
 """What `--help` shows of both; `--help all` shows the rest."""
 
@@ -196,10 +195,9 @@ class _ServingCommand(SectionedCommand):
 def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     """Start head and workers on this machine and serve MODEL until Ctrl-C.
 
-    MODEL is a GGUF file, a folder, a Hugging Face id, or a built-in (moonpool/induction,
-    random:m150). Prefill reads prompts, decode writes answers; KVCache is what prefill computed,
-    kept for the next prompt that begins alike. With --vllm, all servers must serve MODEL; without
-    it, they may serve several.
+    MODEL is a GGUF file, a folder or a Hugging Face id. Prefill reads prompts, decode writes
+    answers; KVCache is what prefill computed, kept for the next prompt that begins alike. Servers
+    named by --vllm may serve several models, unless MODEL names the one that all of them must.
     """
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)

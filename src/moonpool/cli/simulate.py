@@ -93,7 +93,6 @@ RUN_OPTIONS = (
         "--decode",
         "--mixed",
         "--device",
-        "--devices-per-node",
         "--kv-tokens",
         "--slo-ttft",
         "--slo-tbt",
@@ -200,9 +199,8 @@ def simulate(
 ) -> None:
     """Replay a trace against a simulated cluster.
 
-    The Conductor and the instances are those that serve; only time and computation are simulated.
-    Without options the cluster has 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B, and
-    the SLOs are TTFT <= 30 s and TBT <= 0.1 s.
+    The code that serves decides; only time and computation are simulated. Without options the
+    cluster has 8 prefill and 8 decode nodes of 8 x A800 with LLaMA3-70B.
     """
     from moonpool.cli.figures import print_figures
     from moonpool.studies.run import RunSettings, run_simulation

@@ -75,7 +75,10 @@ def info(file: str, format_name: str, json_file: str | None, plot: str | None) -
 
 @trace.command()
 @click.option(
-    "--profile", "profile_name", help="Built-in kind of workload, or the file of a profile."
+    "--profile",
+    "profile_name",
+    help="Kind of workload, or the file of a profile; conversation unless given. Kinds:"
+    f" {', '.join((*BUILT_IN, *BUILT_IN_MIXES))}.",
 )
 @click.option("--like", type=click.Path(), help="Fit the workload to this trace.")
 @click.option("--requests", type=COUNT, help="Number of requests.")

@@ -165,7 +165,10 @@ def worker(
     log_format: LogFormat,
     exit_with_parent: bool,
 ) -> None:
-    """Start one instance, which takes model and settings from the head it joins."""
+    """Start one instance, which takes model and settings from the head it joins.
+
+    Head and workers share a secret: set MOONPOOL_CLUSTER_SECRET to the same for all.
+    """
     head_host, port = head_place(head_address, "--head")
     name = name or f"{role}-{secrets.token_hex(3)}"
     if num_parts:

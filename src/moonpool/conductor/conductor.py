@@ -362,7 +362,7 @@ class Conductor:
             else:
                 text += f": requests are refused until another one joins ({_how_to_start(what)})"
             self._actions.append(Announce(text, is_warning=True))
-        self._drain(name, within_s, "its process received a signal to end", now, returns)
+        self._drain(name, within_s, "it was told to end", now, returns)
 
     def _drain(
         self,
@@ -397,4 +397,4 @@ class Conductor:
 def _how_to_start(what: str) -> str:
     """`what`: "prefills" or "decodes"."""
     role = what.removesuffix("s")
-    return f"start one: moonpool worker --role {role} --head HOST:PORT"
+    return f"start one: moonpool worker --role {role} --head HOST:PORT, or list a server for it"

@@ -199,7 +199,7 @@ def read_output(work: AttemptSpec, event: bytes) -> EngineOutput:
         return EngineOutput(work.attempt_id, ())
     choice = found.choices[0]
     if choice.token_ids is None and choice.text:
-        raise DialectError("it returns no token ids: Moonpool needs vLLM 0.10.2 or newer")
+        raise DialectError("it returns no token ids: moonpool needs vLLM 0.10.2 or newer")
     handle = b"" if found.kv_transfer_params is None else _encode(found.kv_transfer_params)
     tokens = _tokens(work, choice)
     prompt = _prompt(work, choice)

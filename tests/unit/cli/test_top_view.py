@@ -84,7 +84,7 @@ def test_it_names_stages_loads_tiers_and_refusals() -> None:
     assert "3 under way: 1 queue and fetch, 2 decode" in text
     assert " 0.50  1.25" in text and "draining: a client requested it" in text
     assert "75%" in text and "25%" in text
-    assert "ttft slo" in text and "7" in text
+    assert "TTFT SLO" in text and "7" in text
     assert "5 answered, 4 within both SLOs" in text
 
 
@@ -116,13 +116,16 @@ def test_it_shows_hot_prefixes_and_transfers_where_there_is_room() -> None:
 
 
 def test_80_columns_show_every_heading_and_figure() -> None:
-    requests = [a_request(1, id="0880d9d1b4e3ae88da0087c5", ttft_s=0.0832)]
+    requests = [
+        a_request(1, id="0880d9d1b4e3ae88da0087c5", ttft_s=0.0832, tbt_s=0.00277, seconds=0.0531),
+        a_request(2, outcome="ttft_slo"),
+    ]
     frame = a_pool(requests=requests, under_way=0, stages={})
     text = plain(frame, 60, 80)
     assert "…" not in text
     for shown_in_80 in ("held", "blocks", "4,096", "0.50  1.25", "draining", "within both SLOs"):
         assert shown_in_80 in text
-    for shown_in_80 in ("prefill-0 → decode-0", "83.2 ms", "50 ms", "1.50 s", "0880d9d1"):
+    for shown_in_80 in ("prefill-0→decode-0", "83.2 ms", "50 ms", "1.50 s", "0880d9d"):
         assert shown_in_80 in text
     assert "1.4 MB, 7.2 MB" in text and "SSD stored" not in text
     assert max(len(line) for line in text.splitlines()) <= 80
@@ -137,7 +140,7 @@ def test_only_late_answers_are_red() -> None:
     assert red not in shown(calm)
     late = a_request(0, ttft_s=0.8, effective=False)
     assert f"{red}800 ms" in shown(calm | {"requests": [late]})
-    assert f"{red}ttft slo" in shown(calm | {"requests": [a_request(0, outcome="ttft_slo")]})
+    assert f"{red}TTFT SLO" in shown(calm | {"requests": [a_request(0, outcome="ttft_slo")]})
 
 
 def test_a_tenant_sees_no_loads() -> None:

@@ -69,7 +69,7 @@ def test_refusals_of_ten_seconds_are_one_event_and_who_leaves_is_no_fault() -> N
     for outcome in ("stop", "abort", "ttft_slo", "ttft_slo", "deadline"):
         events.request_ended(record(outcome), 5.0)
     (only,) = events.describe(6.0)
-    assert only["text"] == "3 requests without an answer: 2 ttft slo, 1 deadline"
+    assert only["text"] == "3 requests without an answer: 2 TTFT SLO, 1 deadline"
     events.tick(5.0 + REFUSALS_S)
     events.request_ended(record("deadline"), 20.0)
     assert [each["text"].partition(" ")[0] for each in events.describe(20.0)] == ["1", "3"]

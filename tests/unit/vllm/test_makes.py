@@ -13,7 +13,7 @@ import pytest
 from moonpool.protocol.messages import AttemptId, AttemptSpec, ForwardedCall
 from moonpool.types import FinishReason, SamplingParams, Slo
 from moonpool.vllm.actions import EngineOutput, SubmitRequest
-from moonpool.vllm.client import VllmClient
+from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
 from moonpool.vllm.dialects.llama_server import compute_fields
@@ -208,3 +208,23 @@ def test_bodies_of_llama_server() -> None:
         with pytest.raises(DialectError, match="a llama-server") as refused:
             compute_fields(work(**sampling), 4096)
         assert refused.value.refused
+
+
+class NeedsKey(QuietHandler):
+    def do_GET(self) -> None:
+        self.answer(b"{}", 404 if self.path == "/health" else 401)
+
+
+class Unwell(QuietHandler):
+    def do_GET(self) -> None:
+        self.answer(json.dumps(listed("m")).encode(), 503 if self.path == "/health" else 200)
+
+
+def test_a_server_that_is_not_well_is_told_apart_from_a_wrong_url() -> None:
+    with server({"/health": {}, "/v1/models": listed("m", owner="vllm")}, []) as url:
+        assert ask(f"{url}/v1", find_dialect).make == "vLLM"
+        with pytest.raises(VllmError, match="neither /health nor /v1/models"):
+            ask(f"{url}/elsewhere", find_dialect)
+    for handler, said in ((NeedsKey, "VLLM_API_KEY"), (Unwell, "its /health says so")):
+        with serving(handler) as place, pytest.raises(VllmError, match=said):
+            ask(f"http://{place}", find_dialect)

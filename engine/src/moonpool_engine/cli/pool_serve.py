@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from moonpool.cli.help_screen import ScreenHelp
 from moonpool.cli.logs import choose_logging, log_options, set_up_logging
 from moonpool.cli.options import ParamType
 from moonpool.cli.output import fail
@@ -46,7 +47,10 @@ class ByteSize(ParamType[int]):
 BYTES = ByteSize()
 
 
-@click.command()
+@click.command(
+    cls=ScreenHelp,
+    screen=("--dram", "--ssd", "--ssd-folder", "--models", "--socket", "--memory-folder", "--host"),
+)
 @click.option(
     "--dram",
     "dram_bytes",

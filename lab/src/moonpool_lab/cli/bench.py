@@ -30,7 +30,7 @@ class BenchGroup(SuggestingGroup):
             return
         with formatter.section("Commands"):
             own = sorted(self.commands.items())
-            formatter.write_dl([(name, each.get_short_help_str(60)) for name, each in own])
+            formatter.write_dl([(name, each.get_short_help_str(200)) for name, each in own])
         if others := sorted(_checkout_commands()):
             with formatter.section("Commands of a checkout, for developers"):
                 formatter.write_text(", ".join(others))

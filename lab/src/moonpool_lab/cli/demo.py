@@ -23,7 +23,7 @@ from moonpool.cli.options import json_option
 from moonpool.cli.output import check_folders, fail, write_json, write_page
 from moonpool.http_client.client import ConnectionFailedError
 from moonpool.plugins.engines import need_engine
-from moonpool_lab.demo.answers import COLUMNS, DemoRun
+from moonpool_lab.demo.answers import COLUMNS, TEXTS, DemoRun
 from moonpool_lab.demo.client import CompletionClient
 from moonpool_lab.demo.events import ask, fill_memory, kill_in_an_answer
 from moonpool_lab.demo.local_server import LocalServer, ServerError, is_alive
@@ -67,7 +67,11 @@ NEXT_STEPS = (
 def demo(
     users: int, turns: int, prefill: int, decode: int, page_file: str, json_file: str | None
 ) -> None:
-    """Let a local prefill/decode cluster answer multi-turn conversations with a shared prefix."""
+    """Start a small cluster on this machine and show what its KVCache saves.
+
+    Conversations that begin alike are answered with the cache on and then off, and each answer is
+    checked. Nothing is downloaded: a built-in model looks up what its prompts say.
+    """
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
@@ -161,9 +165,8 @@ def _show(text: str) -> None:
 
 def _print_turns(console: Console, run: DemoRun) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    left = ("user", "asked", "prefill on", "decode on")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=name in left)
+        table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=name in TEXTS)
     for row in run.rows + run.after:
         table.add_row(*row.cells)
     console.print(table)

@@ -97,8 +97,7 @@ def oracle(
     """Compare the admission policies with what could be served by knowing the future.
 
     Two figures frame the optimum: a bound that no schedule on this cluster exceeds, and the best
-    schedule that a search with an admission that knows the future finds, which is a run of the
-    simulator.
+    run of the simulator that a search finds with an admission that knows the future.
     """
     from moonpool.sim.settings import SimulationSettings
     from moonpool.trace.row import TraceError

@@ -54,8 +54,8 @@ KINDS = ("prefill", "decode", "transfer")
     "--beliefs",
     "wants_beliefs",
     is_flag=True,
-    help="Measure nothing; write the cost estimates of the server and their errors with --json,"
-    " for `simulate --beliefs`.",
+    help="Measure nothing, but write the server's estimates of times and their errors with"
+    " --json, for `simulate --beliefs`.",
 )
 @click.option(
     "--no-save",
@@ -145,11 +145,10 @@ def profile(
 ) -> None:
     """Measure prefill and decode of MODEL on this machine, or those of the cluster at URL.
 
-    The command fits the cost model of the Conductor, finds tile size and saturation, and recommends
-    chunk sizes. Workers measure costs by themselves when there is no profile; this command measures
-    them better, on an idle machine, and it alone finds the tiles. It keeps the step times for the
-    servers of this machine. With a URL (or HOST:PORT) it measures an idle live cluster for its
-    simulation; the profile then contains all overheads between two steps, and nothing is kept.
+    Servers predict times by step times, which they measure at a first start. This command measures
+    them better, on an idle machine, keeps them for its servers, and recommends sizes of chunks.
+    With a URL (or HOST:PORT) it measures an idle live cluster for its simulation; those times have
+    all overheads between two steps, and are not kept.
     """
     if lists or clears:
         _show_kept(clears, json_file)

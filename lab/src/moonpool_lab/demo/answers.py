@@ -37,12 +37,12 @@ class AnsweredTurn:
             self.user,
             self.what,
             "yes" if self.right else "NO",
-            f"{1e3 * answer.ttft_s:.1f}",
+            f"{1e3 * answer.ttft_s:,.1f}",
             f"{1e3 * self.tbt_s:.2f}",
-            str(answer.prompt_tokens),
-            str(answer.cached_tokens),
-            str(explained["fetched_tokens"]),
-            str(explained["loaded_tokens"]),
+            f"{answer.prompt_tokens:,}",
+            f"{answer.cached_tokens:,}",
+            f"{explained['fetched_tokens']:,}",
+            f"{explained['loaded_tokens']:,}",
             str(explained["prefill_instance"]),
             str(explained["decode_instance"]),
         )
@@ -52,6 +52,8 @@ COLUMNS = (
     *("turn", "user", "asked", "right", "TTFT ms", "TBT ms", "prompt", "cached", "fetched"),
     *("SSD", "prefill on", "decode on"),
 )
+TEXTS = ("user", "asked", "right", "prefill on", "decode on")
+"""The columns that are no numbers."""
 
 
 @dataclass(slots=True)

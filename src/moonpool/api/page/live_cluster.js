@@ -20,7 +20,7 @@ function showState(f) {
 function showTiles(f) {
   const t = f.totals, p = t.ttft_s, g = t.tbt_s, k = t.tokens, all = k.dram + k.fetched + k.ssd + k.computed;
   const slo = k => (f.slo.assumed.includes(k) ? "assumed SLO " : "SLO ") + ms(f.slo[k]);
-  const refused = t.ended - t.answered, stages = Object.entries(f.stages).map(([s, n]) => n + " " + s.replaceAll("_", " ")).join(", ");
+  const refused = t.ended - t.answered, stages = Object.entries(f.stages).map(([s, n]) => n + " " + inWords(s)).join(", ");
   $("tiles").replaceChildren(
     tile("under way", num(f.under_way), stages || "no request now"),
     tile("answered", num(t.answered), pct(t.effective, t.answered) + " within both SLOs"),
@@ -127,7 +127,7 @@ function tierKey(k) { const p = el("p", "key"); keyOf(p, TIERS.map(([n, t, c]) =
 function showTotals(f) {
   $("tiers").replaceChildren(tierBar(f.totals.tokens), tierKey(f.totals.tokens));
   const r = Object.entries(f.totals.not_answered);
-  $("refusals").replaceChildren(...(r.length ? r.map(([why, n]) => el("div", "row", el("span", "", why.replaceAll("_", " ")), el("span", "", num(n)))) : [el("p", "soft", "None in the last ten minutes.")]));
+  $("refusals").replaceChildren(...(r.length ? r.map(([why, n]) => el("div", "row", el("span", "", inWords(why)), el("span", "", num(n)))) : [el("p", "soft", "None in the last ten minutes.")]));
 }
 function groupRow(p, unnamed) {
   const name = el("th", "", p.name || unnamed); name.scope = "row"; const k = p.tokens, all = k.dram + k.fetched + k.ssd + k.computed;
@@ -139,14 +139,14 @@ function showGroups(f) {
   $("payers").replaceChildren(...payers.map(p => groupRow(p, "without a key")));
   $("programs").replaceChildren(...programs.map(p => groupRow(p, "")));
 }
-function stageBar(r) { const s = r.stages_s, w = STAGES.reduce((a, [n]) => a + (s[n] || 0), 0); return bar(STAGES.map(([n, c]) => [s[n] || 0, c]), w, STAGES.map(([n]) => n.replaceAll("_", " ") + " " + ms(s[n])).join(", ")); }
+function stageBar(r) { const s = r.stages_s, w = STAGES.reduce((a, [n]) => a + (s[n] || 0), 0); return bar(STAGES.map(([n, c]) => [s[n] || 0, c]), w, STAGES.map(([n]) => inWords(n) + " " + ms(s[n])).join(", ")); }
 function showRequests(f) {
   const focus = document.activeElement && document.activeElement.dataset.id;
   $("requests").replaceChildren(...f.requests.map(r => {
     const id = el("button", "id", r.id); id.dataset.id = r.id; id.title = "Why did it go there?"; id.onclick = () => explain(r.id, r.tenant);
     const first = el("th", "", id); first.scope = "row"; if (r.tenant && !f.tenant) first.append(" ", el("span", "soft", r.tenant));
     const ok = r.outcome === "stop" || r.outcome === "length", cached = r.tokens.dram + r.tokens.fetched + r.tokens.ssd;
-    const state = el("td", r.outcome && !ok ? "bad" : "", r.outcome ? r.outcome.replaceAll("_", " ") : r.stage.replaceAll("_", " ") + " …");
+    const state = el("td", r.outcome && !ok ? "bad" : "", r.outcome ? inWords(r.outcome) : inWords(r.stage) + " …");
     const where = r.prefill ? r.prefill + (r.decode && r.decode !== r.prefill ? " → " + r.decode : "") : "–";
     const late = ok && !r.effective, hit = el("td", "", num(cached)); hit.title = TIERS.map(([n, t]) => t + " " + num(r.tokens[n])).join(", ");
     return el("tr", "", first, state, el("td", "", where), el("td", "", num(cached + r.tokens.computed)), hit, el("td", "", num(r.generated_tokens)), el("td", late && r.ttft_s > f.slo.ttft_s ? "bad" : "", ms(r.ttft_s)), el("td", late && r.tbt_s > f.slo.tbt_s ? "bad" : "", ms(r.tbt_s)), el("td", "", ms(r.seconds)), el("td", "", stageBar(r)));
@@ -160,7 +160,7 @@ async function explain(id, tenant) {
   const found = await asked.json();
   if (!asked.ok) { $("why-text").replaceChildren(found.error.message); return; }
   $("why-text").replaceChildren(el("p", "", timesOf(found) + `, attempts ${found.attempts}`),
-    stageBar(found), el("p", "soft", STAGES.map(([n]) => n.replaceAll("_", " ") + " " + ms(found.stages_s[n])).join(" · ")),
+    stageBar(found), el("p", "soft", STAGES.map(([n]) => inWords(n) + " " + ms(found.stages_s[n])).join(" · ")),
     el("pre", "", found.why.join("\n")));
 }
 const timesOf = r => `TTFT ${ms(r.observed.ttft_s)} (predicted ${ms(r.predicted.ttft_s)}), TBT ${ms(r.observed.tbt_top10_mean_s)} (predicted ${ms(r.predicted.tbt_s)})`;
@@ -207,7 +207,7 @@ async function names() {
   if (listed.includes(chosen)) $("model").value = chosen;
 }
 $("login").onsubmit = e => { e.preventDefault(); key = $("key").value.trim(); $("key").value = ""; watch(); };
-keyOf($("stage-key"), STAGES.map(([n, c]) => [n.replaceAll("_", " "), c]));
+keyOf($("stage-key"), STAGES.map(([n, c]) => [inWords(n), c]));
 
 // Two views, one of them at a time; the address keeps which.
 const VIEWS = [["tab-cluster", "cluster"], ["tab-chat", "chat-view"]];

@@ -115,7 +115,10 @@ def run(
             else:
                 click.echo("/help lists commands, Ctrl-D ends the chat.\n")
                 TerminalChat(server, parameters, system).run()
-    except (ServerEndedError, ChatError) as error:
+    except ServerEndedError as error:
+        display.end()
+        fail("the server has ended: see its log above" if verbose else str(error))
+    except ChatError as error:
         display.end()
         fail(str(error))
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from moonpool.cli.watch.cluster_events import Frame, time_text
 from moonpool.cli.watch.top_pool import TITLE_LINES, WIDE_COLUMNS, new_table, pool_tables
+from moonpool.refusal import reason_words
 
 _ROLES = ("prefill", "decode", "mixed")
 _TIERS = (("dram", "DRAM"), ("fetched", "fetched"), ("ssd", "SSD"), ("computed", "computed"))
@@ -25,7 +26,8 @@ _STAGES = (
 _BAR_CELLS = 12
 _ANSWERED = ("stop", "length")
 _MIN_REQUESTS = 3
-_SHORT_ID = 8
+_SHORT_ID, _SHORT_STATE, _SHORT_PLACES = 7, 9, 18
+"""Most characters of a request's first cells in 80 columns: figures keep their units."""
 _FIXED_LINES = 16
 """Lines of the view beside its instances and requests, as laid out below."""
 _POOL_FROM_LINES = 34
@@ -61,7 +63,7 @@ def _headline(frame: Frame, url: str, state: str) -> Text:
     text.append("moonpool ", "bold").append(url)
     if frame["tenant"]:
         text.append(f"  requests of {frame['tenant']}")
-    stages = ", ".join(f"{n} {_words(stage)}" for stage, n in frame["stages"].items())
+    stages = ", ".join(f"{n} {reason_words(stage)}" for stage, n in frame["stages"].items())
     text.append(f"  {frame['under_way']} under way" + (f": {stages}" if stages else ""))
     if state:
         text.append(f"  {state}", "bold red")
@@ -164,7 +166,7 @@ def _refusals(frame: Frame) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     reasons = list(frame["totals"]["not_answered"].items())
     for reason, number in reasons[:4]:
-        table.add_row(_words(reason), f"{number:,}")
+        table.add_row(reason_words(reason), f"{number:,}")
     if not reasons:
         table.add_row(Text("none", "dim"))
     return Panel(table, title="without an answer", width=32)
@@ -177,20 +179,18 @@ def _requests(frame: Frame, most: int, is_wide: bool) -> RenderableType:
     table = new_table(is_wide)
     for name in ("request", "state", "instances"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for name in ("prompt", "cached", "tokens", "TTFT", "TBT", "total"):
+    for name in ("prompt", "cached", "tokens" if is_wide else "out", "TTFT", "TBT", "total"):
         table.add_column(name, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("stages", no_wrap=True)
     for one in frame["requests"][:most]:
-        name, row = _request_row(one, frame)
-        table.add_row(name if is_wide else name[:_SHORT_ID], *row[: len(table.columns) - 1])
+        table.add_row(*_request_row(one, frame, is_wide)[: len(table.columns)])
     return table
 
 
-def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, list[RenderableType]]:
-    """Its id, and the other cells."""
+def _request_row(one: dict[str, Any], frame: Frame, is_wide: bool) -> list[RenderableType]:
     answered = one["outcome"] in _ANSWERED
-    state = _words(one["outcome"] or one["stage"])
+    state = reason_words(one["outcome"] or one["stage"])
     style = "" if answered or not one["outcome"] else "red"
     places = [one["prefill"]]
     if one["decode"] and one["decode"] != one["prefill"]:
@@ -202,9 +202,12 @@ def _request_row(one: dict[str, Any], frame: Frame) -> tuple[str, list[Renderabl
         Text(_seconds(one[key]), "red" if late and (one[key] or 0) > frame["slo"][key] else "")
         for key in ("ttft_s", "tbt_s")
     ]
-    return name[:32], [
-        Text(state, style),
-        " → ".join(place for place in places if place) or "-",
+    arrow = " → " if is_wide else "→"
+    where = arrow.join(place for place in places if place) or "-"
+    return [
+        name[:32] if is_wide else name[:_SHORT_ID],
+        Text(state if is_wide else _cut(state, _SHORT_STATE), style),
+        where if is_wide else _cut(where, _SHORT_PLACES),
         f"{sum(one['tokens'].values()):,}",
         f"{cached:,}",
         f"{one['generated_tokens']:,}",
@@ -227,5 +230,5 @@ def _seconds(seconds: float | None) -> str:
     return "-" if seconds is None else time_text(seconds)
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -14,6 +14,7 @@ from typing import Any
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import InstanceState
 from moonpool.head.watch.live_history import ANSWERED
+from moonpool.refusal import reason_words
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId
 
@@ -102,7 +103,7 @@ class LiveEvents:
     def _refusals(self) -> str:
         total = sum(self._refused.values())
         each = ", ".join(
-            f"{count} {why.replace('_', ' ')}" for why, count in self._refused.most_common(4)
+            f"{count} {reason_words(why)}" for why, count in self._refused.most_common(4)
         )
         return f"{total} {'request' if total == 1 else 'requests'} without an answer: {each}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moonpool.types import MALFORMED
-from moonpool.vllm.client import HEALTH_S, VllmClient, VllmError, VllmSilentError
+from moonpool.vllm.client import HEALTH_S, LACKS, VllmClient, VllmError, VllmSilentError
 from moonpool.vllm.dialects.llama_server import LlamaDialect, is_props
 from moonpool.vllm.dialects.openai_server import Listed, OpenAiDialect, read_listed
 from moonpool.vllm.dialects.server_dialect import ServerDialect
@@ -27,9 +27,7 @@ async def find_dialect(client: VllmClient) -> ServerDialect:
     if health == "silent":
         raise VllmSilentError(f"no answer within {HEALTH_S:g} s")
     if health != "well":
-        raise VllmError(
-            "no server listens there" if health == "gone" else "the server is not healthy"
-        )
+        raise VllmError("no server listens there") if health == "gone" else await _unwell(client)
     listed = read_listed(await client.get("/v1/models"))
     owners = {model.owned_by for model in listed}
     if "vllm" in owners:
@@ -46,6 +44,20 @@ async def find_dialect(client: VllmClient) -> ServerDialect:
     if await _is_vllm(client, listed):
         return VllmDialect(client)
     return OpenAiDialect(client)
+
+
+async def _unwell(client: VllmClient) -> VllmError:
+    """What is wrong with a server that answers, and whose health is not well."""
+    try:
+        await client.get("/v1/models")
+    except VllmError as error:
+        if error.status not in LACKS:
+            return error  # such as a missing key
+        return VllmError(
+            "it serves neither /health nor /v1/models: give the URL of a model server, such as"
+            " http://127.0.0.1:8100"
+        )
+    return VllmError("the server is not healthy: its /health says so")
 
 
 async def _is_vllm(client: VllmClient, listed: list[Listed]) -> bool:
