@@ -336,6 +336,7 @@ def played(
     seconds: float,
     config: ConductorConfig | None = None,
     slow: float = 1.0,
+    programs: bool = True,
 ) -> TimedVllms:
     """A workload at half of the capacity, and then at this load, of which the figures are. `slow`:
     how many times slower the servers are, and their SLOs longer; tools are as fast as ever."""
@@ -346,7 +347,7 @@ def played(
     for each in (0.5, load):
         fleet.forget()
         sessions = arriving(workload, each * rate / workload.turns, seconds, round(100 * each))
-        fleet.play(sessions, seconds, workload.programs)
+        fleet.play(sessions, seconds, programs and workload.programs)
     return fleet
 
 
@@ -384,6 +385,7 @@ def main() -> None:
     parser.add_argument("--admission", default="goodput")
     parser.add_argument("--no-decode-wait", action="store_true")
     parser.add_argument("--programs", choices=("off", "named"), default="named")
+    parser.add_argument("--sessions", action="store_true", help="Agents name no programs.")
     parser.add_argument("--slow", type=float, default=1.0, help="Servers that much slower.")
     asked = parser.parse_args()
     config = ConductorConfig(
