@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ WORDS = {
     "vllm-round-robin": "vllm-router, `round_robin`",
     "vllm-cache-aware": "vllm-router, `cache_aware`",
     "vllm-kv-aware": "vllm-router, `kv_aware`",
+    "vllm-programs": "vllm-router, programs",
     "ray-two-choices": "Ray Serve, two choices",
     "ray-prefix-aware": "Ray Serve, prefix-aware",
     "ray-conductor": "Ray Serve, moonpool's Conductor",
@@ -42,6 +44,7 @@ HEADER = (
     *("load", "router", "within both SLOs, a second", "of what was asked", "refused", "failed"),
     *("TTFT P50, P99", "TBT P50, P99", "hits", "CPU a request"),
 )
+PROGRAM_HEADER = ("makespan P50, P90", "programs finished", "calls refused")
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for an interval of 95 %, by degrees of freedom from 1 on."""
 T_95_MANY = 2.0
@@ -70,8 +73,12 @@ def _workload(name: str, basis: dict[str, Any], rows: list[dict[str, Any]]) -> s
     return (
         f"**{name.capitalize()}**: SLOs TTFT {slo['ttft_s']:.2f} s and TBT"
         f" {1e3 * slo['tbt_s']:.0f} ms; load 1 is {basis['requests_per_s']:.3g} requests a"
-        f" second.\n\n{table(HEADER, router_rows(rows))}"
+        f" second.\n\n{table(_header(rows), router_rows(rows))}"
     )
+
+
+def _header(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    return HEADER + (PROGRAM_HEADER if any("programs" in row for row in rows) else ())
 
 
 def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -90,7 +97,7 @@ def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         for name, each in ran.items():
             if not each:
                 why = f"does not run: {plain(own[name][0]['absent'])}"
-                yield (f"{load:g}", WORDS[name], why, *("-",) * 7)
+                yield (f"{load:g}", WORDS[name], why, *("-",) * (len(_header(rows)) - 3))
                 continue
             shown = _interval([row["goodput_rps"] for row in each])
             yield (
@@ -104,6 +111,7 @@ def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
                 _tails([row["tbt_s"] for row in each]),
                 f"{_mean(each, 'engine_hit_ratio'):.0%}",
                 f"{_mean(each, 'cpu_ms_per_request'):.1f} ms" if _has_process(name) else "-",
+                *(_of_programs(each) if len(_header(rows)) > len(HEADER) else ()),
             )
 
 
@@ -131,6 +139,22 @@ def _interval(values: Sequence[float]) -> str:
         return f"{mean:.2f}"
     t = T_95[degrees - 1] if degrees <= len(T_95) else T_95_MANY
     return f"{mean:.2f} ± {t * statistics.stdev(values) / len(values) ** 0.5:.2f}"
+
+
+def _of_programs(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Medians of makespans, where None is one that was never reached; programs of all rounds."""
+    each = [row["programs"] for row in rows if "programs" in row]
+    if not each:
+        return ("-",) * len(PROGRAM_HEADER)
+    shown = []
+    for key in ("p50", "p90"):
+        all_s = (found["makespan_s"][key] for found in each)
+        median_s = statistics.median(inf if one is None else one for one in all_s)
+        shown.append(f"{median_s:.1f} s" if isfinite(median_s) else "never")
+    finished, begun, refusals = (
+        sum(found[key] for found in each) for key in ("finished", "begun", "refusals")
+    )
+    return ", ".join(shown), f"{finished} of {begun}", str(refusals)
 
 
 def _tails(each: Sequence[dict[str, float]]) -> str:

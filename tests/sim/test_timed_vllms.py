@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.suite.conversations.player import program_figures
 from moonpool.config.tables import ConductorConfig
 from tests.sim.timed_vllms import CASES, TimedVllms, played
 
@@ -47,3 +48,11 @@ def test_without_admission_control_nobody_is_refused() -> None:
     assert all(record.outcome == "length" for record in fleet.records)
     # The wait for a batch ends when the first token could be late.
     assert fleet.longest_wait_s <= SLO.ttft_s
+
+
+def test_a_program_that_has_begun_gets_through_in_overload() -> None:
+    fleet = played("agents", 2.5, SECONDS)
+    found = program_figures(fleet.calls)
+    assert found["finished"] == found["begun"] > 50
+    later = [turn for turn in fleet.calls if turn.call is not None and turn.call.step]
+    assert later and not any(turn.num_refused for turn in later)

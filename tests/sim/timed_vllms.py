@@ -17,6 +17,8 @@ from math import inf
 
 import msgspec
 
+from benchmarks.suite.conversations.player import PlayedTurn, program_figures
+from benchmarks.suite.conversations.program_call import ProgramCall
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
 from benchmarks.suite.routers.stub_server import block_event
 from benchmarks.suite.routers.timed_engine import (
@@ -45,9 +47,11 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.request_record import RequestRecord
 from moonpool.scheduler.actions import SendReport
 from moonpool.sim.clock import Clock, Priority
+from moonpool.trace.closed_loop import retry_after_s
 from moonpool.types import (
     FinishReason,
     InstanceId,
+    ProgramContext,
     Request,
     RequestId,
     Role,
@@ -158,7 +162,10 @@ class _Vllm:
 @dataclass(slots=True)
 class _Client:
     session: Session
+    program: int = -1  # -1: its calls name none
     number: int = 0
+    num_refused: int = 0  # tries of its turn
+    record: RequestRecord | None = None  # of its turn
     said: list[int] = field(default_factory=list)
 
 
@@ -182,6 +189,8 @@ class TimedVllms:
         }
         self.records: list[RequestRecord] = []
         self.refused: list[str] = []
+        self.calls: list[PlayedTurn] = []
+        self._num_programs = self._num_requests = 0
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
         self.longest_wait_s = 0.0  # of a placement, since `forget`
@@ -197,13 +206,19 @@ class TimedVllms:
         """Begins new figures; what the Conductor has learned remains."""
         self.records.clear()
         self.refused.clear()
+        self.calls.clear()
         self.longest_wait_s, self.hit_tokens = 0.0, 0
 
-    def play(self, sessions: Sequence[Session], seconds: float) -> None:
+    def play(self, sessions: Sequence[Session], seconds: float, programs: bool = False) -> None:
+        """With `programs` each session is one: those that began go on to their end, and calls that
+        are refused come again."""
         start = self.clock.now
         self._until_s = start + seconds
         for session in sessions:
-            self.clock.at(start + session.started_s, Priority.ARRIVAL, self._turn, _Client(session))
+            client = _Client(session)
+            if programs:
+                client.program, self._num_programs = self._num_programs, self._num_programs + 1
+            self.clock.at(start + session.started_s, Priority.ARRIVAL, self._turn, client)
         self.clock.after(TICK_S, Priority.TICK, self._tick)
         self.clock.run()
 
@@ -216,15 +231,27 @@ class TimedVllms:
             self.clock.after(TICK_S, Priority.TICK, self._tick)
 
     def _turn(self, client: _Client) -> None:
-        if self.clock.now > self._until_s:
+        if self.clock.now > self._until_s and client.program < 0:
             return
-        turn = client.session.turns[client.number]
-        client.said += turn.new_tokens
-        now = self.clock.now
-        name = RequestId(f"r{len(self.records)}")
-        record = RequestRecord(name, len(client.said), self.slo, now)
-        self.records.append(record)
-        self._under_way[name] = client, record, [], turn
+        client.said += client.session.turns[client.number].new_tokens
+        client.num_refused = 0
+        name = RequestId(f"t{len(self.records)}")
+        client.record = RequestRecord(name, len(client.said), self.slo, self.clock.now)
+        self.records.append(client.record)
+        self._try(client)
+
+    def _try(self, client: _Client) -> None:
+        now, turn = self.clock.now, client.session.turns[client.number]
+        name, self._num_requests = RequestId(f"r{self._num_requests}"), self._num_requests + 1
+        assert client.record is not None
+        self._under_way[name] = client, client.record, [], turn
+        context = None
+        if client.program >= 0:
+            context = ProgramContext(
+                program_id=f"p{client.program}",
+                expected_tokens=turn.answer_tokens,
+                ends=client.number == len(client.session.turns) - 1,
+            )
         request = Request(
             request_id=name,
             token_ids=tuple(client.said),
@@ -232,6 +259,7 @@ class TimedVllms:
             slo=self.slo,
             arrived_s=now,
             deadline_s=now + 300.0,
+            program=context,
         )
         self._post(RequestArrived(request))
 
@@ -239,6 +267,27 @@ class TimedVllms:
         name = RequestId(command.attempt.attempt_id.partition("/")[0])
         waited_s = self.clock.now - self._under_way[name][1].arrived_s
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
+
+    def _refuse(self, client: _Client, status: int, told_s: float | None) -> None:
+        """A program's call comes again; without a program, the user goes on."""
+        client.num_refused += 1
+        wait_s = retry_after_s(status, client.num_refused, told_s) if client.program >= 0 else None
+        if wait_s is not None:
+            self.clock.after(wait_s, Priority.ARRIVAL, self._try, client)
+            return
+        self._note_end(client, status)
+        if client.program < 0:
+            self._next(client)
+
+    def _note_end(self, client: _Client, status: int) -> None:
+        assert client.record is not None
+        if client.program >= 0:
+            is_last = client.number == len(client.session.turns) - 1
+            call = ProgramCall(client.program, client.number, is_last)
+            client.record.finished_s = self.clock.now
+            self.calls.append(
+                PlayedTurn(client.record, 0.0, status, "", "", client.num_refused, call)
+            )
 
     def _next(self, client: _Client) -> None:
         client.number += 1
@@ -264,12 +313,13 @@ class TimedVllms:
                         record.finished_s = self.clock.now
                         del self._under_way[action.request_id]
                         client.said += tokens
+                        self._note_end(client, 200)
                         self._next(client)
                 case Refuse():
                     client, record, _, _ = self._under_way.pop(action.request_id)
-                    record.outcome = action.refusal.reason
-                    self.refused.append(action.refusal.reason)
-                    self._next(client)
+                    record.outcome, why = action.refusal.reason, action.refusal
+                    self.refused.append(why.reason)
+                    self._refuse(client, why.status, why.retry_after_s)
 
 
 CASES = {
@@ -281,15 +331,23 @@ CASES = {
 
 
 def played(
-    name: str, load: float, seconds: float, config: ConductorConfig | None = None
+    name: str,
+    load: float,
+    seconds: float,
+    config: ConductorConfig | None = None,
+    slow: float = 1.0,
+    programs: bool = True,
 ) -> TimedVllms:
-    """A workload at half of the capacity, and then at this load, of which the figures are."""
+    """A workload at half of the capacity, and then at this load, of which the figures are. `slow`:
+    how many times slower the servers are, and their SLOs longer; tools are as fast as ever."""
     rate, slo = CASES[name]
-    workload, fleet = WORKLOADS[name], TimedVllms(config or ConductorConfig(), slo)
+    rate, slo = rate / slow, Slo(ttft_s=slow * slo.ttft_s, tbt_s=slow * slo.tbt_s)
+    workload = WORKLOADS[name]
+    fleet = TimedVllms(config or ConductorConfig(), slo, (slow,) * 3)
     for each in (0.5, load):
         fleet.forget()
         sessions = arriving(workload, each * rate / workload.turns, seconds, round(100 * each))
-        fleet.play(sessions, seconds)
+        fleet.play(sessions, seconds, programs and workload.programs)
     return fleet
 
 
@@ -304,8 +362,16 @@ def _line(name: str, load: float, fleet: TimedVllms) -> str:
         f" {len(fleet.refused)} refused, {late} late, hits {fleet.hit_tokens / max(prompt, 1):.0%},"
         f" TTFT mean {1e3 * sum(ttft_s) / max(len(ttft_s), 1):.0f} ms,"
         f" P99 {1e3 * percentiles(ttft_s, 99)['p99']:.0f} ms,"
-        f" TBT mean {1e3 * sum(gaps_s) / max(len(gaps_s), 1):.1f} ms\n"
+        f" TBT mean {1e3 * sum(gaps_s) / max(len(gaps_s), 1):.1f} ms{_program_words(fleet)}\n"
     )
+
+
+def _program_words(fleet: TimedVllms) -> str:
+    if not fleet.calls:
+        return ""
+    found = program_figures(fleet.calls)
+    shown = (f"{name.upper()} {value or inf:.1f} s" for name, value in found["makespan_s"].items())
+    return f", programs {found['finished']} of {found['begun']}, {', '.join(shown)}"
 
 
 def main() -> None:
@@ -318,11 +384,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--admission", default="goodput")
     parser.add_argument("--no-decode-wait", action="store_true")
+    parser.add_argument("--programs", choices=("off", "named"), default="named")
+    parser.add_argument("--sessions", action="store_true", help="Agents name no programs.")
+    parser.add_argument("--slow", type=float, default=1.0, help="Servers that much slower.")
     asked = parser.parse_args()
-    config = ConductorConfig(admission=asked.admission, decode_wait=not asked.no_decode_wait)
+    config = ConductorConfig(
+        admission=asked.admission,
+        decode_wait=not asked.no_decode_wait,
+        programs=asked.programs,
+    )
     for name in asked.workload or CASES:
         for load in map(float, asked.loads.split(",")):
-            sys.stdout.write(_line(name, load, played(name, load, asked.seconds, config)))
+            fleet = played(name, load, asked.seconds, config, asked.slow, not asked.sessions)
+            sys.stdout.write(_line(name, load, fleet))
 
 
 if __name__ == "__main__":

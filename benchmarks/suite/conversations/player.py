@@ -1,26 +1,31 @@
 """Plays sessions to a live server in closed loops: a turn follows the answer that was read.
 
 Sessions arrive whatever the server does, and each has one request under way at most. A rejected
-turn is not sent again; the user goes on with the next one.
+turn is not sent again; the user goes on with the next one. Sessions that are programs (agents) are
+otherwise: each call names its program, a refused one is sent again as clients do, and a program
+whose call failed for good ends there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from math import isfinite
+from math import inf, isfinite
 from time import monotonic
 from typing import Any
 
 import msgspec
 
+from benchmarks.suite.conversations.program_call import ProgramCall
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
 from moonpool.distributions.quantiles import percentiles
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.request_record import RequestRecord
+from moonpool.trace.closed_loop import retry_after_s
 from moonpool.types import RequestId, Slo
 from moonpool_lab.replay.player import TURNED_AWAY
 from moonpool_lab.replay.server import query_server
@@ -34,13 +39,16 @@ MOST_TTFT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class PlayedTurn:
-    """One request that was sent. `sent_s` counts from the start of the run."""
+    """One request that was sent. `sent_s` counts from the start of the run. `num_refused`: tries
+    that were refused; `call`: of a program, which the record times from its first try on."""
 
     record: RequestRecord
     sent_s: float
     status: int  # 0: no whole answer
     reason: str
     message: str = ""
+    num_refused: int = 0
+    call: ProgramCall | None = None
 
 
 async def play_sessions(
@@ -49,20 +57,22 @@ async def play_sessions(
     slo: Slo,
     seconds: float,
     others: Sequence[str] = (),
+    programs_s: float = 0.0,
 ) -> list[PlayedTurn]:
     """Plays each chain's sessions one after the other, and all chains at once.
 
     No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway;
     the others are cancelled and count as failed. With `others`, requests go to `url` and to them in
-    turn. Raises ServerUnfitError.
+    turn. With `programs_s`, sessions are programs, and those that have begun go on for at most so
+    much longer. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)
     clients = [client, *map(HttpClient, others)]
-    run = _Run(cycle(clients), facts.model, slo, seconds, facts.config is not None)
+    run = _Run(cycle(clients), facts.model, slo, seconds, facts.config is not None, programs_s)
     tasks = [asyncio.create_task(run.chain(chain)) for chain in chains]
-    last_s = run.began_s + seconds + GRACE_S
-    if isfinite(slo.ttft_s):
+    last_s = run.began_s + seconds + (programs_s or GRACE_S)
+    if isfinite(slo.ttft_s) and not programs_s:
         last_s += min(slo.ttft_s, MOST_TTFT_S)
     try:
         if tasks:
@@ -86,11 +96,14 @@ class _Run:
         slo: Slo,
         seconds: float,
         is_moonpool: bool,
+        programs_s: float,
     ) -> None:
         self.played: list[PlayedTurn] = []
         self.began_s = monotonic()
         self._clients, self._slo, self._seconds = clients, slo, seconds
         self._model = model
+        self._run_id = secrets.token_hex(4) if programs_s else ""
+        self._num_programs = 0
         self._headers = b""
         if is_moonpool:
             ms = slo.ttft_s * 1e3, slo.tbt_s * 1e3
@@ -99,45 +112,72 @@ class _Run:
     async def chain(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
             await asyncio.sleep(max(session.started_s - self._now_s(), 0.0))
+            number, self._num_programs = self._num_programs, self._num_programs + 1
             said: list[int] = []
-            for turn in session.turns:
+            for step, turn in enumerate(session.turns):
                 await asyncio.sleep(turn.think_s)
-                if self._now_s() > self._seconds:
+                goes_on = bool(self._run_id and step)
+                if self._now_s() > self._seconds and not goes_on:
                     return
+                call = None
+                if self._run_id:
+                    call = ProgramCall(number, step, step == len(session.turns) - 1)
                 said += turn.new_tokens
-                said += await self._ask(said, turn)
+                answer = await self._ask(said, turn, call)
+                if call is not None and not answer:
+                    break
+                said += answer
 
     def _now_s(self) -> float:
         return monotonic() - self.began_s
 
-    async def _ask(self, prompt: Sequence[int], turn: SessionTurn) -> list[int]:
+    async def _ask(
+        self, prompt: Sequence[int], turn: SessionTurn, call: ProgramCall | None
+    ) -> list[int]:
         """Returns the answer, empty unless it is whole."""
         sent_s = self._now_s()
         name = RequestId(str(len(self.played)))
         record = RequestRecord(name, len(prompt), self._slo, self.began_s + sent_s)
+        body = self._body(prompt, turn, call)
         receiver = CompletionReceiver(record)
-        status, reason = 0, "cancelled"
+        status, reason, num_refused = 0, "cancelled", 0
         try:
-            await next(self._clients).post(
-                "/v1/completions", self._body(prompt, turn), receiver, self._headers
-            )
-            receiver.on_end()
-            status, reason = receiver.status, receiver.finish_reason
-            if receiver.error_code:
-                # An error within a stream has no status of its own.
-                status, reason = (status if status != 200 else 0), receiver.error_code
-            elif not reason:
-                status, reason = 0, "broken_off"
-        except ConnectionFailedError as error:
-            status, reason, receiver.error_message = 0, "connection", str(error)
+            while True:
+                status, reason = await self._try(body, receiver)
+                refused = call is not None and status in TURNED_AWAY
+                num_refused += refused
+                told_s = receiver.retry_after_s
+                wait_s = retry_after_s(status, num_refused, told_s) if refused else None
+                if wait_s is None:
+                    break
+                await asyncio.sleep(wait_s)
+                receiver, status, reason = CompletionReceiver(record), 0, "cancelled"
         finally:
             record.finished_s = monotonic()
             record.outcome = reason
             text = receiver.error_message
-            self.played.append(PlayedTurn(record, sent_s, status, reason, text))
+            self.played.append(PlayedTurn(record, sent_s, status, reason, text, num_refused, call))
         return receiver.token_ids if status == 200 else []
 
-    def _body(self, prompt: Sequence[int], turn: SessionTurn) -> bytes:
+    async def _try(self, body: bytes, receiver: CompletionReceiver) -> tuple[int, str]:
+        """Returns its status, 0 without a whole answer, and how it ended."""
+        try:
+            await next(self._clients).post("/v1/completions", body, receiver, self._headers)
+        except ConnectionFailedError as error:
+            receiver.error_message = str(error)
+            return 0, "connection"
+        receiver.on_end()
+        if receiver.error_code:
+            # An error within a stream has no status of its own.
+            return (receiver.status if receiver.status != 200 else 0), receiver.error_code
+        if not receiver.finish_reason:
+            return 0, "broken_off"
+        return receiver.status, receiver.finish_reason
+
+    def _body(self, prompt: Sequence[int], turn: SessionTurn, call: ProgramCall | None) -> bytes:
+        named = {}
+        if call is not None:
+            named["vllm_xargs"] = call.xargs(self._run_id, turn.answer_tokens)
         return msgspec.json.encode(
             {
                 "model": self._model,
@@ -149,6 +189,7 @@ class _Run:
                 "stream_options": {"include_usage": True},
                 "return_token_ids": True,
             }
+            | named
         )
 
 
@@ -181,6 +222,34 @@ def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
         "tbt_s": spread([gap_s for record in whole for gap_s in record.gaps_s]),
         "tbt_top10_mean_s": spread([record.tbt_top10_mean_s or 0.0 for record in whole]),
     }
+
+
+def program_figures(played: Sequence[PlayedTurn]) -> dict[str, Any]:
+    """Figures of the programs that began. A program takes from the first sending of its first call
+    to the end of its last answer. One that did not finish takes infinitely long: a quantile among
+    those is None."""
+    programs: dict[int, list[PlayedTurn]] = {}
+    for turn in played:
+        if turn.call is not None:
+            programs.setdefault(turn.call.number, []).append(turn)
+    took_s = [_makespan_s(turns) for turns in programs.values()]
+    return {
+        "begun": len(programs),
+        "finished": sum(map(isfinite, took_s)),
+        "calls": sum(map(len, programs.values())),
+        "refusals": sum(turn.num_refused for turns in programs.values() for turn in turns),
+        "makespan_s": {
+            name: value if isfinite(value) else None for name, value in spread(took_s).items()
+        },
+    }
+
+
+def _makespan_s(turns: Sequence[PlayedTurn]) -> float:
+    for turn in turns:
+        if turn.call is not None and turn.call.is_last and turn.status == 200:
+            began_s = min(each.record.arrived_s for each in turns)
+            return (turn.record.finished_s or began_s) - began_s
+    return inf
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -17,7 +17,12 @@ from typing import Any
 import httpx
 import uvloop
 
-from benchmarks.suite.conversations.player import PlayedTurn, play_sessions, run_figures
+from benchmarks.suite.conversations.player import (
+    PlayedTurn,
+    play_sessions,
+    program_figures,
+    run_figures,
+)
 from benchmarks.suite.conversations.sessions import SessionShape, make_session
 from benchmarks.suite.kept_runs import KeptRuns
 from benchmarks.suite.live.vllm_shapes import reset_prefix_cache
@@ -42,6 +47,8 @@ IGNORED_SHARE = 0.25
 """Of the time in which capacity is measured: the users begin together."""
 TAILS = (50, 90, 99)
 MOST_ALONE = 4
+PROGRAMS_GO_ON_S = 60.0
+"""At least, after the last program could begin; else as long as twice the run."""
 Say = Callable[[str], None]
 
 
@@ -137,20 +144,28 @@ def _run(
     seed = plan.seed + 1009 * number + round(101 * load)
     sessions = arriving(workload, load * basis.sessions_per_s, plan.seconds, seed)
     before, cpu_s = counters(engines), tree_cpu_s(front.pid)
+    go_on_s = max(PROGRAMS_GO_ON_S, 2 * plan.seconds) if workload.programs else 0.0
+    chains = [[session] for session in sessions]
     played = uvloop.run(
-        play_sessions(front.url, [[s] for s in sessions], basis.slo, plan.seconds, front.others)
+        play_sessions(front.url, chains, basis.slo, plan.seconds, front.others, go_on_s)
     )
     cpu_s = tree_cpu_s(front.pid) - cpu_s
     counted = {name: value - before[name] for name, value in counters(engines).items()}
-    whole = [turn.record for turn in played if turn.status == 200]
+    timed = [turn for turn in played if turn.sent_s <= plan.seconds] if go_on_s else played
+    whole = [turn.record for turn in timed if turn.status == 200]
     asked = counted["prefix_cache_queries"]
-    return run_figures(played, plan.seconds) | {
-        "engine_hit_ratio": counted["prefix_cache_hits"] / asked if asked else 0.0,
-        "preemptions": counted["num_preemptions"],
-        "cpu_ms_per_request": 1e3 * cpu_s / max(len(played), 1),
-        "ttft_s": _tails([record.ttft_s or 0.0 for record in whole]),
-        "tbt_s": _tails([gap_s for record in whole for gap_s in record.gaps_s]),
-    }
+    programs = {"programs": program_figures(played)} if go_on_s else {}
+    return (
+        programs
+        | run_figures(timed, plan.seconds)
+        | {
+            "engine_hit_ratio": counted["prefix_cache_hits"] / asked if asked else 0.0,
+            "preemptions": counted["num_preemptions"],
+            "cpu_ms_per_request": 1e3 * cpu_s / max(len(played), 1),
+            "ttft_s": _tails([record.ttft_s or 0.0 for record in whole]),
+            "tbt_s": _tails([gap_s for record in whole for gap_s in record.gaps_s]),
+        }
+    )
 
 
 def _tails(values: Sequence[float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from benchmarks.suite.live.vllm_router import RouterServer
 from benchmarks.suite.routers.engines import EngineFleet, RunningEngine
+from benchmarks.suite.routers.timed_engine import EngineSpeed
 from moonpool.types import Slo, Struct
 from moonpool_lab.demo.local_server import LocalServer, ServerError
 
@@ -78,6 +80,43 @@ def _vllm_router(policy: str) -> Any:
     return make
 
 
+def _vllm_programs(
+    fleet: EngineFleet, engines: Sequence[RunningEngine], pythons: FrontPythons, slo: Slo
+) -> LocalServer:
+    """vllm-router with its scheduling of programs, as its guide recommends it."""
+    _check_python(pythons.router, "--router-python", "vllm-router")
+    flags = ["--policy", "cache_aware", "--enable-program-scheduling"]
+    flags += ["--program-scheduling-config-json", json.dumps(program_settings(fleet))]
+    return RouterServer(pythons.router, [engine.url for engine in engines], flags)
+
+
+def program_settings(fleet: EngineFleet) -> dict[str, Any]:
+    """One queue for all servers, their KVCache, and, of stubs, the times that its guide tells to
+    measure: means of all, because it has one model for them. Its other defaults hold."""
+    settings: dict[str, Any] = {
+        "global_queue": True,
+        "token_capacity_per_dp_rank": fleet.kv_tokens,
+    }
+    if fleet.vllm_python:
+        return settings
+    speed, factor = EngineSpeed(), statistics.fmean(fleet.speeds)
+    chunk_s = fleet.step_tokens * speed.prompt_token_s
+    return settings | {
+        "prefill_cost_model": {
+            "intercept_seconds": factor * (speed.step_s + speed.answer_s),
+            "linear_seconds_per_1k_tokens": factor
+            * (1e3 * speed.prompt_token_s + 1e3 / fleet.step_tokens * speed.step_s),
+            "quadratic_seconds_per_1k_tokens_squared": 0.0,
+            "decode_throughput_alpha": speed.step_s / (speed.step_s + chunk_s),
+        },
+        "decode_throughput_model": {
+            "fixed_step_seconds": factor * speed.step_s,
+            "batch_step_seconds_per_request": factor * speed.answer_s,
+            "context_step_seconds_per_token": factor * speed.context_token_s,
+        },
+    }
+
+
 def _on_ray(router: str, knows_slo: bool = False) -> Any:
     def make(
         fleet: EngineFleet, engines: Sequence[RunningEngine], pythons: FrontPythons, slo: Slo
@@ -126,6 +165,7 @@ FRONTS: dict[str, Callable[..., LocalServer]] = {
     "vllm-round-robin": _vllm_router("round_robin"),
     "vllm-cache-aware": _vllm_router("cache_aware"),
     "vllm-kv-aware": _vllm_router("kv_aware"),
+    "vllm-programs": _vllm_programs,
     "ray-two-choices": _on_ray(TWO_CHOICES),
     "ray-prefix-aware": _on_ray(PREFIX_AWARE),
     "ray-conductor": _on_ray(OUR_ROUTER, knows_slo=True),

@@ -101,6 +101,7 @@ class StubServer:
                 f'vllm:prefix_cache_queries_total{{engine="0"}} {float(self._engine.queries)}\n'
                 f'vllm:prefix_cache_hits_total{{engine="0"}} {float(self._engine.hits)}\n'
                 f'vllm:num_preemptions_total{{engine="0"}} {float(self._engine.preemptions)}\n'
+                f'vllm:kv_cache_usage_perc{{engine="0"}} {self._engine.usage}\n'
                 f'vllm:num_requests_running{{engine="0"}} {float(len(self._engine.running))}\n'
                 f'vllm:num_requests_waiting{{engine="0"}} {float(len(self._engine.waiting))}\n'
             ),
@@ -121,7 +122,7 @@ class StubServer:
             asked = json.loads(body)
             request = self._request(asked)
             self._engine.submit(request)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             await _whole(send, 400, json.dumps({"error": {"message": str(error)}}).encode())
             return
         found = self._answers[request.name] = asyncio.Queue()
@@ -139,6 +140,9 @@ class StubServer:
                 await say
 
     def _request(self, asked: dict[str, Any]) -> TimedRequest:
+        for name, value in (asked.get("vllm_xargs") or {}).items():
+            if not isinstance(value, str | int | float | list):
+                raise ValueError(f"vllm_xargs.{name} must be a text, a number or a list")
         prompt = asked["prompt"]
         tokens = list(prompt.encode()) if isinstance(prompt, str) else [int(t) for t in prompt]
         if not tokens:

@@ -90,6 +90,11 @@ class TimedEngine:
         self.num_free = size.num_blocks  # neither held nor cached
         self._plan: list[tuple[TimedRequest, int]] = []
 
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests hold; cached ones that none holds count as free."""
+        return 1.0 - (self.num_free + len(self._unused)) / self.size.num_blocks
+
     def submit(self, request: TimedRequest) -> None:
         """Raises ValueError for one that can never be served."""
         longest = len(request.tokens) + request.max_tokens

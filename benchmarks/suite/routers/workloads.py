@@ -17,10 +17,12 @@ from moonpool.types import Struct
 
 
 class RouterWorkload(Struct, frozen=True):
-    """Kinds of sessions that come together, each with its share of the sessions."""
+    """Kinds of sessions that come together, each with its share of the sessions. With `programs`
+    each session is an agent's, whose calls name it."""
 
     name: str
     parts: tuple[tuple[SessionShape, float], ...]
+    programs: bool = False
 
     @property
     def turns(self) -> float:
@@ -44,7 +46,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         RouterWorkload("conversations", ((SESSION_SHAPES["chats"], 1.0),)),
-        RouterWorkload("agents", ((SESSION_SHAPES["agents"], 1.0),)),
+        RouterWorkload("agents", ((SESSION_SHAPES["agents"], 1.0),), programs=True),
         RouterWorkload(
             "mixed",
             (

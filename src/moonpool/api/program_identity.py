@@ -2,7 +2,8 @@
 
 The first of these that is there decides; they are never mixed:
 
-1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads;
+1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads: an object, or
+   its JSON as a text, because vLLM itself takes no object there;
 2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocking`;
 3. `x-claude-code-session-id`, `x-claude-code-agent-id` and `x-claude-code-parent-agent-id`;
 4. `session-id` and `thread-id`, as Codex and OpenCode send them;
@@ -18,12 +19,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from moonpool.api.errors import ApiError
-from moonpool.types import ProgramContext
+from moonpool.types import MALFORMED, ProgramContext
 
 MAX_NAME = 256
 """Characters of a name."""
 MAX_FIELDS = 64
+MAX_TEXT = 16_384
+"""Characters of a context that is a text."""
 MAX_SECONDS = 86_400.0
 MAX_TOKENS = 1 << 24
 ENDS = b"x-program-ends"
@@ -40,7 +45,7 @@ def program_of(
     ends = headers.get(ENDS, b"").strip().lower() in (b"1", b"true")
     context = xargs.get("agentic_context") if isinstance(xargs, dict) else None
     if context is not None:
-        return _from_context(_object(context, _WHERE), ends)
+        return _from_context(_object(_read(context), _WHERE), ends)
     if agent_hint is not None:
         return _from_hint(_object(agent_hint, "agent_hint"), ends)
     for session, agent, parent in (
@@ -104,7 +109,7 @@ def _from_context(fields: Mapping[str, Any], ends: bool) -> ProgramContext | Non
             _number(fields, MAX_TOKENS, "expected_output_tokens", "expected_output_length") or 0
         ),
         ends=ends or resumes is False,
-        keep_s=_number(fields, MAX_SECONDS, "kv_retention_ttl_seconds"),
+        keep_s=_number(fields, MAX_SECONDS, "kv_retention_ttl", "kv_retention_ttl_seconds"),
     )
 
 
@@ -120,6 +125,16 @@ def _from_hint(fields: Mapping[str, Any], ends: bool) -> ProgramContext | None:
         blocks_parent=True if blocks is None else blocks,
         ends=ends,
     )
+
+
+def _read(context: Any) -> Any:
+    """The context, out of its JSON if it is a text."""
+    if not isinstance(context, str) or len(context) > MAX_TEXT:
+        return context
+    try:
+        return msgspec.json.decode(context)
+    except MALFORMED:
+        return context
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ def test_the_context_of_vllm_router_goes_first() -> None:
         "agent_type": "Explore",
         "expected_output_length": 40,
         "expected_resume": False,
-        "kv_retention_ttl_seconds": 7,
+        "kv_retention_ttl": 7,
     }
     found = program_of({b"x-session-id": b"u"}, {"agentic_context": context})
     assert found is not None
@@ -60,6 +60,10 @@ def test_the_context_of_vllm_router_goes_first() -> None:
     assert ids(None, {"session_id": "c", "parent_session_id": "d"}) == ("c", "d")
 
 
+def test_a_context_may_be_a_text_as_vllm_takes_no_object() -> None:
+    assert ids({"agentic_context": '{"program_id": "p", "parent_id": "q"}'}) == ("p", "q")
+
+
 def test_a_header_ends_a_program() -> None:
     found = program_of({b"x-session-id": b"u", b"x-program-ends": b"true"})
     assert found is not None and found.ends
@@ -69,6 +73,8 @@ def test_a_header_ends_a_program() -> None:
     "context",
     [
         "text",
+        "[1]",
+        '{"program_id": "p"}' + " " * 16_384,
         {"program_id": "x" * 300},
         {"program_id": True},
         {"program_id": "p", "parent_program_id": "p"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from benchmarks.suite.conversations.bench import (
     verdict_lines,
 )
 from benchmarks.suite.conversations.forecast import write_session_trace
-from benchmarks.suite.conversations.player import PlayedTurn, run_figures
+from benchmarks.suite.conversations.player import PlayedTurn, program_figures, run_figures
+from benchmarks.suite.conversations.program_call import ProgramCall
 from benchmarks.suite.conversations.sessions import (
     SESSION_SHAPES,
     TRACE_BLOCK_TOKENS,
@@ -30,10 +32,11 @@ from benchmarks.suite.conversations.sessions import (
     reusable_share,
     trace_rows,
 )
+from moonpool.api.program_identity import program_of
 from moonpool.config.tables import ConfigError
 from moonpool.request_record import RequestRecord
 from moonpool.trace.reader import open_trace
-from moonpool.types import RequestId, Slo
+from moonpool.types import ProgramContext, RequestId, Slo
 
 SLO = Slo(ttft_s=1.0, tbt_s=0.1)
 ORIGIN = {"command": "test"}
@@ -114,6 +117,38 @@ def test_figures_count_what_met_both_slos() -> None:
     assert (found["missed_ttft"], found["missed_tbt"]) == (1, 1)
     assert (found["rejected"], found["failed"], found["hit_ratio"]) == (1, 1, 0.4)
     assert run_figures([], 10.0)["hit_ratio"] == 0.0
+
+
+def _call(program: int, step: int, status: int = 200, num_refused: int = 0) -> PlayedTurn:
+    turn = _turn(0.5, 0.05, status, "length" if status == 200 else "programs_wait")
+    turn.record.arrived_s += 20.0 * step
+    turn.record.finished_s = turn.record.arrived_s + 4.0
+    call = ProgramCall(program, step, step == 1)
+    return replace(turn, num_refused=num_refused, call=call)
+
+
+def test_a_program_takes_until_its_last_answer() -> None:
+    played = [_call(0, 0), _call(1, 0, num_refused=2), _call(0, 1), _call(2, 0, 429, 12)]
+    played += [_call(3, 0), _call(3, 1, 0), _turn(0.5, 0.05)]
+    found = program_figures(played)
+    assert found == {
+        "begun": 4,
+        "finished": 1,  # one waits, one was refused, and one's last answer broke off
+        "calls": 6,
+        "refusals": 14,
+        "makespan_s": {"p50": None, "p90": None},
+    }
+    assert program_figures(played[:1] + played[2:3])["makespan_s"] == {"p50": 24.0, "p90": 24.0}
+    assert program_figures([])["begun"] == 0
+
+
+def test_the_context_names_the_program_for_both_routers() -> None:
+    given = ProgramCall(7, 3, True).xargs("run", 40)
+    assert isinstance(given["agentic_context"], str), "vLLM takes no object in vllm_xargs"
+    found = program_of({}, given)
+    assert found == ProgramContext(program_id="run-7", expected_tokens=40, ends=True)
+    other = program_of({}, ProgramCall(7, 0, False).xargs("run", 40))
+    assert other is not None and not other.ends
 
 
 def _row(system: str, load: float, effective: int, **changes: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from benchmarks.errors import BenchError
 from benchmarks.page_routers import SECTION, WORDS, router_rows, routers_section
 from benchmarks.suite.routers.bench import router_runs
 from benchmarks.suite.routers.engines import EngineFleet
-from benchmarks.suite.routers.fronts import FRONT_NAMES
+from benchmarks.suite.routers.fronts import FRONT_NAMES, program_settings
 from benchmarks.suite.routers.timed_engine import (
     EngineSize,
     EngineSpeed,
@@ -147,6 +147,51 @@ def test_rows_have_their_interval_and_reasons() -> None:
     assert len({len(line) for line in shown.values()}) == 1
     assert set(WORDS) == set(FRONT_NAMES)
     assert "how slow each is: 1, 2" in routers_section(found())
+
+
+def test_programs_have_columns_of_their_own() -> None:
+    given = found()
+    reached: tuple[float | None, ...] = (3.0, None, 4.0)
+    for number, p50_s in enumerate(reached):
+        programs = {"begun": 5, "finished": 4, "calls": 50, "refusals": 2}
+        given["rows"][number]["programs"] = programs | {"makespan_s": {"p50": p50_s, "p90": None}}
+    shown = {line[1]: line for line in router_rows(given["rows"])}
+    assert shown[WORDS["round-robin"]][10:] == ("4.0 s, never", "12 of 15", "6")
+    assert shown[WORDS["moonpool"]][10:] == ("-", "-", "-")  # kept from before
+    assert len({len(line) for line in shown.values()}) == 1
+    assert "programs finished" in routers_section(given)
+    assert "programs finished" not in routers_section(found())
+
+
+def test_program_scheduling_gets_the_times_of_the_stubs() -> None:
+    fleet = EngineFleet(speeds=(1.0, 3.0))
+    settings, speed = program_settings(fleet), EngineSpeed(factor=2.0)
+    assert settings["token_capacity_per_dp_rank"] == fleet.kv_tokens
+    engine = TimedEngine(EngineSize(), speed)
+    engine.submit(request("a", list(range(1024)), 8))
+    _, steps_s = run(engine)
+    model = settings["prefill_cost_model"]
+    told_s = model["intercept_seconds"] + 1.024 * model["linear_seconds_per_1k_tokens"]
+    assert sum(steps_s[:2]) == pytest.approx(told_s, rel=0.2)
+    decode = settings["decode_throughput_model"]
+    context_s = 1024 * decode["context_step_seconds_per_token"]
+    told_s = decode["fixed_step_seconds"] + decode["batch_step_seconds_per_request"] + context_s
+    assert steps_s[2] == pytest.approx(told_s, rel=0.01)
+    assert set(program_settings(EngineFleet(vllm_python="python"))) == {
+        "global_queue",
+        "token_capacity_per_dp_rank",
+    }
+
+
+def test_a_stub_tells_what_is_held() -> None:
+    engine = TimedEngine(SIZE, EngineSpeed())
+    assert engine.usage == 0.0
+    engine.submit(request("a", list(range(30))))
+    engine.begin_step()
+    assert engine.usage == 0.25  # 4 of 16 blocks
+    engine.end_step()
+    run(engine)
+    assert engine.usage == 0.0, "cached blocks that nobody holds are free"
 
 
 def test_the_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
