@@ -86,7 +86,7 @@ class ClusterRun:
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
-    """Mooncake's: so many prefill and decode nodes. No request is turned away unless told, and
+    """Mooncake's: this many prefill and decode nodes. No request is turned away unless told, and
     none waits for a decode batch, which the paper's systems do not know."""
     return {
         "cluster": {"prefill": prefill, "decode": decode, "mixed": 0},

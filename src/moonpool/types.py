@@ -21,8 +21,8 @@ BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: their text may be no UTF-8, or they nest too
-deeply."""
+"""What msgspec raises for bytes that are not a message: their text may be no UTF-8, or they nest
+too deeply."""
 
 
 class Role(StrEnum):
@@ -162,7 +162,7 @@ class Token(Struct, frozen=True, array_like=True):
     """One generated token. The first one brings the logprobs of the prompt from its second token
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
-    With `SamplingParams.pooling`, it is no token but brings the prompt's embedding as `payload`:
+    With `SamplingParams.pooling`, it is not a token but brings the prompt's embedding as `payload`:
     little-endian float32, of length 1. In a forwarded call, `payload` is a part of the response;
     the first part begins with a line that holds the content type."""
 
@@ -218,10 +218,10 @@ class Request(Struct, frozen=True):
     `tenant` salts the block keys: requests of different tenants never share a block, but for those
     that only pay apart (`paying`).
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
-    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
-    None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
-    none. Block keys contain it. Requests with a lower `priority` are served first. `call` names the
-    call that this is one of several choices of; "": it is the only one.
+    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text),
+    or None if they follow from the tokens. `adapter` identifies the LoRA adapter that computes it;
+    "": none. Block keys contain it. Requests with a lower `priority` are served first. `call` names
+    the call that this is one of several choices of; "": it is the only one.
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
@@ -252,7 +252,7 @@ class Request(Struct, frozen=True):
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the prompt's embedding is the answer, which is no answer of one token."""
+        """Whether the prompt's embedding is the answer, which is not an answer of one token."""
         return self.sampling.pooling != "none"
 
 

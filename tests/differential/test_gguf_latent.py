@@ -102,7 +102,7 @@ def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
     ops = CountingOps()
     DecoderModel(model.spec, model.weights, ops)
     spec = model.spec
-    # 112 is no multiple of 32: the dense layer's down projection is plain.
+    # 112 is not a multiple of 32: the dense layer's down projection is plain.
     assert ops.counts[False] == spec.num_layers * 2 * spec.num_heads + 1
 
 

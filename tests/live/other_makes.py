@@ -50,7 +50,7 @@ class ServerStub:
         self._server.server_close()
 
     def look(self, path: str) -> Any:
-        """What it says at GET; None: it has no such path."""
+        """What it says at GET, or None if it has no such path."""
         return self.documents.get(path)
 
     def events(self, path: str, body: Body) -> Iterator[Body]:

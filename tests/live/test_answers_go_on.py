@@ -50,7 +50,7 @@ class Got:
     calls: httpx.Client = fresh
 
     def read(self, url: str, body: dict[str, Any], name: str, most: int = 1 << 30) -> None:
-        """Reads the events after the tokens that are here, at most so many."""
+        """Reads the events after the tokens that are here, at most this many."""
         headers = {"X-Request-Id": name}
         if self.tokens:
             headers["X-Resume-Tokens"] = str(len(self.tokens))

@@ -411,7 +411,7 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
             assert found.served()[0] == before[0]  # nothing new goes to one that leaves
         for thread in threads:
             thread.join()
-        assert counts == [41] * 4  # and what it has begun is whole
+        assert counts == [41] * 4  # and what it has begun is complete
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 

@@ -43,7 +43,7 @@ def bodies() -> list[tuple[str, Body]]:
 def ask(
     url: str, path: str, body: Body, note: Callable[[int], None] = lambda size: None
 ) -> dict[Any, str]:
-    """Sends a call, and returns its texts by choice. Fails unless the response is whole."""
+    """Sends a call, and returns its texts by choice. Fails unless the response is complete."""
     with fresh.stream("POST", url + path, json=body, timeout=CLIENT_S) as response:
         raw = b""
         for part in response.iter_raw():  # raises if the chunks do not fit together

@@ -55,7 +55,7 @@ class Desk:
 
     @contextmanager
     def asking(self, number: int) -> Iterator[list[str]]:
-        """Long answers meanwhile, one after the other from each of so many clients."""
+        """Long answers meanwhile, one after the other from each of this many clients."""
         answers: list[str] = []
         over = threading.Event()
 

@@ -111,7 +111,7 @@ class _Run:
         return monotonic() - self.began_s
 
     async def _ask(self, prompt: Sequence[int], turn: SessionTurn) -> list[int]:
-        """Returns the answer, empty unless it is whole."""
+        """Returns the answer, empty unless it is complete."""
         sent_s = self._now_s()
         name = RequestId(str(len(self.played)))
         record = RequestRecord(name, len(prompt), self._slo, self.began_s + sent_s)

@@ -76,7 +76,7 @@ def measure_peers(
 
 
 def kv_gib(spec: ModelSpec, kv_tokens: int) -> int:
-    """Whole GiB that hold so many tokens, with some to spare."""
+    """Whole GiB that hold this many tokens, with some to spare."""
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES
     return int(KV_SLACK * kv_tokens * token_bytes / (1 << 30)) + 1
 

@@ -95,8 +95,8 @@ class Prefixes(Struct, frozen=True):
 
 
 def prefixes_of(prompts: Sequence[Tokens], block_tokens: int) -> Prefixes:
-    """`prompts` in the order in which they are sent. The last token of a prompt is always
-    computed, so its block is no hit where the prompt ends with it."""
+    """`prompts` in the order in which they are sent. The last token of a prompt is always computed,
+    so its block is not a hit where the prompt ends with it."""
     seen: set[int] = set()
     known = 0
     for prompt in prompts:

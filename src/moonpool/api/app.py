@@ -202,7 +202,7 @@ class _Endpoint:
         counter: CallBackend | None,
     ):
         """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
-        head does not know; None: they are not those of requests."""
+        head does not know, or None if they are not those of requests."""
         self._handler = handler
         self._access = access
         self._rule = rule

@@ -48,7 +48,7 @@ class Successors:
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
         kept: Callable[[], str] = lambda: "",
     ) -> None:
-        """Until no other process is wanted. `pause` waits so many seconds, or less if none will
+        """Until no other process is wanted. `pause` waits this many seconds, or less if none will
         be. `kept`: for the log, what the next one goes on with."""
         while True:
             code = await self._live()

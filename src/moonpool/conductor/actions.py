@@ -37,8 +37,8 @@ class InstanceForgotten(msgspec.Struct, frozen=True):
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
-    """`delivered`: the tokens that its client has from an earlier head, which it outlived; None: it
-    is new."""
+    """`delivered`: the tokens that its client has from an earlier head, which it outlived, or None
+    if it is new."""
 
     request: Request
     delivered: tuple[int, ...] | None = None

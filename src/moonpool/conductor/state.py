@@ -82,7 +82,7 @@ class TrackedRequest:
     has_waited: bool = False  # for an instance or for room, which is not its fault
     call_has_begun: bool = False  # another choice of its call was admitted before
     found_tokens: int | None = None  # cached where it was first considered; None: not yet
-    num_named_tokens: int = -1  # `keys` are those of so many tokens
+    num_named_tokens: int = -1  # `keys` are those of this many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)

@@ -49,7 +49,7 @@ class EndpointError(ValueError):
 class Endpoint(Struct, frozen=True):
     """One server. `name` is unique among those of a source. Ports are 0 where there are no KV
     events. `num_ranks`: its data-parallel ranks, of which each is an instance (see `ranks`).
-    `rank`: which one of them this is; None: it has no others."""
+    `rank`: which one of them this is, or None if it has no others."""
 
     name: str
     host: str  # an IP address or a host name
@@ -136,7 +136,7 @@ def endpoint_at(name: str, host: str, port: object, role: Role = Role.MIXED) -> 
 def labelled_endpoint(
     name: str, host: str, port: object, labels: Mapping[str, Any]
 ) -> Endpoint | None:
-    """The server at an address, as its labels say; None: it computes no text. Raises
+    """The server at an address, as its labels say, or None if it computes no text. Raises
     EndpointError."""
     found, role = endpoint_at(name, host, port), str(labels.get(ROLE_LABEL, ""))
     if role == ENCODER:

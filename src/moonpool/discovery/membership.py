@@ -52,7 +52,7 @@ class Membership:
     changes, it is another server, which joins when the former has left."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: servers that may serve at a time; None: there is no limit."""
+        """`most`: servers that may serve at a time, or None if there is no limit."""
         self._most = most
         self._known: dict[str, _Known] = {}
         self._num_left_out = 0

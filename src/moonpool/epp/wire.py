@@ -57,7 +57,7 @@ def read_headers(headers: HeaderMap) -> dict[str, str]:
 
 
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
-    """The addresses among which the gateway lets us choose; None: it names none."""
+    """The addresses among which the gateway lets us choose, or None if it names none."""
     spaces = message.metadata_context.filter_metadata
     if SUBSET_SPACE not in spaces:
         return None

@@ -105,7 +105,8 @@ class ClusterHead:
         tenant_shares: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
-        """`loaded`: the model that the configuration names; None: vLLM servers bring theirs."""
+        """`loaded`: the model that the configuration names, or None if vLLM servers bring
+        theirs."""
         self.config = config
         self.now = now
         self._began_s = now()

@@ -73,7 +73,7 @@ class ServingProcess:
         """Runs one process to its end. `tell` sends it what it begins with, `spawn` starts it with
         its end of the connection. `fd`: our end, where the process has the other one already.
 
-        Returns its exit status; None: it could not be started.
+        Returns its exit status, or None if it could not be started.
         """
         ours, theirs = packet_pair()
         if fd is not None:

@@ -158,7 +158,7 @@ class Supervisor:
         return self._head.after_death()
 
     async def _run_head(self, stop: asyncio.Event) -> int | None:
-        """Runs one head to its end. Returns its exit status; None: it could not be started."""
+        """Runs one head to its end. Returns its exit status, or None if it could not be started."""
         waiting, self._state = self._state, None
 
         async def spawn(theirs: socket.socket) -> ChildProcess:

@@ -165,8 +165,8 @@ class Assessor:
     def sure(
         self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
     ) -> Assessment | None:
-        """Assesses the candidate on these draws, which have so many requests on average; None if it
-        does not keep the SLOs at the wanted confidence.
+        """Assesses the candidate on these draws, which have this many requests on average; None if
+        it does not keep the SLOs at the wanted confidence.
 
         A draw that no others can make up for ends the simulations, as soon as that is clear. The
         draws come first, which are chosen to show it. Raises as `look`.

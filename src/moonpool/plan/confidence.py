@@ -86,7 +86,7 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
 
 @cache
 def _quantile(confidence: float, number: int) -> float:
-    """Student's, two-sided, of so many samples."""
+    """Student's, two-sided, of this many samples."""
     from scipy.special import stdtrit  # the import of scipy.stats takes a second
 
     return float(stdtrit(number - 1, (1 + confidence) / 2))

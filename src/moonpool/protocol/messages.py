@@ -167,8 +167,9 @@ class PrefetchBlocks(Struct, frozen=True, tag=True):
 
 
 class ListHot(Struct, frozen=True, tag=True):
-    """List the most used prefixes, up to `num_blocks` blocks in all; answered with `HotPrefixes` of
-    this number. `lost_with_it`: only prefixes that end with a block which no shared store holds."""
+    """List the most used prefixes, up to `num_blocks` blocks in total; answered with `HotPrefixes`
+    of this number. `lost_with_it`: only prefixes that end with a block which no shared store
+    holds."""
 
     number: int
     num_blocks: int

@@ -254,7 +254,7 @@ class RayDeployment:
     # While it serves
 
     def leader(self) -> HeadPlace | None:
-        """Where the head that leads serves; None: none does now, or it is out of reach."""
+        """Where the head that leads serves, or None if none does now, or it is out of reach."""
         found: HeadPlace | None = self._ask_heads("place")
         return found
 

@@ -61,7 +61,7 @@ _ENTRIES = Framing("<")
 
 
 class EventLogError(Exception):
-    """The bytes are no event log that this release can replay; one line says why."""
+    """The bytes are not an event log that this release can replay; one line says why."""
 
 
 class LoggedEvent(msgspec.Struct, frozen=True):

@@ -72,7 +72,8 @@ class StepEntry(NamedTuple):
     pooled: bytes = b""
     """The sum of the hidden states of the earlier steps, as the engine returned it."""
     num_drafts: int = 0
-    """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+    """The last this many of the new tokens are guesses. A token is drawn from the row before
+    each."""
     any_content: bool = False
     """The content of the blocks before `start` does not matter: the step is a measurement."""
     draft_task: DraftTask | None = None

@@ -74,7 +74,7 @@ class RequestState:
     attempt: AttemptSpec
     phase: RequestPhase
     tokens: Tokens
-    target: PeerAddress | None = None  # the decode instance; None: this instance decodes
+    target: PeerAddress | None = None  # the decode instance, or None if this instance decodes
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
@@ -98,7 +98,7 @@ class RequestState:
     started: bool = False  # PrefillStarted was reported
     num_overlap_blocks: int = 0  # present or arriving when it began to compute; 0: no overlap
     missed: bool = False  # a step found that part of its prefix had not arrived
-    num_granted_blocks: int | None = None  # of its fetch; None: the source has not answered
+    num_granted_blocks: int | None = None  # of its fetch, or None if the source has not answered
     fetch_eta: TransferEta = field(default_factory=TransferEta)
     has_first_token: bool = False
     kv_arrived: bool = False
@@ -213,7 +213,7 @@ class RequestState:
         sampling, tokens = self.attempt.sampling, self.tokens
         newest, num_generated = tokens.newest, tokens.num_generated
         if sampling.pooling != "none":
-            return FinishReason.STOP  # the embedding is whole
+            return FinishReason.STOP  # the embedding is complete
         if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP

@@ -156,7 +156,7 @@ class Milliseconds:
         self._dated = DatedTime()
 
     def __call__(self, time: float | str) -> float:
-        """Raises LineError for a text that is no date."""
+        """Raises LineError for a text that is not a date."""
         if not isinstance(time, str):
             return time
         return self._dated(time.strip().encode()) * 1000 / AZURE_UNITS_PER_S
@@ -168,7 +168,7 @@ def name_of(value: str | int | None) -> str:
 
 
 def whole(field: str, value: float) -> int:
-    """Raises LineError for a length that is no whole number."""
+    """Raises LineError for a length that is not a whole number."""
     if not value.is_integer():
         raise LineError(f"{field} is {value!r}; it must be an integer")
     return int(value)

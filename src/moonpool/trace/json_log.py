@@ -173,7 +173,7 @@ class JsonLogParser:
         return round(number * (AZURE_UNITS_PER_S / units))
 
     def _note(self, objects: Objects) -> None:
-        """Remembers what a line has that is no request, for `why_none`."""
+        """Remembers what a line has that is not a request, for `why_none`."""
         for path, fields in objects:
             for name in fields:
                 if len(self._seen) < SHOWN_FIELDS:

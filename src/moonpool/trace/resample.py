@@ -138,7 +138,7 @@ class _Draw:
     def _earlier(
         self, number: int, blocks: tuple[int, ...], at_s: float, reuse: _Reuse
     ) -> tuple[int, ...]:
-        """Returns names for the reused blocks, or () if no earlier prompt has so many."""
+        """Returns names for the reused blocks, or () if no earlier prompt has this many."""
         slot = self._last_slot.get(blocks[reuse.num_blocks - 1])
         if slot is not None and number not in self._drawn:
             names = self._known(blocks[: reuse.num_blocks], slot)

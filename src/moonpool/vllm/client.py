@@ -115,7 +115,7 @@ class VllmClient:
             return response.status
 
     async def event_sources(self) -> dict[str, Any] | None:
-        """Reads where the server publishes its KV events, by rank; None: it does not tell."""
+        """Reads where the server publishes its KV events, by rank, or None if it does not tell."""
         try:
             found = msgspec.json.decode(await self.get("/kv_event_sources", optional=True))
         except (VllmError, *MALFORMED):
@@ -174,7 +174,7 @@ class VllmClient:
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a completion, or the whole of it. Raises VllmError.
 
-        `is_done`: whether an event says that the response is whole, but for `[DONE]`.
+        `is_done`: whether an event says that the response is complete, but for `[DONE]`.
 
         `traceparent` makes the server's own spans part of the request's trace.
         Closing the iterator early also aborts the request at the server. Reading to the end keeps

@@ -51,7 +51,7 @@ class SometimesSilent(ScriptedHead):
 
 
 def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> SometimesSilent:
-    """A head that says the text in increments of so many tokens, from where the client is. Before
+    """A head that says the text in increments of this many tokens, from where the client is. Before
     some it is silent."""
 
     def script(_: Request) -> list[Step]:
@@ -161,7 +161,7 @@ class _Wire:
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:
-    """Fails unless the response is whole."""
+    """Fails unless the response is complete."""
     response = http.client.HTTPResponse(_Wire(raw))  # type: ignore[arg-type]
     response.begin()
     assert response.status == 200

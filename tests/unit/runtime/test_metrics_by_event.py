@@ -265,7 +265,7 @@ def test_an_attempt_that_is_placed_again(tokens_before: str) -> None:
 
 
 def test_an_answer_that_another_head_began() -> None:
-    """Its first token is no first token of this head, and its length is the whole one."""
+    """Its first token is not a first token of this head, and its length is the whole one."""
 
     async def act(cluster: PlayedCluster) -> None:
         now = cluster.head.now()

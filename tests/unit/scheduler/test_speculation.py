@@ -298,7 +298,7 @@ def test_aborts_and_failed_steps_leave_nothing() -> None:
 
 
 def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) -> None:
-    """Random requests come while others run. Their answers are whole, and nothing is held."""
+    """Random requests come while others run. Their answers are complete, and nothing is held."""
     expected: dict[str, list[int]] = {}
     for number in range(5):
         prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]

@@ -1,4 +1,5 @@
-"""The documentation site: its pages are whole, its links lead on, nothing comes from elsewhere."""
+"""The documentation site: its pages are complete, its links lead on, nothing comes from
+elsewhere."""
 
 from __future__ import annotations
 

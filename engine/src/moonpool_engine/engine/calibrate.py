@@ -75,7 +75,7 @@ class StepSample(Struct, frozen=True):
     """The time of one step.
 
     `context_tokens` are the cached tokens, summed over the batch. A mixed step is one chunk, with
-    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in all. A
+    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in total. A
     "curve" sample is the time of a chunk by its size and is not part of the fit.
     """
 

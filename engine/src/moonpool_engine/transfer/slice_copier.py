@@ -27,7 +27,7 @@ MIN_SLICE_BYTES = 256
 STRIPE_BYTES = 64
 FEW_SLICES = 4
 FEW_BYTES = 256 << 10
-"""Up to so many slices, and bytes, are copied one by one: a native call would take longer."""
+"""Up to this many slices, and bytes, are copied one by one: a native call would take longer."""
 
 _TABLE = struct.Struct("@4P4q")
 _DONE, _OUTSIDE, _AGAIN, _CLOSED, _BROKEN = range(5)

@@ -23,7 +23,7 @@ class StreamKeeper(Protocol):
     as that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        """Holds duplicates of both. Returns their number; None: there is no room."""
+        """Holds duplicates of both. Returns their number, or None if there is no room."""
         ...
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:

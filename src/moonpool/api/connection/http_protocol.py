@@ -222,7 +222,7 @@ class LimitedProtocol(BoundedProtocol):
 
     def _sent_bytes(self) -> int | None:
         """All bytes that this connection has sent, or has yet to send, as `accepted_bytes` counts
-        them; None: another head cannot go on with it."""
+        them, or None if another head cannot go on with it."""
         if self.transport.is_closing() or self.scheme == "https":
             return None
         try:

@@ -22,7 +22,7 @@ from moonpool.framing import FrameTooLongError
 
 LOOK_S = 0.1
 LATE_S, LATE_FACTOR = 10.0, 4.0
-"""A process that takes this time, and so many times what it may compute, is stopped or stuck."""
+"""A process that takes this time, and this many times what it may compute, is stopped or stuck."""
 
 
 class HelperEndedError(Exception):

@@ -36,8 +36,8 @@ class StartedBackend(Protocol):
     """A `ModelBackend` that has begun a process which reads bodies."""
 
     def take_reader(self) -> BodyClient | None:
-        """Returns, once, a process that has loaded the model's tokenizer already; None: there is
-        none."""
+        """Returns, once, a process that has loaded the model's tokenizer already, or None if there
+        is none."""
         ...
 
 

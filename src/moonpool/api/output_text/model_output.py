@@ -186,7 +186,7 @@ class _Plan:
             source.rest()
 
     def _whole(self, source: TextSource, steps: Steps[bool]) -> Steps[bool]:
-        """Reads calls. What is left of one that a limit has cut is no text."""
+        """Reads calls. What is left of one that a limit has cut is not a text."""
         is_call = yield from source.attempt(steps)
         if is_call and source.end == "cut":
             source.rest()

@@ -60,7 +60,7 @@ def value_as_json(text: str, kinds: Kinds, is_json: bool) -> str:
     value = _value(text, kinds, is_json)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (RecursionError, ValueError):  # it nests too deeply, or is no number of JSON
+    except (RecursionError, ValueError):  # it nests too deeply, or is not a number of JSON
         return json.dumps(text, ensure_ascii=False)
 
 

@@ -40,7 +40,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     without_s: float  # predicted step time without it
     with_s: float
     wait_s: float  # from the end of the prefill until then
-    max_step_s: float | None  # the step time to wait for; None: it joins at once
+    max_step_s: float | None  # the step time to wait for, or None if it joins at once
     lasts: bool = False  # the instance remains as full as that
     is_full: bool = False  # it should get no prompt before an answer ends (`InstanceTable.fills`)
 

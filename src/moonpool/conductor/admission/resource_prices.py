@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW_S = 120.0
-"""Arrivals of the last so many seconds are the demand."""
+"""Arrivals of the last this many seconds are the demand."""
 MAX_ARRIVALS = 512
 MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""

@@ -77,7 +77,7 @@ class CostEstimator(ClusterObserver):
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
-            # Its begin is unknown, or it shares the steps of answers: it is no sample.
+            # Its begin is unknown, or it shares the steps of answers: it is not a sample.
             attempt.expected_s = 0.0
         elif state.row in self._table.beside_decodes:
             new_tokens = attempt.num_tokens - report.cached_tokens

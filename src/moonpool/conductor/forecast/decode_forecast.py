@@ -67,8 +67,8 @@ class Forecast(Protocol):
 
     @property
     def lifetime_s(self) -> float | None:
-        """Mean duration of a decode, with what is known of those that have not ended; None: nothing
-        is known yet."""
+        """Mean duration of a decode, with what is known of those that have not ended, or None if
+        nothing is known yet."""
         ...
 
     def enter(

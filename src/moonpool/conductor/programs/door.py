@@ -67,7 +67,7 @@ class Door:
             self._outside.pop(program.tenant, None)
 
     def note_begun(self, program: Program, num_tokens: float) -> None:
-        """Notes that a program goes on, and needs so many tokens more."""
+        """Notes that a program goes on, and needs this many tokens more."""
         self.leave(program)
         at = program.instance
         self._held[at] = self._held.get(at, 0.0) + num_tokens

@@ -56,7 +56,7 @@ class Program:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its calls wait where new requests would be refused. Many calls at once are no
+        """Whether its calls wait where new requests would be refused. Many calls at once are not an
         agent's, but those of clients that share one name."""
         return self.root.has_begun and self.num_running <= MAX_AT_ONCE
 

@@ -25,8 +25,8 @@ The length of an answer is predicted from the length of its prompt, and from whe
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
 is their mix that shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
 take the lengths that are known when they are used: what is learned later corrects earlier requests,
-and is no shift. Advice must also hold if the answers that exceed all known lengths end at once (or
-last long, if prefill is short).
+and is not a shift. Advice must also hold if the answers that exceed all known lengths end at once
+(or last long, if prefill is short).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PART_S = 2.0
 `MOST_PARTS` of them."""
 LEAST_PARTS, MOST_PARTS = 32, 256
 LEAST_SEEN_S = 20.0
-"""Time since a change before which nothing is advised: a burst is no shift."""
+"""Time since a change before which nothing is advised: a burst is not a shift."""
 LEAST_CHANGED = 5
 """Parts before and after a change, at least."""
 CHANGED = 4.5
@@ -233,7 +233,7 @@ class PresentLoad:
         self._part: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, most_tokens: float, now: float) -> None:
-        """Adds a request, whose answer has at most so many tokens after the first."""
+        """Adds a request, whose answer has at most this many tokens after the first."""
         self.advance(now)
         part, load = self._newest, LoadSums()
         kind = kind_of(new_tokens + cached_tokens, cached_tokens)

@@ -136,7 +136,7 @@ class WaitingRequests:
         )
 
     def ahead(self, tracked: TrackedRequest, now: float) -> WaitNeed:
-        """What the requests that wait, and would be placed before this one, take in all."""
+        """What the requests that wait, and would be placed before this one, take in total."""
         tenant = payer_of(tracked.request.tenant)
         level = self._shares.level(tenant, now)
         room_tokens, prefill_s = 0, 0.0

@@ -1,4 +1,4 @@
-"""Forecasts when an instance has room for so many more tokens of KVCache.
+"""Forecasts when an instance has room for this many more tokens of KVCache.
 
 The answers that hold the room free it when they end. Each is predicted from its own length so far:
 
@@ -133,7 +133,7 @@ class _Ends:
         self._ends_s, self._freed = ends_s, freed
 
     def wait_s(self, lacking: float, capacity_tokens: float, answer_s: float, now: float) -> float:
-        """Time until so many tokens are free."""
+        """Time until this many tokens are free."""
         if lacking <= 0.0:
             return 0.0
         place = int(np.searchsorted(self._freed, lacking))

@@ -191,7 +191,7 @@ class AnswerFetched(_Message, frozen=True, tag=True):
 
 
 class ModelKnown(_Message, frozen=True, tag=True):
-    """A model of the head, and its place among them. `offer`: what it is read from; None: the
+    """A model of the head, and its place among them. `offer`: what it is read from, or None if the
     configuration names it. `no_forwarding`: as `ModelBackend.why_not_forwarded`."""
 
     model: str

@@ -75,7 +75,7 @@ Decision = PlacedCall | RefusedCall
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: so many tokens, or its end. `replica`: where
+    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: where
     from; "": the one where the call is."""
 
     call_id: str

@@ -24,7 +24,7 @@ STEP_SHARE = 0.35
 """Longest step of others over the time of a tenant's prompt alone: half of it is its mean delay."""
 FLOOD = 4
 """Prompts of others that together are at most this many times as long are computed without limit:
-they are no flood, and each extra step delays them more."""
+they are not a flood, and each extra step delays them more."""
 LEAST_TOKENS = 32
 """A step has at least this many tokens: shorter ones would make all tenants wait for the fixed time
 of steps."""

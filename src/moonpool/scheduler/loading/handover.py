@@ -25,7 +25,7 @@ MAX_SHARE = 4
 def hottest(
     kv_cache: KVCacheManager, num_blocks: int, lost_with_it: bool = False
 ) -> tuple[HotPrefix, ...]:
-    """Returns the most used prefixes, of `num_blocks` blocks in all. Among equals, the one used
+    """Returns the most used prefixes, of `num_blocks` blocks in total. Among equals, the one used
     last comes first. A continuation that is used as often is part of the same entry.
 
     With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Mutates nothing.

@@ -25,7 +25,7 @@ from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
 
 BLOCK_TOKENS = 16
-"""It has no blocks; keys are made of so many tokens."""
+"""It has no blocks; keys are made of this many tokens."""
 COMPUTE = "/completion"
 SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
 """In vLLM's order. What a server was started with beside them is off."""
