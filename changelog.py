@@ -40,7 +40,7 @@ SUBJECTS = (
     "Installation and packages",
     "Documentation",
 )
-"""In the order of the changelog."""
+"""Kinds of changes in the order of the changelog."""
 
 _UNRELEASED = "## [Unreleased]\n"
 _CHANGE = re.compile(r"(\w+), ([^:]+): (\S.*)")

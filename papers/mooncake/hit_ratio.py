@@ -29,7 +29,7 @@ NUM_CACHES = 10
 
 
 class Fig10(NamedTuple):
-    """Of caches of their own, then of one pool."""
+    """Hit ratios with a cache for each instance, then with one pool."""
 
     local_hit: float
     global_hit: float

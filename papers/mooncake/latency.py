@@ -25,7 +25,7 @@ BLOCK_TOKENS: int = DEFAULTS["pool"]["block_tokens"]
 
 
 class Phases(NamedTuple):
-    """Of one request, in s."""
+    """Phases of one request, in seconds."""
 
     prefill: float
     transfer: float

@@ -73,7 +73,7 @@ class ClusterRun:
         return found.num_completed / max(found.num_requests, 1)
 
     def share_within(self, tbt_s: float) -> float:
-        """Of all requests: completed with a TBT of at most this."""
+        """The share of all requests that completed with a TBT of at most `tbt_s`."""
         top = self.simulation.collector.tbt_top10_mean_s
         # A one-token answer has no gap to exceed anything.
         without = self.simulation.collector.num_completed - top.count

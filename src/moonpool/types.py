@@ -61,9 +61,9 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Slo(Struct, frozen=True, omit_defaults=True):
     """Service levels of one request: time to first token, and time between tokens, in seconds.
 
-    One that neither the client nor the operator has stated is assumed, as a yardstick for placement
-    and for reports. Nothing is refused for it. `class_name`: the class of requests that it belongs
-    to, by which it is counted; "": the configuration has no classes.
+    If neither the client nor the operator has stated a level, it is assumed, as a yardstick for
+    placement and reports. Nothing is refused for it. `class_name`: the class of requests that it
+    belongs to, by which it is counted; "": the configuration has no classes.
     """
 
     ttft_s: float
@@ -162,9 +162,9 @@ class Token(Struct, frozen=True, array_like=True):
     """One generated token. The first one brings the logprobs of the prompt from its second token
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
-    With `SamplingParams.pooling`, it is not a token but brings the prompt's embedding as `payload`:
-    little-endian float32, of length 1. In a forwarded call, `payload` is a part of the response;
-    the first part begins with a line that holds the content type."""
+    With `SamplingParams.pooling` there is no generated token: `payload` is the prompt's embedding,
+    normalised to length 1, as little-endian float32. In a forwarded call, `payload` is a part of
+    the response; the first part begins with a line that holds the content type."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -225,8 +225,8 @@ class Request(Struct, frozen=True):
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None: all may. `program`: the program that it is a
-    call of; None: its client names none.
+    `within`: only these instances may serve it; None: all may. `program`: the program that this
+    request is a call of, or None if its client names none.
     """
 
     request_id: RequestId

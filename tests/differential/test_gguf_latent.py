@@ -41,7 +41,7 @@ def tensor_of(stored: Stored) -> Tensor:
 
 
 def join_up_projections(draft: GgufDraft, keep: bool) -> None:
-    """As files of before April 2025 have them: in one tensor."""
+    """Joins them into one tensor, as in files from before April 2025."""
     for name in [name for name in draft.tensors if name.endswith("attn_k_b.weight")]:
         prefix = name.removesuffix("k_b.weight")
         keys, values = (tensor_of(draft.tensors[f"{prefix}{part}_b.weight"]) for part in "kv")

@@ -60,8 +60,8 @@ class ForkedCommand:
         passed: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`arguments`: the words after `moonpool`. With a `script`, that runs in its place. The
-        number of a `passed` descriptor becomes the last word. `folder`: the working directory."""
+        """`arguments`: the words after `moonpool`. A `script` runs in its place. `passed`: a file
+        descriptor, whose number becomes the last word. `folder`: the working directory."""
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {

@@ -312,7 +312,7 @@ def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -
             each.status_code == 422 for each in results
         )
         wait_until(lambda: found.picker.requests() == 0)
-        # What no endpoint could do even when idle is no matter of waiting.
+        # A request that no endpoint could serve even when idle must not wait.
         hopeless = found.complete({"x-slo-ttft-ms": "0.001"}, prompt=[1] * 900, stream=True)
         assert hopeless.status_code == 422, hopeless.text
         assert "retry-after" not in hopeless.headers

@@ -251,7 +251,8 @@ class RawCall:
 
 @pytest.mark.long
 def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
-    """The head is killed while it computes again what the client has, and once more after that."""
+    """The head is killed while it recomputes the tokens that the client has, and once more after
+    that."""
     body = {"prompt": [7] * 50, "max_tokens": 600, "temperature": 1, "ignore_eos": True}
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         whole = list(events(server.url, body, "0"))

@@ -52,9 +52,9 @@ async def play_sessions(
 ) -> list[PlayedTurn]:
     """Plays each chain's sessions one after the other, and all chains at once.
 
-    No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway;
-    the others are cancelled and count as failed. With `others`, requests go to `url` and to them in
-    turn. Raises ServerUnfitError.
+    No request is sent after `seconds`. Requests under way may end until their SLOs are missed
+    anyway. The others are cancelled and count as failed. With `others`, requests go to `url` and to
+    them in turn. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)

@@ -40,8 +40,8 @@ def measure_peers(
     eager: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Figures by peer. One that fails has `error` instead, and the others are measured all the
-    same. Raises BenchError if none of those asked for ran."""
+    """Returns figures by peer. A peer that fails has `error` instead, and the others are still
+    measured. Raises BenchError if none of those asked for ran."""
     found: dict[str, Any] = {}
     for name in SCRIPTS:
         if name not in pythons:

@@ -209,7 +209,7 @@ class ServingBackend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """As for one model, before that is known."""
+        """Like the model's `note_refused`, for a request whose model is not known yet."""
         ...
 
     def drop_cached_blocks(self) -> None:

@@ -143,7 +143,7 @@ class RootGroup(ExtendedGroup):
     own: ClassVar[CommandTable] = COMMANDS
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """By headings, without empty lines between them: all fits a screen."""
+        """Writes the commands below headings without empty lines, so that all fits a screen."""
         rows = self.rows(ctx)
         width = max(map(len, rows))
         formatter.write_paragraph()

@@ -282,8 +282,8 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, if there is no server. One that is
-    too busy to answer is left to its worker."""
+    """Fails here, and not in a worker that would wait for it, if there is no server. A server that
+    is too busy to answer is left to its worker."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError, VllmSilentError
     from moonpool.vllm.dialect import DialectError

@@ -77,7 +77,7 @@ class TrackedRequest:
     competes: bool = False  # with those of other tenants, when it arrived
     num_attempts: int = 0
     num_decisions: int = 0  # on its admission
-    predicted_step_s: float = 0.0  # where it decodes, when it was admitted
+    predicted_step_s: float = 0.0  # of its decode instance, when it was admitted
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
     call_has_begun: bool = False  # another choice of its call was admitted before

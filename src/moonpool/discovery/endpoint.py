@@ -25,7 +25,7 @@ ROLES = {
     "encode-prefill": Role.PREFILL,
     "decode": Role.DECODE,
 }
-"""By the value of `ROLE_LABEL`."""
+"""Roles by the value of `ROLE_LABEL`."""
 ENCODER = "encode"
 """The role of a server that computes no text."""
 ROLE_LABEL = "llm-d.ai/role"
@@ -67,7 +67,7 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """As `--vllm` takes it."""
+        """The address in the form that `--vllm` takes."""
         at = "" if self.rank is None else f"@{self.rank}"
         ports = [number for number in (self.events_port, self.replay_port) if number]
         host = bracketed(self.host)
@@ -190,7 +190,7 @@ def read_ranks(value: object, what: str) -> int:
 
 
 def _label(labels: Mapping[str, Any], key: str, otherwise: object) -> object:
-    """Also by the name that it had."""
+    """Returns the label, or the one with its former name."""
     older = OLDER_PREFIX + key.removeprefix(PREFIX)
     return labels.get(key, labels.get(older, otherwise))
 

@@ -14,7 +14,7 @@ async def follow_looks(
     update: Callable[[Listing], None],
     notice: Notice,
 ) -> None:
-    """As `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
+    """Like `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
     `pause_s`: of the number that was found, the time to the next look."""
     seen = Looks()
     while True:

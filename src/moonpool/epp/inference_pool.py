@@ -37,7 +37,7 @@ class InferencePool:
         self._before: Listing | None = None
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
 
         def tell() -> None:
             endpoints, problems = read_pods(self._pods, self._ports)

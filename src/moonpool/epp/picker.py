@@ -184,7 +184,8 @@ class Picker:
     def _fallbacks(
         self, model: ServedModel, route: Route, within: Sequence[InstanceId] | None
     ) -> tuple[Endpoint, ...]:
-        """Where the gateway may go if the endpoint does not respond: those with least to do."""
+        """Returns the endpoints where the gateway may go if the chosen one does not respond: those
+        with the least work."""
         if not self._num_fallbacks:
             return ()
         fitting = [

@@ -44,8 +44,8 @@ class AnsweringFronts(Protocol):
 
 
 class Answers:
-    """`ended`: told once when the outcome of a request is final. `work` marks the call that is
-    worked on."""
+    """The answers under way. `ended` is called once when the outcome of a request is final. `work`
+    marks the call that the event loop is processing."""
 
     def __init__(self, ended: EndedRequests) -> None:
         self.ended = ended

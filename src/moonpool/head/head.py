@@ -236,7 +236,7 @@ class ClusterHead:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """Like `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
         answer = self.begin(model, request, delivered, call)
         try:
             while True:
@@ -391,7 +391,7 @@ class ClusterHead:
         return len(self._answers)
 
     def refuse_new(self) -> None:
-        """From now on refuses new requests; those under way go on."""
+        """Refuses new requests from now on. Requests under way continue."""
         self._leaving = True
 
     def end_answers(self, reason: str, message: str) -> None:

@@ -87,7 +87,7 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """The number of the call that is worked on."""
+        """The number of the call that is being processed."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:

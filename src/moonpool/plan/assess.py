@@ -209,7 +209,8 @@ class Assessor:
         return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
 
     def known(self, candidate: Candidate) -> Assessment:
-        """Returns what was seen of a candidate on the trace as it is."""
+        """Returns the assessment of a candidate from its run on the original trace, not on draws of
+        it."""
         return Assessment(candidate, self.usd_per_h(candidate), (self.looks[candidate],))
 
     def _unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:

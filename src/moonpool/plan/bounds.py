@@ -149,8 +149,8 @@ class Bounds:
         )
 
     def _decodes_s(self, node: NodeHardware) -> np.ndarray:
-        """Returns each answer's share of steps with as many sequences of its context as can be, and
-        with as many drafts as serve it best."""
+        """Returns each answer's share of the time of decode steps, in the best case: the batch is
+        as large as its context allows, with the best number of drafts."""
         config, room = self._base, node.engine_tokens
         speculative = config.engine.speculative_config
         most = 0 if speculative is None else speculative.num_speculative_tokens

@@ -105,7 +105,7 @@ def _wilson(successes: int, number: int, confidence: float) -> tuple[float, floa
 
 
 def _deviation(shares: Sequence[float]) -> float:
-    """By how much one more sample differs from the mean of these."""
+    """Returns the expected difference between one more sample and the mean of these."""
     number = len(shares)
     mean = fsum(shares) / number
     squares = fsum((share - mean) ** 2 for share in shares)

@@ -26,7 +26,8 @@ from moonpool.ray.wanted_listener import WantedListener
 
 LOOK_S = 0.5
 AGAIN_S = 10.0
-"""How long a head that starts again waits for one that is out of reach: longer than a takeover."""
+"""How long a restarted head waits for a leading head that does not respond. It is longer than a
+takeover takes."""
 FIRST_S = 120.0
 """The same at the start of the cluster, when the first head may still be loading."""
 

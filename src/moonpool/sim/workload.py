@@ -33,7 +33,7 @@ class Arrival:
 
     @property
     def program(self) -> ProgramContext | None:
-        """What its client says of its program, or None if it is a call by itself."""
+        """What its client says of its program, or None for a standalone call."""
         if not self.call or not self.session:
             return None
         return ProgramContext(program_id=self.session, parent_id=self.parent, tool=self.tool)

@@ -190,8 +190,8 @@ def _answer(row: AgentLine) -> int:
 
 def _own_blocks(row: AgentLine, num_input: int, block_tokens: int) -> tuple[int, ...]:
     """Ids of the blocks of a whole prompt of which only the length is known: those of a session
-    begin alike. Of others there are none: what a row adds to its session is named later, and a row
-    by itself shares nothing."""
+    begin alike. Other rows have none: the text that a row adds to its session is named later, and a
+    standalone row shares nothing."""
     session = name_of(row.session_id)
     if not session or row.request_id is None:
         return ()

@@ -63,7 +63,7 @@ Objects = list[tuple[tuple[str, ...], dict[str, Any]]]
 
 
 class _Place(NamedTuple):
-    """Where lines of one shape have what is needed."""
+    """The places of the needed fields in lines of one shape."""
 
     usage: tuple[str, ...]
     prompt: str
@@ -230,7 +230,7 @@ def _objects(fields: dict[str, Any]) -> Objects:
 
 
 def _place_of(objects: Objects) -> _Place | None:
-    """Where the line has a request; None: nowhere."""
+    """Returns the place of the request in the line, or None if there is none."""
     for path, fields in objects:
         roles = _roles(path, fields)
         if roles["prompt"] and roles["answer"]:

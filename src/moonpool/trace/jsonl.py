@@ -320,7 +320,7 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
 
 
 def _written(row: TraceRow) -> _WrittenLine:
-    """A row as a line. One that waits for others has a delay in place of a time."""
+    """A row as a line. A row that waits for others has a delay in place of a time."""
     is_call = bool(row.call)
     return _WrittenLine(
         row.input_tokens,

@@ -78,7 +78,8 @@ def _reuses(rows: Sequence[TraceRow]) -> Iterator[_Reuse]:
 
 
 def _named(name: str, slot: int) -> str:
-    """The name of a session or call in this slot: a draw may have it several times."""
+    """Returns the name of a session or call in this slot. The slot keeps names apart when a draw
+    contains the same session several times."""
     return f"{name}/{slot}" if name else ""
 
 

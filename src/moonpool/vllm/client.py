@@ -38,7 +38,7 @@ EVENTS = b"text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
-"""By which vLLM computes a request on one of its ranks."""
+"""The header that makes vLLM compute a request on one of its ranks."""
 
 
 Health = Literal["well", "unwell", "silent", "gone"]
@@ -145,7 +145,7 @@ class VllmClient:
     async def post(
         self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
     ) -> bytes:
-        """Posts a question with a JSON body, and returns the same."""
+        """Posts a JSON body and returns the body of the response."""
         return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
 
     async def _ask(

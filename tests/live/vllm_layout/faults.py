@@ -42,7 +42,8 @@ class ChangedImport:
 
 
 def cells(slices: Any, form: dict[str, int]) -> Any:
-    """As (slices, heads, tokens, bytes of K and V of a token): vLLM's form on a CPU."""
+    """Returns a view of the slices as (slices, heads, tokens, bytes of K and V of a token), which
+    is vLLM's form on a CPU."""
     return slices.reshape(len(slices), form["heads"], form["tokens"], -1)
 
 

@@ -17,7 +17,7 @@ class Shelf:
         self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
-        """At each entry: the bytes of the log before it, and of its connection."""
+        """For each entry, the bytes of the log before it and those of its connection."""
         self._socket_fd = -1
         self._number = 6
 

@@ -43,7 +43,7 @@ PATHS = [*CALLS]
 
 
 PERIOD_S = 0.004
-"""From one look at a silent stream to the next."""
+"""Time between two checks of a silent stream."""
 
 
 class SometimesSilent(ScriptedHead):

@@ -180,7 +180,7 @@ ANSWERS = {
 
 
 def _guides_are_found_first(site: Path) -> None:
-    """By the code that the pages themselves run."""
+    """Searches with the code that the pages themselves run."""
     node = shutil.which("node")
     if node is None:
         return

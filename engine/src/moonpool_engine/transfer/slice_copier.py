@@ -168,7 +168,8 @@ def supports_native(arena: Arena) -> bool:
 
 
 def fastest_copier(arena: Arena, calls: SliceCalls | None) -> SliceCopier:
-    """By the kernels, if there are any and they support this arena's slices."""
+    """Returns a copier with native kernels, if there are any and they support this arena's slices,
+    or else one in Python."""
     if calls is not None and supports_native(arena):
         return NativeSliceCopier(calls)
     return PlainSliceCopier()

@@ -414,8 +414,8 @@ class SchedulerSide:
         return state
 
     def _adapter_hash(self, folder: str) -> str:
-        """The hash of an adapter's content. One that cannot be read gets a hash of its own, which
-        no other process has."""
+        """The hash of an adapter's content. An adapter that cannot be read gets a random hash,
+        which no other process has."""
         if folder not in self._adapters:
             try:
                 self._adapters[folder] = hash_folder(Path(folder))

@@ -38,7 +38,7 @@ class LimitedProtocol(BoundedProtocol):
     """Holds answers that must outlive this process."""
     answers: KeptAnswers
     mark: WorkMark | None = None
-    """Where the supervisor sees which call is worked on."""
+    """Shared memory in which the supervisor sees which call is being processed."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -25,8 +25,8 @@ _SCALAR_END = re.compile(r"[\s,}\]]")
 def read_calls(source: TextSource, calls: CallWriter, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Reads one call or a list of them. Returns False, and reads nothing, if there is none.
 
-    What follows in a list behind something that is not a call is not read. `ends`: marks that end a
-    call which is not complete.
+    Reading of a list stops at the first item that is not a call. `ends`: marks that end a call
+    which is not complete.
     """
     yield from source.skip_space()
     if (yield from source.peek()) == "[":

@@ -29,7 +29,7 @@ from moonpool.api.output_text.source import OutputReader, Script, Steps, TextSou
 from moonpool.text.tokenizer import Tokenizer
 
 _LAST_TOKENS = 16
-"""So many tokens of a prompt hold the opening tag at its end."""
+"""The opening tag at the end of a prompt lies within this many tokens."""
 
 
 class CallRules(NamedTuple):

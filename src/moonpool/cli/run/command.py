@@ -138,7 +138,7 @@ def _is_missing(model: str) -> bool:
 
 
 def _disk_folder(name: str) -> Path:
-    """Where the KVCache of this model lies."""
+    """Returns the folder for the KVCache of this model."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "moonpool" / "run" / re.sub(r"[^\w.-]+", "-", name)
 

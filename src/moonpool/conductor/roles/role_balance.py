@@ -202,8 +202,8 @@ class OfferedLoad:
 
 
 class _Part:
-    """The requests of a short time. Those whose answers end at their limit have their tokens in
-    `sums`; of all others there are the number and the prompts' tokens, by kind."""
+    """The requests of a short time. Requests whose answers end at their limit have their tokens in
+    `sums`. Of all others, it keeps the number and the prompts' tokens, by kind."""
 
     __slots__ = ("prompts", "requests", "sums")
 
@@ -395,9 +395,9 @@ class RoleBalance:
         now: float,
         movable: Sequence[int] | None = None,
     ) -> RoleAdvice | None:
-        """The advice, if it is sure. `losses`: attempts under way and blocks cached, by row; the
-        instances that lose least switch first. `movable`: the rows that may; None: all. The caller
-        follows it, or asks again."""
+        """Returns the advice, if it is certain enough. `losses`: attempts under way and blocks
+        cached, by row; the instances that lose least switch first. `movable`: the rows that may
+        switch, or None for all. The caller follows the advice, or asks again."""
         present = self._present
         present.advance(now)
         if present.load.seen_s < self._least_seen_s:
@@ -550,7 +550,7 @@ class _PoolCapacities:
         self._decode_capacity -= sign / self._decode_s[row]
 
     def move_back(self, row: int, role: Role) -> None:
-        """Takes a move to this role back."""
+        """Undoes a move to this role."""
         self.move(row, Role.DECODE if role is Role.PREFILL else Role.PREFILL)
 
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:

@@ -26,7 +26,7 @@ class ShareAccount:
         return self.given * kept + self.held_tokens / self.weight
 
     def charge(self, num_tokens: int, now: float) -> None:
-        """So many tokens were computed for the tenant."""
+        """Notes that this many tokens were computed for the tenant."""
         if now - self.at_s > FOLD_S:
             self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
             self.at_s = now

@@ -96,7 +96,7 @@ class FrontAnswer(ResponseStream):
         return parts
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly."""
+        """The address to which the tokens of an attempt go directly."""
         if attempt_id not in self._attempts:
             self._attempts.append(attempt_id)
         return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)

@@ -20,7 +20,7 @@ from moonpool.types import FinishReason, InstanceId
 MAX_EVENTS = 100
 LOOK_S = 1.0
 REFUSALS_S = 10.0
-"""Requests without an answer are one event for this long."""
+"""Refused requests within this time are shown as one event."""
 FAULTS = {"lost", "damaged", "refused", "disk"}
 """Kinds that the page shows as wrong."""
 

@@ -75,7 +75,7 @@ def architecture() -> str | None:
 
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = ARCHITECTURES.get(architecture() or "", {})
-"""Of this machine."""
+"""Flags of this machine's instruction sets."""
 # No contraction: the source decides whether a * b + c is fused, not the compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 STEM = "_kernels-"
