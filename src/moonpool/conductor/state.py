@@ -1,4 +1,5 @@
-"""The Conductor's state of instances and of requests under way. All of it is soft state."""
+"""The Conductor's state of instances, of tenants and of requests under way. All of it is soft
+state."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from moonpool.conductor.forecast.decode_forecast import DecodeInterval
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement.choice import Explanation
 from moonpool.conductor.programs.program import Program
-from moonpool.conductor.waiting.share_account import ShareAccount
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
 from moonpool.request_record import RequestRecord
@@ -28,6 +28,10 @@ class AttemptPhase(Enum):
 
 MAX_STALLS = 64
 """The recent answers from which the time that prompts add to gaps is learned."""
+HALF_LIFE_S = 20.0
+"""What was computed for a tenant counts half after this time."""
+FOLD_S = 0.5
+"""Tokens decay in steps of this time: there are many of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +64,29 @@ class Attempt:
     def decoder(self) -> InstanceId:
         """The instance that produces the tokens."""
         return self.decode if self.decode is not None else self.prefill
+
+
+@dataclass(slots=True, eq=False)
+class ShareAccount:
+    """What one tenant has and had lately, by which `waiting.fair_share` compares tenants."""
+
+    weight: float = 1.0
+    given: float = 0.0  # computed tokens over the weight, decayed up to `at_s`
+    at_s: float = 0.0
+    held_tokens: int = 0  # of KVCache, by its requests that are under way
+    num_under_way: int = 0
+    seen_s: float = 0.0
+
+    def level(self, now: float) -> float:
+        kept: float = 0.5 ** (max(now - self.at_s, 0.0) / HALF_LIFE_S)
+        return self.given * kept + self.held_tokens / self.weight
+
+    def charge(self, num_tokens: int, now: float) -> None:
+        """Notes that this many tokens were computed for the tenant."""
+        if now - self.at_s > FOLD_S:
+            self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
+            self.at_s = now
+        self.given += num_tokens / self.weight
 
 
 @dataclass(slots=True, eq=False)

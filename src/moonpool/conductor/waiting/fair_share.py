@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.state import TrackedRequest
-from moonpool.conductor.waiting.share_account import ShareAccount
+from moonpool.conductor.state import ShareAccount, TrackedRequest
 from moonpool.types import payer_of
 
 ACTIVE_S = 20.0
