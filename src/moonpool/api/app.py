@@ -42,8 +42,7 @@ from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.messages import ErrorPayload
-from moonpool.api.models.model_apis import ModelApis
-from moonpool.api.models.model_calls import ModelCalls
+from moonpool.api.models.model_apis import ModelApis, ModelCalls
 from moonpool.api.openapi import openapi_document
 from moonpool.api.page.html_page import HtmlPage
 from moonpool.api.page.live_page import LivePage
