@@ -112,7 +112,7 @@ def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) 
 
 
 def _packages() -> Sequence[str]:
-    """The folders of this Python's packages, also those that a `.pth` adds."""
+    """The folders of this Python's packages, including those that a `.pth` adds."""
     return [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
 
 

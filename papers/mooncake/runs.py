@@ -86,8 +86,8 @@ class ClusterRun:
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
-    """Mooncake's: this many prefill and decode nodes. No request is turned away unless told, and
-    none waits for a decode batch, which the paper's systems do not know."""
+    """Mooncake's: this many prefill and decode nodes. By default no request is refused, and none
+    waits for a decode batch, because the paper's systems have no such wait."""
     return {
         "cluster": {"prefill": prefill, "decode": decode, "mixed": 0},
         "conductor": {"admission": "none", "decode_wait": False} | conductor,

@@ -21,7 +21,7 @@ from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 120.0
-"""Within this time each server ends, also on a slow and busy machine."""
+"""Within this time each server ends, including on a slow and busy machine."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

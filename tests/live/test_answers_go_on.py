@@ -244,7 +244,8 @@ def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> 
 
 
 class SecurePair(Pair):
-    """All connections are encrypted, also those of clients, and decode has an attention worker."""
+    """All connections are encrypted, including those of clients, and decode has an attention
+    worker."""
 
     scheme = "https"
 

@@ -1,4 +1,4 @@
-"""Real processes change sides while they serve: answers stay right, also where one is killed
+"""Real processes change sides while they serve: answers stay right, even where one is killed
 amid."""
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ModelBackend(Protocol):
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
         """Submits, as `submit` does, a request that a vLLM server answers from the client's own
-        body. The tokens of outputs have parts of its response as `payload`."""
+        body. Each token of an output has a part of the response as its `payload`."""
         ...
 
     def why_not_forwarded(self) -> str:

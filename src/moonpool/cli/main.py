@@ -72,7 +72,7 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class SuggestingGroup(ScreenHelp, click.Group):
-    """A group that names the nearest command where there is none of a name."""
+    """A group that suggests the nearest command for an unknown name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -270,7 +270,7 @@ def _check_events(vllm: VllmConfig) -> None:
 
 
 def _check_sources(sources: Sequence[str]) -> None:
-    """Fails here, where a source of endpoints is none or cannot be read at all."""
+    """Fails here if a source of endpoints is invalid or cannot be read at all."""
     from moonpool.discovery.endpoint import SourceError
     from moonpool.discovery.watch import check_source
 

@@ -15,8 +15,8 @@ from moonpool.types import BlockKey
 
 
 class ClusterObserver:
-    """The events of a cluster, in the order of a request's life. An observer overrides those that
-    it wants to hear of; the others cost nothing."""
+    """The events of a cluster, in the order of a request's life. An observer overrides the events
+    that it needs. The others cost nothing."""
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
         """A request has come. Nothing is decided about it yet."""

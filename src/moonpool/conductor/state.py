@@ -116,7 +116,7 @@ class TrackedRequest:
     num_turns: int = 0  # of its session before this one
     pause_s: float | None = None  # since the turn before
     program: Program | None = None  # that it is a call of
-    crowded: list[int] = field(default_factory=list)  # rows that its program should not move to
+    crowded: list[int] = field(default_factory=list)  # rows to which its program should not move
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 

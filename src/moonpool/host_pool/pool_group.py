@@ -122,7 +122,7 @@ class BlockGroup:
                 self._begin(owner, _Find(find.keys, find.until_s))
 
     def on_time(self, now: float) -> None:
-        """Ends the finds whose time is over."""
+        """Ends the searches whose time is over."""
         for owner, find in list(self._finds.items()):
             if find.is_waiting and now >= find.until_s:
                 self._end(owner, find)

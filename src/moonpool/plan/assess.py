@@ -267,7 +267,8 @@ class NeighbourFound(Struct, frozen=True):
 
 
 class PlanCheck(Struct, frozen=True):
-    """The choice on draws that the search never saw, beside the interval that was promised."""
+    """The results of the chosen cluster on draws that the search never saw, with the promised
+    interval."""
 
     promised: Interval | None
     fresh: Assessment

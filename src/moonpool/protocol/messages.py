@@ -231,7 +231,7 @@ class InstanceInfo(Struct, frozen=True):
     chunk_tokens: int = 0  # most prompt tokens per step; 0: unknown
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
-    largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
+    largest_blocks: int = 0  # the most blocks of one request; 0 if it may have all
     adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
     context_tokens: int = 0  # most of a prompt and its answer; 0: what its blocks hold
 

@@ -16,8 +16,8 @@ copies in progress and those that wait hold no more blocks than `reserved_blocks
 place is tried again at its next use.
 
 A shared store takes the place of the SSD where other instances use it too. It receives every new
-block at once (`publish`), not only when the block leaves DRAM. So other instances find the block,
-and so does a cluster that starts after this one has ended.
+block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
+block, and so does a cluster that starts after this one has ended.
 
 A load belongs to the instance, not to the request that caused it. Any request or peer that needs a
 block under load waits for that load; a request that ends leaves its loads to the others. A failed

@@ -102,7 +102,7 @@ class JsonLogParser:
                 yield number
 
     def parse(self, line: bytes) -> ParsedRow | None:
-        """Raises LineError for a damaged line, and for a request with a value that cannot be."""
+        """Raises LineError for a damaged line, and for a request with an impossible value."""
         if not line.lstrip().startswith(b"{"):
             if found := damage(line):
                 raise LineError(found)

@@ -92,8 +92,8 @@ class MeasureProgress:
 
 
 async def probe(dialect: ServerDialect, facts: VllmFacts, hands_over: bool = False) -> None:
-    """Asks for one short answer. `hands_over`: its KVCache, too, is to be shared. Raises VllmError
-    if the server cannot give it in a form that is understood."""
+    """Asks for one short answer. `hands_over`: whether another server shall also take over its
+    KVCache. Raises VllmError if the server cannot give it in a form that is understood."""
     if hands_over:
         await _check_connector(dialect.client, facts)
         return

@@ -75,7 +75,7 @@ def lose_last_slice(slices: Any, form: dict[str, int]) -> Any:
 
 
 def flip_a_bit(slices: Any, form: dict[str, int]) -> Any:
-    """The highest of an exponent, in one slice."""
+    """Flips the highest bit of an exponent in one slice."""
     slices[0, 1] ^= 0x40
     return slices
 

@@ -179,8 +179,8 @@ def test_a_text_without_repetition_gets_none() -> None:
 
 
 def test_wrong_drafts_end_and_right_ones_bring_them_back() -> None:
-    """The prompt says 7, 8, then four things; the answer says 7, 8, then others, and much later
-    repeats itself."""
+    """In the prompt, 7, 8 are followed by four tokens. The answer has 7, 8 and then others, and
+    repeats itself much later."""
     prompt = [7, 8, 50, 51, 52, 53, 9]
     misleading = [x for i in range(60) for x in (7, 8, 1000 + i)]
     bench = DraftBench()

@@ -56,7 +56,7 @@ def _definition(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def value_as_json(text: str, kinds: Kinds, is_json: bool) -> str:
-    """Returns the JSON of a value. `is_json`: the tag says that it is none of text."""
+    """Returns the JSON of a value. `is_json`: the tag says that the value is not text."""
     value = _value(text, kinds, is_json)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)

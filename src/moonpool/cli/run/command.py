@@ -131,7 +131,7 @@ def _served_name(model: str) -> str:
 
 
 def _is_missing(model: str) -> bool:
-    """Whether the name can only be that of a file or folder, and there is none."""
+    """Whether the name can only be that of a file or folder, which does not exist."""
     path = Path(model)
     is_path = model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf"
     return is_path and ":" not in model and not path.expanduser().exists()

@@ -8,10 +8,10 @@ of its TBT, given the decode load at the end of its prefill and through its answ
 * on a mixed instance, the chances of the other requests that decode there: one more lengthens all
   steps.
 
-Where the rule `decode_wait` is on, the load of a decode instance follows from it: nobody is slowed
-down, and the wait counts in the TTFT. Without that rule, one more answer lengthens the gaps of the
-others there too. The same holds for a server that fills its steps with prompts, where the wait
-comes before the prefill.
+With the rule `decode_wait`, the load of a decode instance follows from that rule: no other answer
+is slowed down, and the wait counts in the TTFT. Without that rule, one more answer lengthens the
+gaps of the others there too. The same holds for a server that fills its steps with prompts, where
+the wait comes before the prefill.
 
 The chances are learned from the answers that have ended (`slo_chances`). Nothing here books load.
 """

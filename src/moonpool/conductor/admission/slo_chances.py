@@ -68,8 +68,8 @@ class TbtChances:
 
     def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
         """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`.
-        `predicted_s`: the step time that was predicted when it was admitted, or 0 if the load was
-        about to change."""
+        `predicted_s`: the step time that was predicted when it was admitted, or 0 if no lasting one
+        was predicted."""
         if num_tokens < LENGTH_CLASSES[0]:
             self._no_gap += 1.0
         else:

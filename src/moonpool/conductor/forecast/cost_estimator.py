@@ -114,7 +114,7 @@ class CostEstimator(ClusterObserver):
         self.learn_first_prefills(now)
 
     def learn_first_prefills(self, now: float) -> None:
-        """Called before a request is placed: The first dozen prompts of an instance are too few for
+        """Called before a request is placed. The first dozen prompts of an instance are too few for
         a sample, but if one takes three times as long as predicted, those behind it will be late,
         too. An instance is looked at again only when its factor may have changed.
         """

@@ -114,7 +114,7 @@ class RoleSwitching(ClusterObserver):
         return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
-        """Drains an instance that is to become a `role` one."""
+        """Drains an instance that will get the role `role`."""
         state = self._cluster_state.instances[instance_id]
         assert state.drain is None
         until_s = now + max(self._window_s, LEAST_DRAIN_S)

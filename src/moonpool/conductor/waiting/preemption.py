@@ -28,7 +28,7 @@ class Preemption:
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
         """The answers whose end gives this request room for `num_tokens` on one instance: as few
-        tokens as possible. Empty if there are none to whose room it has a claim."""
+        tokens as possible. Empty if it has a claim to the room of no answer."""
         best: list[TrackedRequest] = []
         least = float("inf")
         for state in self._instances.values():

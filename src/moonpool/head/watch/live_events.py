@@ -22,7 +22,7 @@ LOOK_S = 1.0
 REFUSALS_S = 10.0
 """Refused requests within this time are shown as one event."""
 FAULTS = {"lost", "damaged", "refused", "disk"}
-"""Kinds that the page shows as wrong."""
+"""Kinds of events that the page shows as faults."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ Decision = PlacedCall | RefusedCall
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: where
-    from; "": the one where the call is."""
+    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: the
+    replica that reports; "" for the one that has the call."""
 
     call_id: str
     now: float
@@ -91,7 +91,7 @@ class _Replica:
     name: str
     instance: VllmInstance
     times: ReplicaTimes = field(default_factory=ReplicaTimes)
-    step_s: float | None = None  # when the step began that is under way
+    step_s: float | None = None  # the time when the step under way began
     in_step: set[str] = field(default_factory=set)
 
 

@@ -1,7 +1,7 @@
 """Compiles the kernels into one shared library: `python -m moonpool_engine.engine.native.build`.
 
-That compiles for this machine's best instruction set alone, a fifth of the work; with `--all`, for
-every one, as a library for other machines needs.
+That compiles only for this machine's best instruction set, which is a fifth of the work. With
+`--all` it compiles for every instruction set, as a library for other machines needs.
 
 The library's name carries a hash of sources and flags, so a stale library is never loaded. That
 hash is also part of the block names: an edit of a source, even of a comment, makes other blocks.
