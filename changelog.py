@@ -40,7 +40,7 @@ SUBJECTS = (
     "Installation and packages",
     "Documentation",
 )
-"""In the order of the changelog."""
+"""Kinds of changes in the order of the changelog."""
 
 _UNRELEASED = "## [Unreleased]\n"
 _CHANGE = re.compile(r"(\w+), ([^:]+): (\S.*)")
@@ -80,7 +80,7 @@ def read_fragment(path: Path) -> list[Change]:
 
 
 def read_fragments(folder: Path) -> list[Change]:
-    """Returns the changes of all files, by name; README.md is none of them."""
+    """Returns the changes of all files except README.md, by name."""
     return [change for path in fragments(folder) for change in read_fragment(path)]
 
 
@@ -100,7 +100,7 @@ def split_page(page: str) -> tuple[str, str, str]:
 
 
 def parse_section(text: str) -> list[Change]:
-    """Returns the changes of a section. Raises ChangelogError for a line that is none."""
+    """Returns the changes of a section. Raises ChangelogError for a line of another form."""
     kind = subject = ""
     found = []
     for line in text.splitlines():

@@ -4,9 +4,10 @@
     python3 install.py lab        and plans, plots and measurements: requirements-lab.lock
     python3 install.py lab dev    and tests and checks: requirements-dev.lock
 
-uv installs where it is on the PATH, else pip does, and pip also where uv fails. The kernels are
-compiled meanwhile, for this machine's instruction set alone; with `dev` for all, for the tests.
-The locks name every file by its hash. The module imports only the standard library.
+uv installs where it is on the PATH, else pip does, and pip also where uv fails. At the same time
+the kernels are compiled, for this machine's instruction set only, or with `dev` for all instruction
+sets, which the tests need. The locks name every file by its hash. The module imports only the
+standard library.
 """
 
 from __future__ import annotations

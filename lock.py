@@ -54,7 +54,7 @@ DOCS_PYTHON = "3.11.5"
 MACHINES = ("x86_64", "aarch64")
 
 Lock = dict[str, tuple[Requirement, tuple[str, ...]]]
-"""By name: what is pinned, and the hashes of its files as pip's options."""
+"""Pinned requirements by name, with the hashes of their files as pip's options."""
 
 
 def read_lock(path: Path) -> Lock:

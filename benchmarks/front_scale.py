@@ -110,7 +110,7 @@ def measure(server: LocalServer, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def on_paper(found: dict[str, Any], num_fronts: int) -> dict[str, float]:
-    """Returns the load that so many fronts bear, each on a core of its own, with the Conductor on
+    """Returns the load that this many fronts bear, each on a core of its own, with the Conductor on
     another one."""
     shares = {}
     for name, costs, unit in (

@@ -60,7 +60,7 @@ BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as a
 READ_BYTES = 4 << 20
 READERS = 4
 SETTLE_S = 3.0
-"""Until what was stored has been written."""
+"""Time until all stored blocks have been written."""
 ANSWER_S = 120.0
 GROUP = b"pool_copies".ljust(32, b".")
 

@@ -50,7 +50,7 @@ KILLED = ("pool",) * 7 + ("vllm",) * 2 + ("head",)
 PROVEN_P = 0.01
 SETTLE_S = 5.0
 FULL_KILLS, OF_KILLS = 3, 10
-"""During the first of so many kills the disk is full."""
+"""During the first of this many kills the disk is full."""
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
@@ -159,7 +159,7 @@ class PoolTrial:
 
 
 async def _until(load: TrialLoad, count: float, running: asyncio.Task[None]) -> bool:
-    """Whether the load still runs when so many requests are done."""
+    """Whether the load still runs when this many requests are done."""
     while load.num_done < count:
         ended, _ = await asyncio.wait({running}, timeout=0.1)
         if ended:

@@ -40,7 +40,7 @@ class BuildWithKernels(build_py):
 
 
 class WithLibrary(Distribution):
-    """A package that belongs to one platform, though the kernels are no module of Python."""
+    """A package that belongs to one platform, though the kernels are not a module of Python."""
 
     def has_ext_modules(self) -> bool:
         return True

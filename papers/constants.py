@@ -43,7 +43,8 @@ SARATHI_A100 = "A100-PCIE"
 """SARATHI says A100 80 GB; its authors' next paper names Azure NC96ads v4, which has PCIe ones."""
 
 GPT3_A100 = "A100-SXM"
-"""Of 8 servers with 8 A100 each and InfiniBand: machines of that kind have SXM ones."""
+"""The paper has 8 servers with 8 A100 each and InfiniBand. Machines of that kind have the SXM
+form."""
 
 ABLATION_SEQUENCE_TOKENS = 1024
 """Length in SARATHI's chunk-size ablation (Fig 13): that of its Table 2 and Fig 7."""
@@ -104,14 +105,14 @@ SERVE_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(64))
 Sarathi-Serve are found."""
 
 SERVE_REQUESTS, SERVE_QUICK_REQUESTS = 256, 32
-"""Of each run. The paper has 2048, which take eight times as long and hold the queue's limit at a
-rate that is a step lower."""
+"""Requests of each run. The paper has 2048, which take eight times as long and hold the queue's
+limit at a rate that is a step lower."""
 
 
 # Mooncake
 
 MOONCAKE_NODES = 16
-"""Of FAST'25's cluster in all its experiments of section 5.2 and 5.4."""
+"""Nodes of FAST'25's cluster in all experiments of sections 5.2 and 5.4."""
 
 MOONCAKE_PREFILL, MOONCAKE_DECODE = 8, 8
 """The split is printed nowhere but in Fig 15; Fig 11's most replicated keys stop at 8 replicas,
@@ -142,7 +143,7 @@ MOONCAKE_RATE_STEPS, MOONCAKE_QUICK_RATE_STEPS = 8, 2
 for all others: between these multiples of the trace's speed, by so many halvings."""
 
 V3_SPEED = 1.4
-"""Of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
+"""Speed of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
 
 OVERLOAD_SPEED, OVERLOAD_SPEEDS = 2.0, (2.0, 2.5, 3.0)
 """v3's Table 3 is at twice the speed; the others show what hangs on it."""
@@ -152,8 +153,8 @@ OVERLOAD_TBT_S = 0.035
 measurements is never full; this is what it gives on average at twice the trace's speed."""
 
 FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
-"""Of v3's Fig. 9, which says 20 machines: the split at which both pools are full with the paper's
-own limits, and the speed that offers both a fifth more than they can do."""
+"""The cluster of v3's Fig. 9, which says 20 machines: the split at which both pools are full with
+the paper's own limits, and the speed that offers both a fifth more than they can do."""
 
 
 V3_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(61))
@@ -161,7 +162,7 @@ V3_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(61))
 Figs 11 and 12 are found. The lowest is the one whose P90s the limits are multiples of."""
 
 V3_REQUESTS, V3_QUICK_REQUESTS = 400, 24
-"""Of each run of Figs 11 and 12; the paper prints no number."""
+"""Requests of each run of Figs 11 and 12. The paper prints no number."""
 
 
 # Lamina

@@ -91,7 +91,7 @@ class Finding:
 
 
 def figures(finding: Finding) -> dict[str, Any]:
-    """For `--json`: the same on every machine, byte for byte."""
+    """Returns the figures for `--json`, which are equal on every machine, byte for byte."""
     found: dict[str, Any] = msgspec.to_builtins(finding)
     found["rows"] = [
         {

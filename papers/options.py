@@ -44,8 +44,8 @@ def _silent(text: str) -> None:
 class Options:
     """`trace`, if given, stands for whatever trace an experiment asks for; otherwise they are
     looked for in `folders`. `quick`: fewer requests, for a look. `progress` hears what is being
-    done, in a few words. `parts` hears of each workload of which only a part was run: verdicts are
-    then withheld."""
+    done, in a few words. `parts` is told of each workload of which only a part was run. Verdicts
+    are then withheld."""
 
     seed: int = 0
     quick: bool = False

@@ -14,7 +14,7 @@ Mark = Literal["bars", "line", "steps", "points"]
 
 @dataclass(frozen=True, slots=True)
 class PlotSeries:
-    """`values[i]` at `at[i]`: a number, or for bars the name of a group."""
+    """`values[i]` is drawn at `at[i]`, which is a number, or the name of a group of bars."""
 
     label: str
     whose: Whose

@@ -1,4 +1,4 @@
-"""One mixed instance by itself: the state machine and the engine of the simulator, no Conductor.
+"""One mixed instance alone: the state machine and the engine of the simulator, without a Conductor.
 
 SARATHI's experiments are about what an instance puts into a step. The requests are given to it as
 they arrive, in its own vocabulary; it alone decides how they are batched.

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import settings
 
 # No example may fail because the machine is busy. A property has a third as many examples in
-# `make test` as in `make long`, which repeats it. One that names a few has them in `make test`.
+# `make test` as in `make long`, which repeats it. A property that names a smaller number has that
+# many in `make test`.
 settings.register_profile("short", deadline=None, max_examples=33)
 settings.register_profile("long", deadline=None, max_examples=100)
 

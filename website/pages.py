@@ -55,7 +55,8 @@ def site_path(root: Path, path: Path) -> Path:
 
 
 def turn_links(root: Path, page: Path, text: str) -> str:
-    """Returns the text with links by the site's paths; of a link to a plain folder, its words."""
+    """Returns the text with its links turned into paths of the site. A link to a plain folder
+    becomes plain text."""
 
     def turned(match: re.Match[str]) -> str:
         mark, words, link = match.groups()

@@ -23,7 +23,7 @@ FIRST_PAGE = """<!DOCTYPE html>
 
 
 def publish(site: Path, folder: Path, version: str) -> list[str]:
-    """Puts the site into the folder as this version, in place of what it had of it; returns the
+    """Puts the site into the folder as this version and replaces an earlier copy. Returns the
     versions there, newest first. Raises FileNotFoundError if the site is not built."""
     if not (site / "index.html").is_file():
         raise FileNotFoundError(f"{site} has no index.html: build the site first")

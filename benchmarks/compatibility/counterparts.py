@@ -17,7 +17,7 @@ class Part(Struct, frozen=True):
     tests: tuple[str, ...]
     needs_model: bool = False
     only: str = ""
-    """Of the names of tests, as pytest's -k."""
+    """Selects tests by name, like pytest's -k."""
 
 
 class Counterpart(Struct, frozen=True):

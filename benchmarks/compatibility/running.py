@@ -95,7 +95,8 @@ def run_part(
 
 def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) -> dict[str, str]:
     """Under a Python of its own without pytest, what that lacks is taken from this one's packages.
-    One that has pytest is complete: packages of both could hide each other's parts."""
+    A Python with pytest is used as it is, because packages of both could hide each other's
+    parts."""
     told = {**os.environ, **more}
     if counterpart.place != "environment":
         return told | ({counterpart.variable: place} if counterpart.variable else {})
@@ -111,7 +112,7 @@ def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) 
 
 
 def _packages() -> Sequence[str]:
-    """The folders of this Python's packages, also those that a `.pth` adds."""
+    """The folders of this Python's packages, including those that a `.pth` adds."""
     return [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
 
 

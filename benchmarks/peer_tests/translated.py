@@ -18,7 +18,7 @@ NAME = "PEER_TESTS_NAME"
 """Environment variable with the name of the model in llama.cpp's tests, if they send one."""
 
 Flags = dict[str, str | None]
-"""moonpool's flag for each flag with a value; None: the flag does not matter here."""
+"""moonpool's flag for each flag with a value, or None if the flag does not matter here."""
 
 _VLLM: Flags = {
     "--dtype": None,  # the model's own

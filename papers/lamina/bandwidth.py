@@ -20,7 +20,7 @@ CONTEXTS = (1_024, 4_096, 8_192)
 PAPER_MOST_BYTES_PER_S = 30e9
 NIC_BYTES_PER_S = 50e9
 ROUND_TRIP_S = 33e-6
-"""Of Lamina's own network stack (its Fig. 13); NCCL takes twice as long."""
+"""Round trip of Lamina's own network stack (its Fig. 13); NCCL takes twice as long."""
 OVERLAP_CONTEXT = 4_096
 OVERLAP_BATCHES = {"llama-65b": (10, 20, 30, 40, 60), "llama3-70b": (25, 50, 100, 200, 300)}
 PAPER_OVERLAP = {"llama-65b": 0.132, "llama3-70b": 0.035}

@@ -220,7 +220,8 @@ def _rows(cells: Sequence[DollarCell], prices: str, claimed: bool) -> list[Findi
 
 
 def _break_even_rows(cells: Sequence[DollarCell]) -> list[FindingRow]:
-    """At which price of an attention device the claim's ends would hold over the best number."""
+    """Returns the prices of an attention device at which both ends of the claim would hold against
+    the best number of devices."""
     rows = []
     for cell in cells:
         if not cell.name.startswith("LLaMA3-70B, 4k") and not cell.name.startswith("33B, 4k"):

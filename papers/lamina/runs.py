@@ -44,7 +44,7 @@ TABLE_4 = {  # requests, mean prompt, mean output
 
 @dataclass(frozen=True, slots=True)
 class DeviceSetup:
-    """One configuration of the paper's: so many devices that compute, so many that only keep."""
+    """One configuration of the paper: how many devices compute, and how many only hold KVCache."""
 
     name: str
     num_compute: int

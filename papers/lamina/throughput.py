@@ -117,8 +117,8 @@ NOTES = (
 
 
 def _cells(options: Options) -> tuple[list[ThroughputCell], list[str], list[str]]:
-    """Also where the traces are from, and which are missing. Raises MissingTraceError if all
-    are."""
+    """Returns the cells, and lines that say where the traces come from and which are missing.
+    Raises MissingTraceError if all are."""
     cells: list[ThroughputCell] = []
     origins: list[str] = []
     missing: list[str] = []

@@ -65,7 +65,8 @@ class IdleGroupRun(NamedTuple):
 
 
 Table = dict[tuple[int, int, Parallelism], IdleGroupRun]
-"""By length, nodes and kind. One node is the same of every kind, with whole prompts."""
+"""Runs by prompt length, nodes and kind. With one node all kinds are equal, and prompts are not
+divided."""
 
 
 @dataclass(frozen=True, slots=True)

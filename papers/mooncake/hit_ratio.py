@@ -29,7 +29,7 @@ NUM_CACHES = 10
 
 
 class Fig10(NamedTuple):
-    """Of caches of their own, then of one pool."""
+    """Hit ratios with a cache for each instance, then with one pool."""
 
     local_hit: float
     global_hit: float
@@ -140,7 +140,7 @@ def _simulated(options: Options, workload: MooncakeWorkload, placement: str) -> 
     options.progress(f"Fig. 10, {placement}")
     rows = [TraceRow(row.arrived_s, row.input_tokens, 1, row.hash_ids) for row in workload.rows]
     prefills = MooncakeWorkload(workload.name, rows, workload.block_tokens, True, workload.origin)
-    # Mixed instances, because a cluster of prefill instances alone is none; nothing decodes.
+    # Uses mixed instances, because a cluster needs decode instances, though nothing decodes here.
     overrides: Overrides = {
         "cluster": {"prefill": 0, "decode": 0, "mixed": NUM_CACHES},
         "conductor": {"admission": "none", "placement": placement},

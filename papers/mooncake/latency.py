@@ -25,7 +25,7 @@ BLOCK_TOKENS: int = DEFAULTS["pool"]["block_tokens"]
 
 
 class Phases(NamedTuple):
-    """Of one request, in s."""
+    """Phases of one request, in seconds."""
 
     prefill: float
     transfer: float
@@ -92,7 +92,7 @@ class _Keeping(Collector):
 
 
 def phases_of(num_tokens: int, hit_share: float, *, layer_wise: bool, seed: int) -> Phases:
-    """A request alone in the cluster. What is to be cached was prefilled by an earlier one."""
+    """A request alone in the cluster. An earlier request has prefilled the part that is cached."""
     num_blocks = num_tokens // BLOCK_TOKENS
     num_cached = int(num_blocks * hit_share)
     names = tuple(range(num_blocks))

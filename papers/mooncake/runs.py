@@ -73,7 +73,7 @@ class ClusterRun:
         return found.num_completed / max(found.num_requests, 1)
 
     def share_within(self, tbt_s: float) -> float:
-        """Of all requests: completed with a TBT of at most this."""
+        """The share of all requests that completed with a TBT of at most `tbt_s`."""
         top = self.simulation.collector.tbt_top10_mean_s
         # A one-token answer has no gap to exceed anything.
         without = self.simulation.collector.num_completed - top.count
@@ -86,8 +86,8 @@ class ClusterRun:
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
-    """Mooncake's: so many prefill and decode nodes. No request is turned away unless told, and
-    none waits for a decode batch, which the paper's systems do not know."""
+    """Mooncake's: this many prefill and decode nodes. By default no request is refused, and none
+    waits for a decode batch, because the paper's systems have no such wait."""
     return {
         "cluster": {"prefill": prefill, "decode": decode, "mixed": 0},
         "conductor": {"admission": "none", "decode_wait": False} | conductor,

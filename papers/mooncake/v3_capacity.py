@@ -83,8 +83,8 @@ def measure(
 
 
 def claim_rows(found: Capacities, claims: Sequence[Claim], peer: str = VLLM) -> list[FindingRow]:
-    """For each claim the capacities, and 3P+1D's over `peer`'s by TTFT, as the figures support
-    it."""
+    """Returns, for each claim, the capacities and the ratio of 3P+1D's to `peer`'s by TTFT, with
+    what the figures say about it."""
     rows = []
     for claim in claims:
         by = found[claim.data.name]

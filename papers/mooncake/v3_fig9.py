@@ -20,11 +20,11 @@ from papers.plot import Panel, PlotSeries
 
 ADMISSIONS: dict[str, Admission] = {"early rejection": "early", "with prediction": "predictive"}
 STEADY = (0.15, 0.95)
-"""Of the time in which requests arrive: the rest fills and drains the cluster."""
+"""The steady part of the time in which requests arrive. The rest fills and drains the cluster."""
 
 
 class LoadSwing(NamedTuple):
-    """Of the loads of both pools over time; a load of 1 is its limit."""
+    """How the loads of both pools swing over time. At a load of 1 a pool is at its limit."""
 
     prefill_mean: float
     prefill_sd: float

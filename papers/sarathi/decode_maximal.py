@@ -229,13 +229,14 @@ def _gain(
     lengths: tuple[int, int],
     batches: int,
 ) -> float:
-    """Of throughput, over prefilling and decoding each batch of requests apart."""
+    """Returns the gain in throughput over prefilling and decoding each batch of requests
+    separately."""
     apart = _serve(cost, "prefill-first", batch * lengths[0], batch, lengths, batches)
     return apart.makespan_s / _serve(cost, batching, budget, batch, lengths, batches).makespan_s
 
 
 def _gains(cost: RooflineCost, setting: Setting, batches: int) -> tuple[float, float]:
-    """Of decodes and end to end."""
+    """Returns the gains of decodes and end to end."""
     batch, context = setting.batch, setting.sequence_tokens
     alone_ms = _hybrid_ms(cost, 0, batch, context) / batch
     riding_ms = _marginal_ms(cost, CHUNK_TOKENS - batch + 1, batch - 1, context)
@@ -271,7 +272,7 @@ def _orca_rows(cost: RooflineCost, batches: int) -> list[FindingRow]:
 
 
 def _coverage(cost: RooflineCost, ratio: int, batches: int) -> tuple[float, float]:
-    """By the formula, and as run: share of decodes whose step had a chunk."""
+    """Returns the share of decodes whose step had a chunk, by the formula and in the run."""
     batch = 6
     prompt, decodes = _split(1024, ratio)
     chunk = CHUNK_TOKENS - batch + 1

@@ -54,8 +54,8 @@ class Framing:
         return length
 
     def pop(self, received: bytearray) -> bytes | None:
-        """Removes the first frame from `received` and returns its body; None: it is not all there.
-        Raises FrameTooLongError."""
+        """Removes the first frame from `received` and returns its body, or None if it is not all
+        there. Raises FrameTooLongError."""
         if len(received) < self.NUM_LENGTH_BYTES:
             return None
         end = self.NUM_LENGTH_BYTES + self.num_body_bytes(received)

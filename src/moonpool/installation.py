@@ -42,8 +42,8 @@ def small_model_command() -> str:
 
 
 def checkout_of(module: Path) -> Path | None:
-    """Returns the checkout from whose sources this module of the package runs; None: it runs from
-    the folder of an environment."""
+    """Returns the checkout from whose sources this module of the package runs, or None if it runs
+    from the folder of an environment."""
     root = module.parents[2]
     has_project = (root / "pyproject.toml").is_file()
     return root if has_project and module.parents[1].name == "src" else None

@@ -16,8 +16,8 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """A request is rejected, or its answer breaks off."""
 
     status: int
-    """Of HTTP: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share), 503 (no
-    capacity, instance lost), 504 (deadline), 400."""
+    """The HTTP status: 422 (not even an idle cluster could meet the SLO), 429 (SLO or fair share),
+    503 (no capacity, instance lost), 504 (deadline), 400."""
     reason: str  # for machines
     message: str  # for people
     retry_after_s: float | None = None

@@ -41,7 +41,7 @@ class RecordedSpan(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Instants are seconds on the driver's clock; None: the event has not happened."""
+    """Instants are seconds on the driver's clock, or None if the event has not happened."""
 
     request_id: RequestId
     num_prompt_tokens: int

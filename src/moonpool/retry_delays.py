@@ -20,5 +20,5 @@ class RetryDelays:
         return 1 if lasted_s > self.steady_s else num_failures + 1
 
     def after(self, num_failures: int) -> float:
-        """Returns the seconds to wait after so many failures in a row."""
+        """Returns the seconds to wait after this many failures in a row."""
         return self.delays_s[min(max(num_failures, 1), len(self.delays_s)) - 1]

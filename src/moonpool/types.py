@@ -21,8 +21,8 @@ BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message: their text may be no UTF-8, or they nest too
-deeply."""
+"""What msgspec raises for bytes that are not a message: their text may be no UTF-8, or they nest
+too deeply."""
 
 
 class Role(StrEnum):
@@ -61,9 +61,9 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Slo(Struct, frozen=True, omit_defaults=True):
     """Service levels of one request: time to first token, and time between tokens, in seconds.
 
-    One that neither the client nor the operator has stated is assumed, as a yardstick for placement
-    and for reports. Nothing is refused for it. `class_name`: the class of requests that it belongs
-    to, by which it is counted; "": the configuration has no classes.
+    If neither the client nor the operator has stated a level, it is assumed, as a yardstick for
+    placement and reports. Nothing is refused for it. `class_name`: the class of requests that it
+    belongs to, by which it is counted; "": the configuration has no classes.
     """
 
     ttft_s: float
@@ -162,9 +162,9 @@ class Token(Struct, frozen=True, array_like=True):
     """One generated token. The first one brings the logprobs of the prompt from its second token
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
-    With `SamplingParams.pooling`, it is no token but brings the prompt's embedding as `payload`:
-    little-endian float32, of length 1. In a forwarded call, `payload` is a part of the response;
-    the first part begins with a line that holds the content type."""
+    With `SamplingParams.pooling` there is no generated token: `payload` is the prompt's embedding,
+    normalised to length 1, as little-endian float32. In a forwarded call, `payload` is a part of
+    the response; the first part begins with a line that holds the content type."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -218,15 +218,15 @@ class Request(Struct, frozen=True):
     `tenant` salts the block keys: requests of different tenants never share a block, but for those
     that only pay apart (`paying`).
     `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
-    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text);
-    None: they follow from the tokens. `adapter` identifies the LoRA adapter that computes it; "":
-    none. Block keys contain it. Requests with a lower `priority` are served first. `call` names the
-    call that this is one of several choices of; "": it is the only one.
+    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text),
+    or None if they follow from the tokens. `adapter` identifies the LoRA adapter that computes it;
+    "": none. Block keys contain it. Requests with a lower `priority` are served first. `call` names
+    the call that this is one of several choices of; "": it is the only one.
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None: all may. `program`: the program that it is a
-    call of; None: its client names none.
+    `within`: only these instances may serve it; None: all may. `program`: the program that this
+    request is a call of, or None if its client names none.
     """
 
     request_id: RequestId
@@ -252,7 +252,7 @@ class Request(Struct, frozen=True):
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the prompt's embedding is the answer, which is no answer of one token."""
+        """Whether the prompt's embedding is the answer, which is not an answer of one token."""
         return self.sampling.pooling != "none"
 
 

@@ -131,7 +131,8 @@ def serve(pool: BlockPool, owner: str, names: list[int]) -> int:
 
 
 def chain(session: int, turn: int) -> list[int]:
-    """A prompt of a tree: block 0, then the session's; a tenth of the turns leave the way."""
+    """The blocks of a prompt in a tree: block 0, then the session's blocks. A tenth of the turns
+    leave this path."""
     names = [0, *(1000 * session + place for place in range(1, 4 + 2 * turn))]
     if (session + turn) % 10 == 0:
         names[-1] += 500

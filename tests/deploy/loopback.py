@@ -233,7 +233,7 @@ class Loopback:
         get = probe["httpGet"]
         scheme = get.get("scheme", "HTTP").lower()
         url = f"{scheme}://127.0.0.1:{ports[get['port']]}{get['path']}"
-        try:  # as the kubelet: by the pod's address, without a check of the certificate
+        try:  # like the kubelet: at the pod's address, without checking the certificate
             return str(httpx.get(url, timeout=5, verify=unchecked()).status_code)
         except httpx.TransportError as error:
             return repr(error)

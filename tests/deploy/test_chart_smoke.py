@@ -89,7 +89,7 @@ def test_what_is_rendered_starts_answers_and_ends(path: Path, tmp_path: Path) ->
 
 @pytest.mark.live
 def test_workers_stay_when_the_head_is_replaced(tmp_path: Path) -> None:
-    """As by an upgrade of the release: the pod of the head ends, and another one starts."""
+    """The pod of the head ends and another one starts, as in an upgrade of the release."""
     values: dict[str, Any] = {}
     with loopback(render(values), tmp_path / "pods") as place:
         place.start()
@@ -110,7 +110,8 @@ def test_workers_stay_when_the_head_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.live
 @pytest.mark.long
 def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
-    """With a double of the cluster's API, which has the objects of the chart, and a real Envoy."""
+    """Runs with a real Envoy, and with a stub of the cluster's API that has the objects of the
+    chart."""
     pytest.importorskip("kmock")
     pytest.importorskip("envoy.service.ext_proc")
     from tests.kubernetes_double import PODS, POOLS, ApiThread

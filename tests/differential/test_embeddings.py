@@ -93,7 +93,7 @@ def save_bare(folder: Path) -> Any:
 @pytest.mark.parametrize("way", ["last", "mean"])
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_checkpoint_of_bare_names(num_shards: int, way: Way, tmp_path: Path) -> None:
-    """In one part and in shards, whole and in chunks."""
+    """The prompt is computed in one part and in shards, as a whole and in chunks."""
     model = save_bare(tmp_path)
     ours = open_model(str(tmp_path), "float32")
     assert ours.spec.prefix == "" and ours.spec.tie_embeddings

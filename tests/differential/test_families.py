@@ -83,8 +83,8 @@ def test_any_chunks_and_batches_give_the_same_bits(
 
 @pytest.mark.parametrize("name", ["mistral-window", "gpt-oss", "qwen3.5"])
 def test_blocks_of_any_size_give_the_same_bits(folders: dict[str, Path], name: str) -> None:
-    """Models with linear attention have blocks of hundreds of tokens, in sizes that are no power of
-    two."""
+    """Models with linear attention have blocks of hundreds of tokens, in sizes that are not a power
+    of two."""
     prompt = random_prompts(random.Random(5), 1, 300, 200)[0]
     model = opened(folders, name)
     small, *others = (

@@ -101,7 +101,7 @@ def test_any_plan_gives_the_bits_of_the_whole_prompt_alone(
 def test_shards_give_nearly_the_same_also_where_they_cut_within_groups(
     tmp_path: Path, ops_name: str
 ) -> None:
-    """Half of 96 columns is no border of groups of 32: that matrix becomes plain."""
+    """Half of 96 columns is not a border of groups of 32: that matrix becomes plain."""
     gguf = str(tiny_llama(MIXED, inter=96).write(tmp_path / "t.gguf"))
     one, two = (logits(gguf, ops_name, shards) for shards in (1, 2))
     assert (one - two).abs().max() < 5e-3 * one.abs().max()

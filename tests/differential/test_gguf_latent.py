@@ -41,7 +41,7 @@ def tensor_of(stored: Stored) -> Tensor:
 
 
 def join_up_projections(draft: GgufDraft, keep: bool) -> None:
-    """As files of before April 2025 have them: in one tensor."""
+    """Joins them into one tensor, as in files from before April 2025."""
     for name in [name for name in draft.tensors if name.endswith("attn_k_b.weight")]:
         prefix = name.removesuffix("k_b.weight")
         keys, values = (tensor_of(draft.tensors[f"{prefix}{part}_b.weight"]) for part in "kv")
@@ -102,7 +102,7 @@ def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
     ops = CountingOps()
     DecoderModel(model.spec, model.weights, ops)
     spec = model.spec
-    # 112 is no multiple of 32: the dense layer's down projection is plain.
+    # 112 is not a multiple of 32: the dense layer's down projection is plain.
     assert ops.counts[False] == spec.num_layers * 2 * spec.num_heads + 1
 
 

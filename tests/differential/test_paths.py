@@ -27,7 +27,7 @@ from tests.differential.cluster import MiniCluster, Outcome
 FEW_PROMPTS = 20
 """All lengths around block and chunk bounds, and some more."""
 NUM_PROMPTS = {"native": 60, "native-int8": 30}
-"""In the long run."""
+"""Prompts of the long run."""
 NUM_TOKENS = 6
 
 

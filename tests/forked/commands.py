@@ -21,7 +21,7 @@ from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 120.0
-"""Within this time each server ends, also on a slow and busy machine."""
+"""Within this time each server ends, including on a slow and busy machine."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -60,8 +60,8 @@ class ForkedCommand:
         passed: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`arguments`: the words after `moonpool`. With a `script`, that runs in its place. The
-        number of a `passed` descriptor becomes the last word. `folder`: the working directory."""
+        """`arguments`: the words after `moonpool`. A `script` runs in its place. `passed`: a file
+        descriptor, whose number becomes the last word. `folder`: the working directory."""
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {

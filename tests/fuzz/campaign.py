@@ -29,6 +29,6 @@ def run_apart(reader: str, num_inputs: int, seed: int) -> list[Finding]:
 
 
 def write_findings(findings: list[Finding], folder: Path) -> None:
-    """For the process that was started by `run_apart`."""
+    """Writes the findings for the process that called `run_apart`."""
     found = [(finding.what, finding.data.hex()) for finding in findings]
     (folder / "findings.json").write_text(json.dumps(found))

@@ -1,6 +1,7 @@
 """What comes with a model, as one JSON object: its files by name, or a GGUF file's metadata.
 
-Tensors are not mutated here; the readers of bytes do that. What opens is used as a server does.
+Tensors are not mutated here; the readers of bytes do that. A file that opens is then used as a
+server uses it.
 """
 
 from __future__ import annotations

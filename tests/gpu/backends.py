@@ -41,7 +41,7 @@ def make_ops(backend: str) -> Ops:
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """Of the norms; NaN is no small difference."""
+    """Returns the relative difference of the norms. NaN counts as a large difference."""
     got, expected = got.double().cpu(), expected.double().cpu()
     share = float((got - expected).norm() / expected.norm())
     return share if share == share else float("inf")

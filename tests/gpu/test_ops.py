@@ -87,7 +87,8 @@ def test_own_kernels_give_the_same_bits_in_any_company(name: str, dtype: str) ->
 
 
 def test_long_contexts_are_split_without_a_trace() -> None:
-    """One sequence alone is worked on in runs of keys by many programs, a crowd's by one each."""
+    """A single sequence is computed in runs of keys by many programs. In a large batch, each
+    sequence has one program."""
     ops = make_ops("triton-cuda")
     lab = Bench.of(open_model(WIDE, "bfloat16"), ops, 1_400_000, block_tokens=64)
     prompt = prompt_of(5000)

@@ -1,4 +1,4 @@
-"""Calls made from the OpenAPI document of a server, and what each response must keep."""
+"""Makes calls from the OpenAPI document of a server, and checks each response against it."""
 
 from __future__ import annotations
 

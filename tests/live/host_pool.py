@@ -38,7 +38,7 @@ GROUP = bytes(range(32))
 
 
 class FullAttentionSpec:
-    """As vLLM's own, for the layout."""
+    """Has the fields of vLLM's own class that the layout needs."""
 
     block_size = BLOCK_TOKENS
     page_size_bytes = 2 * BLOCK_TOKENS * 128 * 2

@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.encode
 
 class ServerStub:
     """Serves on a port of its own. `calls` has the path and the body of each call in its order.
-    One that is `dead` ends each call before it answers."""
+    With `dead`, it ends each call before it answers."""
 
     documents: ClassVar[dict[str, Any]] = {}
     """What it says at GET, by path."""
@@ -50,11 +50,11 @@ class ServerStub:
         self._server.server_close()
 
     def look(self, path: str) -> Any:
-        """What it says at GET; None: it has no such path."""
+        """What it says at GET, or None if it has no such path."""
         return self.documents.get(path)
 
     def events(self, path: str, body: Body) -> Iterator[Body]:
-        """Of a stream: chats and texts as OpenAI's API has them, a token in each."""
+        """Yields the events of a stream in the form of OpenAI's API, each with one token."""
         for number in range(body.get("max_tokens") or 4):
             said: Body = {"delta": {"content": "x"}} if path == CHAT else {"text": "x"}
             finish = "length" if number == (body.get("max_tokens") or 4) - 1 else None
@@ -168,7 +168,7 @@ class SglangStub(ServerStub):
 
     @property
     def place(self) -> str:
-        """As `--vllm` takes it."""
+        """The address in the form that `--vllm` takes."""
         return f"{self.url},{self.events_at},{self.replay_at}"
 
     def stop(self) -> None:

@@ -44,7 +44,7 @@ NOT_RUN = {
 reason says that the command runs after all."""
 
 OTHER_SERVERS = ("//10.0.0.1:8000", "//127.0.0.1:8080", "//127.0.0.1:9090")
-"""Of calls that tests of their own make: two hosts in test_two_hosts.py, a gateway in
+"""Addresses in commands that other tests run: two hosts in test_two_hosts.py, a gateway in
 test_epp.py."""
 
 SMALLER = {

@@ -258,7 +258,7 @@ TOO_LARGE = ("1e400", "-1e400", "1" * 5_000)
 FRACTIONS = ("1e-5000", "0." + "9" * 5_000)
 INTEGERS = (str(2**63), str(-(2**64)))
 TAKEN = {"temperature": FRACTIONS, "logit_bias": FRACTIONS, "user": FRACTIONS + INTEGERS}
-"""By field. A user is not read."""
+"""Accepted values by field. `user` is not read."""
 
 
 def test_huge_numbers_are_refused_by_name(client: httpx.Client) -> None:

@@ -50,7 +50,7 @@ class Got:
     calls: httpx.Client = fresh
 
     def read(self, url: str, body: dict[str, Any], name: str, most: int = 1 << 30) -> None:
-        """Reads the events after the tokens that are here, at most so many."""
+        """Reads the events after the tokens that are here, at most this many."""
         headers = {"X-Request-Id": name}
         if self.tokens:
             headers["X-Resume-Tokens"] = str(len(self.tokens))
@@ -244,7 +244,8 @@ def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> 
 
 
 class SecurePair(Pair):
-    """All connections are encrypted, also those of clients, and decode has an attention worker."""
+    """All connections are encrypted, including those of clients, and decode has an attention
+    worker."""
 
     scheme = "https"
 

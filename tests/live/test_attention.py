@@ -1,4 +1,4 @@
-"""Attention workers as processes: answers as without them, also when they or their owner die."""
+"""Attention workers as processes: answers as without them, even when they or their owner die."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
 
 
 def use(tools: Path, url: str, key: str, others_request: str) -> dict[str, Any]:
-    """Uses the live page with this key as a visitor does, who asks something in its chat."""
+    """Opens the live page with this key and asks something in its chat, as a visitor would."""
     chromium = shutil.which("chromium") or ""
     line = ["node", str(tools / "use.mjs"), chromium, url, key, "one two one two", others_request]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900)

@@ -40,7 +40,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 
 def prompt(number: int) -> list[int]:
-    """One that no cache has."""
+    """A prompt that no cache has."""
     return [(number * 37 + place * place) % 290 + 1 for place in range(PROMPT_TOKENS)]
 
 

@@ -24,7 +24,8 @@ from tests.live.host_pool import GROUP, Engine, Pool
 from tests.live.waiting import wait_until
 
 LONG_S = 300.0
-"""For an answer of the pool. Who waits for one, is found out on the busiest machine."""
+"""Time for an answer of the pool. It is long, so that a caller that waits is noticed even on a busy
+machine."""
 MOST_S = 0.05
 
 

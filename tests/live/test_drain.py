@@ -1,5 +1,5 @@
-"""Real processes leave in order: answers go on, what only they had cached is elsewhere, nothing is
-left held."""
+"""Real processes drain: answers continue, blocks that only they had are elsewhere, and nothing
+stays held."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[LocalServer]:
 
 
 class Desk:
-    """Questions to one server."""
+    """Sends requests to one server."""
 
     def __init__(self, server: LocalServer) -> None:
         self.url = server.url
@@ -48,7 +48,7 @@ class Desk:
         return [instance["instance_id"] for instance in self.cluster()["instances"]]
 
     def holders_of_prompt(self) -> list[str]:
-        """Of all the blocks that were used again."""
+        """Instances that hold all the reused blocks of the prompt."""
         listed = self.client.get("/cluster/hot").json()["prefixes"]
         found: list[str] = next(one["dram"] for one in listed if one["tokens"] == 640)
         return found

@@ -312,7 +312,7 @@ def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -
             each.status_code == 422 for each in results
         )
         wait_until(lambda: found.picker.requests() == 0)
-        # What no endpoint could do even when idle is no matter of waiting.
+        # A request that no endpoint could serve even when idle must not wait.
         hopeless = found.complete({"x-slo-ttft-ms": "0.001"}, prompt=[1] * 900, stream=True)
         assert hopeless.status_code == 422, hopeless.text
         assert "retry-after" not in hopeless.headers
@@ -411,7 +411,7 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
             assert found.served()[0] == before[0]  # nothing new goes to one that leaves
         for thread in threads:
             thread.join()
-        assert counts == [41] * 4  # and what it has begun is whole
+        assert counts == [41] * 4  # and what it has begun is complete
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 

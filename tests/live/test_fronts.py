@@ -48,7 +48,7 @@ def stub() -> Iterator[VllmStub]:
 
 
 def fronts_of(server: LocalServer, count: int = 2) -> list[int]:
-    """Waits until there are so many fronts, and returns their processes."""
+    """Waits until there are this many fronts, and returns their processes."""
     until_s = time.monotonic() + WAIT_S
     while time.monotonic() < until_s:
         found = []

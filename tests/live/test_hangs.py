@@ -1,4 +1,5 @@
-"""Processes that stand still without dying: their works go on elsewhere, and they end in time."""
+"""Processes that hang without dying: their requests continue elsewhere, and they are killed in
+time."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_pa
     patient = ["--admission", "none", "--slo-ttft", "100", "--slo-tbt", "10"]
     # Three hang at once, and until that is noticed a request may be placed on one after the other.
     config = tmp_path / "moonpool.toml"
-    # All decode alike and are believed to: so answers go to all of them.
+    # All decode equally fast, and the Conductor expects that, so answers go to all of them.
     config.write_text("[conductor]\nmax_attempts = 5\nlearning = false\n")
     parts.start_head(*patient, "--kv-tokens", "131072", "--config", str(config))
     parts.start_worker("prefill", "p")

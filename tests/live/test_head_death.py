@@ -43,7 +43,7 @@ def bodies() -> list[tuple[str, Body]]:
 def ask(
     url: str, path: str, body: Body, note: Callable[[int], None] = lambda size: None
 ) -> dict[Any, str]:
-    """Sends a call, and returns its texts by choice. Fails unless the response is whole."""
+    """Sends a call, and returns its texts by choice. Fails unless the response is complete."""
     with fresh.stream("POST", url + path, json=body, timeout=CLIENT_S) as response:
         raw = b""
         for part in response.iter_raw():  # raises if the chunks do not fit together
@@ -251,7 +251,8 @@ class RawCall:
 
 @pytest.mark.long
 def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
-    """The head is killed while it computes again what the client has, and once more after that."""
+    """The head is killed while it recomputes the tokens that the client has, and once more after
+    that."""
     body = {"prompt": [7] * 50, "max_tokens": 600, "temperature": 1, "ignore_eos": True}
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         whole = list(events(server.url, body, "0"))

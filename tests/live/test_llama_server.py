@@ -107,7 +107,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def saved(folder: Path, count: int) -> None:
-    """Waits until so many whole slots are saved."""
+    """Waits until this many whole slots are saved."""
     wait_until(lambda: len(list(folder.glob("moonpool-*.note"))) >= count)
 
 

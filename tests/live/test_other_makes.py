@@ -46,7 +46,8 @@ def prompts(stub: SglangStub) -> list[list[int]]:
 
 
 def test_sglangs_events_say_where_prefixes_are() -> None:
-    """Also those of prompts that moonpool has not sent: each goes where its prefix is."""
+    """This holds for prompts that moonpool has not sent, too: each request goes where its prefix
+    is."""
     pytest.importorskip("zmq")
     one, other = SglangStub(), SglangStub()
     with running(one, other), front(one.place, other.place) as server:

@@ -21,7 +21,7 @@ from tests.live.test_head_death import CLIENT_S, Streams, ask, raw_call
 pytestmark = pytest.mark.live
 
 CRASHES, KILLED, HANGS = 13, 14, 15
-"""Prompts of so many tokens do that."""
+"""Lengths of prompts at which the process crashes, is killed, or hangs."""
 FAULTS = f"""
 import os, signal, time
 

@@ -26,7 +26,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 def test_a_scored_answer_has_the_logprobs_it_was_drawn_with(
     http: httpx.Client, prompt: list[int]
 ) -> None:
-    """Over chunks of a prompt, and although its prefix is cached: bit for bit."""
+    """This holds bit for bit, over several chunks of a prompt and with a cached prefix."""
     drawn = ask(
         http, prompt=prompt, max_tokens=NUM_DRAWN, logprobs=3, return_tokens_as_token_ids=True,
         return_token_ids=True,

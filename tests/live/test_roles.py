@@ -1,4 +1,4 @@
-"""Real processes change sides while they serve: answers stay right, also where one is killed
+"""Real processes change sides while they serve: answers stay right, even where one is killed
 amid."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Desk:
 
     @contextmanager
     def asking(self, number: int) -> Iterator[list[str]]:
-        """Long answers meanwhile, one after the other from each of so many clients."""
+        """Long answers meanwhile, one after the other from each of this many clients."""
         answers: list[str] = []
         over = threading.Event()
 

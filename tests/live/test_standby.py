@@ -139,7 +139,7 @@ class LastingStream:
 
 
 def first_events(url: str, body: Body, last: str, most: int = 1 << 20) -> tuple[str, str]:
-    """Returns the text of so many events after the one with the id `last`, and their last id."""
+    """Returns the text of this many events after the one with the id `last`, and their last id."""
     text = ""
     headers = {"Last-Event-ID": last}
     with fresh.stream(

@@ -490,7 +490,7 @@ def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context(
     long.prompt_token_s = 0.001  # as it measures, the short one is faster
     with stubs(short, long), front(short, long) as server:
         wait_until(lambda: all(one["cost"]["domain"] for one in server.instances()))  # measured
-        complete(server, max_tokens=1)  # others are expected to be as short
+        complete(server, max_tokens=1)  # later answers are then expected to be as short
         answer = complete(server, prompt=[3] * 470, max_tokens=200)
         assert answer["choices"][0]["token_ids"] == tokens_after([3] * 470, 200)
         assert short.bodies("/v1/completions")[-1]["max_tokens"] == 42

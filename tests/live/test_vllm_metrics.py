@@ -98,7 +98,7 @@ def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
         after = samples(http)
         return {name: after[name] - before.get(name, 0.0) for name in VALUES}
 
-    # What instances count comes with their last tokens, mostly.
+    # Most counts of instances arrive with their last tokens.
     wait_until(lambda: all(count >= VALUES[name] for name, count in grown().items()), f"{VALUES}")
     assert grown() == VALUES
 

@@ -1,4 +1,4 @@
-"""The wheels work in an environment of their own, away from any checkout; the sdist is whole."""
+"""The wheels work in an environment of their own, away from any checkout; the sdist is complete."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from moonpool.conductor.actions import ConductorAction, Send
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.placement.choice import PlannedAttempt
-from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.state import HALF_LIFE_S, ShareAccount, TrackedRequest
 from moonpool.conductor.waiting.fair_share import ACTIVE_S
-from moonpool.conductor.waiting.share_account import HALF_LIFE_S, ShareAccount
 from moonpool.protocol.messages import StartPrefill
 from moonpool.types import Request
 

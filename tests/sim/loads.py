@@ -48,8 +48,8 @@ class LoadOperation:
             self._tell(self._told_layers)
 
     def brought(self, layer: int) -> bool | None:
-        """Whether the layer of all blocks has arrived; None: it may still arrive. The last layer
-        counts as arrived only after the end of the load was posted."""
+        """Whether the layer of all blocks has arrived, or None if it may still arrive. The last
+        layer counts as arrived only after the end of the load was posted."""
         last = self.life.num_layers - 1
         if self._ended:
             return not self._failed or (layer < last and self._whole(layer))

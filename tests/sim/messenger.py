@@ -117,8 +117,8 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def brought(self, layer: int) -> bool | None:
-        """Whether the layer of all granted blocks has arrived; None: it may still arrive. The last
-        layer counts as arrived only after the end of the fetch was posted."""
+        """Whether the layer of all granted blocks has arrived, or None if it may still arrive. The
+        last layer counts as arrived only after the end of the fetch was posted."""
         last = self.life.num_layers - 1
         if self._fetch_ended:
             return not self._failed or (layer < last and self._whole(layer))

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 STRANDED_S = 8.0
-"""So long after a request has ended, its blocks may be held by transfers that end by themselves."""
+"""For this long after the end of a request, transfers that will end on their own may hold its
+blocks."""
 CANCELLED_S = 0.6
-"""So long after a request has ended, its abort may be on the way to a vLLM server."""
+"""For this long after the end of a request, its abort may still be on the way to a vLLM server."""
 FAULT_REASONS = ("instance_lost", "engine_error", "no_blocks", "blocks_lost")
 
 

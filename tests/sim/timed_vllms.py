@@ -77,7 +77,7 @@ from moonpool.vllm.worker import STEP_S
 LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
 TICK_S = 0.1
 HOP_S = 0.001
-"""Of a message, in either direction."""
+"""The time of a message in either direction."""
 
 
 class _Vllm:

@@ -126,7 +126,7 @@ class World:
         self.stops = self._draw_stops(seed)
         self.stopped: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
-        self.kept: dict[RequestId, int] = {}  # outlived a head, with so many tokens by then
+        self.kept: dict[RequestId, int] = {}  # outlived a head, with this many tokens by then
         self._missed: list[ConductorEvent] = []  # while no head was up
         self.seen: Counter[str] = Counter()
         self._told: set[tuple[Member, type, AttemptId]] = set()

@@ -1,7 +1,7 @@
 """The correct content of every block and answer of a soak, as pure functions of the tokens.
 
-The bytes of a full block follow from its key. Those of a partial block follow from the key that it
-would have if it ended there. So every byte can be checked in every place, and a block of another
+The bytes of a full block follow from its key. The bytes of a partial block follow from the key that
+it would have if it ended there. So every byte can be checked in every place, and a block of another
 prompt, tenant or layer is as wrong as a flipped bit.
 """
 

@@ -60,7 +60,7 @@ HANG_PAUSE_S = 0.3
 SEGMENT_SLOTS = 64
 TALLY_S = 0.1
 VALIDATED = 64
-"""Every so many events, everything that must hold between two of them is asserted."""
+"""After this many events, all that must hold between two events is asserted."""
 COST = FittedCost(prefill=(0.001, 1e-4, 0.0, 0.0), decode=(0.001, 0.0, 0.0))
 _DIE_WITH_PARENT = 1
 

@@ -26,7 +26,7 @@ IN_FLIGHT = 5
 """Works per instance."""
 CHECKPOINTS = 10
 MORE_CHECKPOINTS = 30
-"""At most so many follow while a figure is lacking."""
+"""At most this many follow while a figure is lacking."""
 KILLS = 12
 FILLS = 8
 HANGS = 6
@@ -36,7 +36,7 @@ FLIPS = 60
 SLOW_S = 0.03
 FAULT_S = 1.0
 FAULTS_OPERATIONS = 50_000
-"""In so many operations there are as many faults as said above, and never fewer."""
+"""In this many operations there are as many faults as said above, and never fewer."""
 IDLE_S = 120.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20

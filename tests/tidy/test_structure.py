@@ -279,7 +279,7 @@ def test_packages_know_each_other_one_way() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not through others either, nor within a function, nor for types only."""
+    """This covers imports through others, within functions, and for types only."""
     report(", ".join(circle) for circle in circles())
 
 

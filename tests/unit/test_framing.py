@@ -24,7 +24,7 @@ def test_formats_on_disk_and_between_releases_stay() -> None:
 
 @given(FRAMINGS, BODIES, st.lists(st.integers(0, 700), max_size=8))
 def test_pieces(framing: Framing, bodies: list[bytes], cuts: list[int]) -> None:
-    """Of a stream that is cut anywhere, each body comes once, as soon as it is whole."""
+    """Wherever a stream is cut, each body comes exactly once, as soon as it is complete."""
     whole = b"".join(map(framing.framed, bodies))
     places = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
     received = bytearray()

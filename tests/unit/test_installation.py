@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Installed:
-    """Stands in for the metadata of a distribution; None: nothing is noted."""
+    """Stands in for the metadata of a distribution. None means that it records nothing."""
 
     def __init__(self, origin: dict[str, Any] | None) -> None:
         self.origin = origin

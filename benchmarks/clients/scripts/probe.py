@@ -36,8 +36,8 @@ CITY_SCHEMA = {
 
 
 def run(*tries: Callable[[], str | None]) -> None:
-    """Runs each try, which is named for its feature. One that raises fails with its error, one that
-    returns words remarks them."""
+    """Runs each try, which is named for its feature. A try that raises fails with its error. A try
+    that returns words adds them as a remark."""
     for attempt in tries:
         feature = attempt.__name__.replace("_", " ")
         try:

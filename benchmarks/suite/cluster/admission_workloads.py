@@ -50,7 +50,7 @@ PATTERNS = ("as is", "on-off", "ramp", "spike")
 LOADS = (0.3, 4.0)
 """Least and greatest load; its logarithm is uniform."""
 TRACE_EVERY = 3
-"""One draw in so many is of a recorded trace, if there are any."""
+"""One draw in this many is of a recorded trace, if there are any."""
 LEAST_POSSIBLE = 0.5
 """SLOs that an idle cluster meets for a smaller share of the requests are drawn again."""
 MOST_TRIES = 20

@@ -114,8 +114,8 @@ def _line(found: dict[str, Any]) -> str:
 
 
 def saving(runs: list[dict[str, Any]]) -> dict[str, float | None]:
-    """By how much each autoscaled run is cheaper than the cheapest fixed numbers with at least as
-    many effective requests; None where no fixed numbers have as many."""
+    """Returns how much cheaper each autoscaled run is than the cheapest fixed numbers of instances
+    with at least as many effective requests; None where no fixed numbers have as many."""
     fixed = [run for run in runs if run["load"] is None]
     savings: dict[str, float | None] = {}
     for run in runs:

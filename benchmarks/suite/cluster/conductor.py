@@ -1,7 +1,7 @@
 """What a decision costs: events of a busy cluster, posted to a Conductor without any cluster.
 
 Instances share the first block of all prompts (a system prompt) and hold conversations of which new
-requests continue one; each has so many requests under way. Only `Conductor.handle` is timed, each
+requests continue one; each has this many requests under way. Only `Conductor.handle` is timed, each
 event by itself, in CPU time: what else the machine does counts less.
 """
 
@@ -79,7 +79,7 @@ def bench_conductor(
     config: ConductorConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Microseconds per event for fleets of so many instances, half of them for prefill."""
+    """Microseconds per event for fleets of this many instances, half of them for prefill."""
     found: dict[str, Any] = {}
     for num_instances in fleets:
         desk = _PlayedCluster(num_instances, blocks_per_instance, config)
@@ -121,7 +121,7 @@ class _PlayedCluster:
             self._post(name, BlocksSnapshot(next_sequence=0, keys=tuple(keys)))
 
     def fill(self, count: int) -> None:
-        """Gets so many requests under way, three of four of them decoding."""
+        """Gets this many requests under way, three of four of them decoding."""
         for number in range(count):
             self.now += 0.001
             actions = self.conductor.handle(RequestArrived(self._request()), self.now)

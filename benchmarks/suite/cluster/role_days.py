@@ -63,7 +63,7 @@ class PhaseLog:
         self._prefills: list[int] = []
 
     def note(self, record: RequestRecord) -> None:
-        """To be called with each request that has ended."""
+        """Must be called with each request that has ended."""
         self._ended.append((record.arrived_s, record.effective))
 
     def watch(self, simulation: Simulation, until_s: float) -> None:

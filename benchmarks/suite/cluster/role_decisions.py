@@ -187,7 +187,7 @@ def _finite(seconds: float) -> float | None:
 
 
 def _table(num_instances: int) -> InstanceTable:
-    """Makes a table with so many instances of each role of the default node, without anything
+    """Makes a table with this many instances of each role of the default node, without anything
     booked."""
     config = parse_config("", {"slo": {"ttft_s": SLO.ttft_s, "tbt_s": SLO.tbt_s}}, DEFAULTS)
     hardware = build_hardware(config)

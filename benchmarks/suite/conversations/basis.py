@@ -142,7 +142,7 @@ def _foretold(
 
 
 def planned_for(instances: int, named: Iterable[str]) -> str:
-    """The last of the plans for rising loads that has so many instances, "" if none has."""
+    """The last of the plans for rising loads that has this many instances, "" if none has."""
     fitting = ""
     for name in named:
         digits = [int(part[:-1]) for part in name.split("+") if part[:-1].isdecimal()]

@@ -61,10 +61,10 @@ async def play_sessions(
 ) -> list[PlayedTurn]:
     """Plays each chain's sessions one after the other, and all chains at once.
 
-    No request is sent after `seconds`. Those under way may end until their SLOs are missed anyway;
-    the others are cancelled and count as failed. With `others`, requests go to `url` and to them in
-    turn. With `programs_s`, sessions are programs, and those that have begun go on for at most so
-    much longer. Raises ServerUnfitError.
+    No request is sent after `seconds`. Requests under way may end until their SLOs are missed
+    anyway. The others are cancelled and count as failed. With `others`, requests go to `url` and to
+    them in turn. With `programs_s`, sessions are programs, and those that have begun go on for at
+    most that much longer. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)
@@ -134,7 +134,7 @@ class _Run:
     async def _ask(
         self, prompt: Sequence[int], turn: SessionTurn, call: ProgramCall | None
     ) -> list[int]:
-        """Returns the answer, empty unless it is whole."""
+        """Returns the answer, empty unless it is complete."""
         sent_s = self._now_s()
         name = RequestId(str(len(self.played)))
         record = RequestRecord(name, len(prompt), self._slo, self.began_s + sent_s)

@@ -91,8 +91,8 @@ def shares(
     limits: Mapping[str, float],
     weight_bytes: float = ELEMENT_BYTES,
 ) -> dict[str, Any]:
-    """Of GEMM rate and of memory bandwidth, by row: what each row must do and read, over what the
-    machine could in the same time."""
+    """Returns each row's share of the GEMM rate and of the memory bandwidth: the work and the bytes
+    that the row needs, over what the machine could do in the same time."""
 
     def share(flops: float, num_bytes: float, per_second: float) -> dict[str, float]:
         return {

@@ -40,8 +40,8 @@ def measure_peers(
     eager: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Figures by peer. One that fails has `error` instead, and the others are measured all the
-    same. Raises BenchError if none of those asked for ran."""
+    """Returns figures by peer. A peer that fails has `error` instead, and the others are still
+    measured. Raises BenchError if none of those asked for ran."""
     found: dict[str, Any] = {}
     for name in SCRIPTS:
         if name not in pythons:
@@ -76,7 +76,7 @@ def measure_peers(
 
 
 def kv_gib(spec: ModelSpec, kv_tokens: int) -> int:
-    """Whole GiB that hold so many tokens, with some to spare."""
+    """Whole GiB that hold this many tokens, with some to spare."""
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * ELEMENT_BYTES
     return int(KV_SLACK * kv_tokens * token_bytes / (1 << 30)) + 1
 

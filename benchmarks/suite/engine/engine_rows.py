@@ -22,7 +22,7 @@ class EngineBenchRows(Struct, frozen=True):
 
     @property
     def longest_tokens(self) -> int:
-        """Of any sequence."""
+        """The length of the longest sequence."""
         return max(*self.prefills, *(context + self.steps for context in self.contexts)) + 2
 
     @property
@@ -34,8 +34,9 @@ class EngineBenchRows(Struct, frozen=True):
 
     def lengths(self, batch: int, context: int) -> list[tuple[int, int]]:
         """Prompt and answer of each of `batch` sequences, given in this order, that decode together
-        at about `context` tokens. Those given first decode while the others' prompts are computed:
-        they begin that much shorter, so that all are of one length when the last one joins."""
+        at about `context` tokens. The first sequences decode while the prompts of the others are
+        computed. They begin that much shorter, so that all have one length when the last one
+        joins."""
         per_prompt = -(-context // self.chunk_tokens)
         early = [min((batch - 1 - i) * per_prompt, context // 2) for i in range(batch)]
         return [(context - tokens, tokens + self.steps + 1) for tokens in early]

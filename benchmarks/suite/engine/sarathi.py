@@ -121,8 +121,8 @@ def _predicted_s(cost: FittedCost, chunk: int, decodes: int) -> float:
 
 
 def _speed_up(bench: _Bench, chunk_tokens: int) -> dict[str, Any]:
-    """By the paper's accounting: a decode's share of a step of decodes alone, over what one more
-    adds to a chunk that leaves room for them."""
+    """The speed-up of a decode by the paper's accounting: its share of a step of decodes alone,
+    over what one more decode adds to a chunk that leaves room for decodes."""
     riding = BATCH - 1
     new = chunk_tokens - riding
     row: dict[str, Any] = {"chunk_tokens": chunk_tokens, "batch": BATCH, "context": CONTEXT_TOKENS}

@@ -45,7 +45,7 @@ class _Runner:
     group: Group | None = None
 
     def step(self, sequences: list[StepEntry]) -> tuple[float, float]:
-        """Seconds of the step, and of the sums in it."""
+        """Returns the seconds of the step, and of the sums within it."""
         before_s = 0.0 if self.group is None else self.group.waited_s
         seconds = self.engine.step(sequences).seconds
         return seconds, 0.0 if self.group is None else self.group.waited_s - before_s

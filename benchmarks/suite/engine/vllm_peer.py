@@ -43,7 +43,8 @@ def main() -> None:
     names = iter(range(1 << 30))
 
     def steps(lengths: list[tuple[int, int]]) -> list[tuple[float, int]]:
-        """Seconds and tokens of each step of all sequences (prompt, answer) together."""
+        """Runs all sequences (tokens of prompt, of answer) in one batch. Returns seconds and tokens
+        of each step."""
         for prompt, answer in lengths:
             sampling = SamplingParams(
                 temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False

@@ -1,4 +1,4 @@
-"""A live cluster beside its simulation: one cluster, one workload, both drivers.
+"""Compares a live cluster with its simulation: one cluster and one workload with both drivers.
 
 The benchmark starts the cluster, profiles it over HTTP, and finds its capacity by simulation. Then
 it sends a share of that rate live, and simulates the same requests.
@@ -126,7 +126,8 @@ def _share_words(share: float) -> Iterator[str]:
 
 
 def measure_local(server: LocalServer, workload: LiveWorkload, say: Say) -> LiveProfile:
-    """As `measure_live`, with a warning where others computed, too: all else rests on it."""
+    """Like `measure_live`, but warns if other processes used the CPU, because all other figures
+    depend on this one."""
     neighbours = BackgroundLoad([server.pid, *server.worker_pids(), *server.attention_pids()])
     before_s = loop_s()
     profile = measure_live(server.url, workload, say)
@@ -156,7 +157,7 @@ def replay_rows(
     api_key: str = "",
     ca_file: str = "",
 ) -> dict[str, Any]:
-    """Figures of one live run; None: the server's own SLO."""
+    """Figures of one live run. None means the server's own SLO."""
     plan = ReplayPlan(
         url=url,
         api_key=api_key,

@@ -29,7 +29,7 @@ from moonpool_lab.profiling.live_profile import LiveProfile
 
 SIMULATED_S = 120.0
 ALIKE = 0.05
-"""Goodputs as near as this are no victory."""
+"""Goodputs as near as this are not a victory."""
 Say = Callable[[str], None]
 
 

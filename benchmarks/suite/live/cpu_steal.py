@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _IDLE, _IOWAIT, _NUM_TIMES = 3, 4, 8
-"""Of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal."""
+"""Fields of `/proc/stat`: user, nice, system, idle, iowait, irq, softirq, steal."""
 _USER_TICKS, _SYSTEM_TICKS = 11, 12
-"""Of `/proc/PID/stat`, counted from behind the name."""
+"""Fields of `/proc/PID/stat`, counted after the name."""
 
 
 class BackgroundLoad:
@@ -25,7 +25,8 @@ class BackgroundLoad:
         self._began = self._read()
 
     def share(self) -> float:
-        """Of the processors' time so far: what neither idled nor was ours."""
+        """The share of the processors' time so far that was neither idle nor used by this
+        program."""
         busy, total, own = (now - then for now, then in zip(self._read(), self._began, strict=True))
         return min(max((busy - own) / total, 0.0), 1.0) if total > 0 else 0.0
 

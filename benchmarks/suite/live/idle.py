@@ -117,7 +117,7 @@ def _measure(pids: dict[int, str], seconds: float) -> dict[int, dict[str, float]
 def _settle(pid: int) -> bool:
     """Waits until the start-up's work has ended. Returns whether it did in time.
 
-    Processes of the start-up may end meanwhile; then the next step decides.
+    If processes of the start-up end in between, the next step decides.
     """
     until_s = time.monotonic() + SETTLE_S
     while time.monotonic() < until_s:

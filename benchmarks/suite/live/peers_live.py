@@ -4,7 +4,7 @@ beyond capacity: how many requests a second meet both SLOs.
 SLOs are the same for all: ten times the unloaded P90 of TTFT and five times that of TBT, of
 whichever system is slowest unloaded, so that none is asked for more than the paper asks. The client
 is ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the
-best of them. One that does not start is left out, and the report says why.
+best of them. A vLLM that does not start is left out, and the report says why.
 """
 
 from __future__ import annotations

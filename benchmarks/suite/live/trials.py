@@ -1,7 +1,7 @@
 """`moonpool trial` against several systems, one after the other, each started on this machine.
 
-Each system serves the same checkpoint. One that cannot be started is left out, and the report says
-why.
+Each system serves the same checkpoint. A system that cannot be started is left out, and the report
+says why.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from moonpool_lab.demo.local_server import LocalServer, ServerError, free_port
 
 
 class RouterServer(LocalServer):
-    """In front of the vLLMs at `urls`. `flags` choose its policy."""
+    """A router in front of the vLLMs at `urls`. `flags` choose its policy."""
 
     def __init__(self, python: str, urls: Sequence[str], flags: Sequence[str]) -> None:
         """Raises ServerError."""

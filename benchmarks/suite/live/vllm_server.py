@@ -37,7 +37,7 @@ def vllm_environment(python: str) -> dict[str, str]:
 
 
 def cpu_sizes(kv_tokens: int, context_tokens: int, step_tokens: int) -> dict[str, object]:
-    """The options of a vLLM on a CPU with room for so many tokens."""
+    """The options of a vLLM on a CPU with room for this many tokens."""
     return {
         "--block-size": CPU_BLOCK_TOKENS,
         "--max-model-len": context_tokens,

@@ -99,7 +99,7 @@ class CapacityResult(Struct, frozen=True):
 
     @property
     def limit_s(self) -> float:
-        """The time between tokens of a full memory of the instance's own."""
+        """The time between tokens when the instance's own memory is full."""
         return median(point.limit_s for curve in self.curves for point in curve.points)
 
     def within(self, curve: AttentionCapacityCurve) -> int:

@@ -151,8 +151,8 @@ def _loads(
     cpu_s: Callable[[], float],
     **where: Any,
 ) -> dict[str, Any]:
-    """The time of a load alone is that of the serial run; to compute alone, the prefix is in its
-    own cache."""
+    """The serial run gives the time of a load alone. For the time of computing alone, the prefix is
+    in the instance's own cache."""
 
     def run(layer_wise: bool) -> dict[str, float]:
         near.begin(layer_wise)

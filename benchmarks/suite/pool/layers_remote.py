@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class ExpectTransfer(Struct, frozen=True):
-    """Expect a stream of so many blocks."""
+    """Expect a stream of this many blocks."""
 
     stream_id: str
     num_blocks: int

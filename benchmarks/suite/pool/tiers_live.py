@@ -56,7 +56,7 @@ def bench_tiers_live(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after so
+    """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after this
     many `seconds` of answering. Raises BenchError, ServerError, ConnectionFailedError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:

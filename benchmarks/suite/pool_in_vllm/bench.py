@@ -46,7 +46,7 @@ from moonpool_lab.trial.tally import Phase, Tally, counts_of, fisher_p
 SHARE_IN_MEMORY = 1 / 3
 SPARE_TOKENS = 64
 TOKENS_PER_WORD = 4
-"""At most, of the words of a workload in any vocabulary of bytes and more."""
+"""The most tokens that a workload's word takes in any vocabulary with all bytes."""
 SETTLE_S = 20.0
 """Seconds between the load and a kill, so that what is written behind reaches the disk."""
 Say = Callable[[str], None]

@@ -45,7 +45,7 @@ class GroupedVllm(VllmServer):
         )
 
     def stop(self, sign: signal.Signals = signal.SIGTERM, wait_s: float = END_S) -> int:
-        """As `VllmServer.stop`; what the group still has is killed."""
+        """Like `VllmServer.stop`, and kills all other processes of the group."""
         try:
             return super().stop(sign, wait_s)
         finally:
@@ -122,7 +122,8 @@ class Fleet:
         self._start(range(NUM_VLLMS))
 
     def _start(self, numbers: Sequence[int]) -> None:
-        """All at once. Those that started are kept where another did not."""
+        """Starts these vLLMs in parallel. If one fails to start, the others are still kept, so that
+        they can be ended."""
         made = self._python, self._shape
         fresh = {n: pooled_vllm(*made, self._cores[n], self.pool) for n in numbers}
         with ThreadPoolExecutor(len(fresh)) as threads:
@@ -134,7 +135,7 @@ class Fleet:
             start.result()
 
     def _end(self, end: Callable[[GroupedVllm], object]) -> None:
-        """Of all, even where one does not end in order."""
+        """Ends all vLLMs, even if one of them fails to end in order."""
         with ExitStack() as stack:
             for vllm in self._vllms.values():
                 stack.callback(end, vllm)

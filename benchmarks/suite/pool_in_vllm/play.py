@@ -138,7 +138,7 @@ def _sum(name: str, texts: Sequence[str]) -> float:
 
 
 def tokenize(url: str, model: str, text: str) -> list[int]:
-    """As this vLLM reads a prompt. Raises httpx.HTTPError."""
+    """Returns the token ids of a text by this vLLM's tokenizer. Raises httpx.HTTPError."""
     body = {"model": model, "prompt": text}
     answer = httpx.post(f"{url}/tokenize", json=body, timeout=60)
     answer.raise_for_status()

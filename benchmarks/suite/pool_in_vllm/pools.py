@@ -71,15 +71,15 @@ class Pool:
         return None
 
     def environment(self) -> dict[str, str]:
-        """Of each vLLM."""
+        """Environment variables of each vLLM."""
         return {}
 
     def commands(self) -> Sequence[Sequence[str]]:
-        """Of its processes, in the order of their start."""
+        """Command lines of its processes, in the order of their start."""
         return ()
 
     def own_environment(self) -> Mapping[str, str]:
-        """Of its processes."""
+        """Environment variables of its own processes."""
         return vllm_environment(self.place.python)
 
     def is_ready(self, number: int) -> bool:
@@ -105,7 +105,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Of its running processes."""
+        """Ids of its running processes."""
         return [process.pid for process in self._running]
 
     def kill(self) -> None:
@@ -273,7 +273,8 @@ class MoonpoolPool(Pool):
         return config | {"kv_connector_module_path": "moonpool.vllm_connector"}
 
     def environment(self) -> dict[str, str]:
-        """As if both packages were installed: their sources, and the engine's entry points."""
+        """Makes both packages importable as if they were installed: their sources, and the engine's
+        entry points."""
         packages = (moonpool, moonpool_engine)
         named = self.place.folder / "entry-points" / "moonpool_engine-0.dist-info"
         named.mkdir(parents=True, exist_ok=True)

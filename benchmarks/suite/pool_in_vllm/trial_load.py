@@ -73,7 +73,7 @@ class LoadShape(Struct, frozen=True):
 
     @property
     def longest_words(self) -> int:
-        """Of a prompt, with codes and questions."""
+        """The most words of a prompt, with its codes and questions."""
         return self.opening_words + self.turns * (self.turn_words + 40)
 
 

@@ -41,7 +41,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """All have ended when they were submitted."""
+        """Returns immediately: each transfer ends when it is submitted."""
 
     def _copy(self, job_id: int, sources: Any, source: Any, targets: Any, target: Any) -> bool:
         began_s = time.monotonic()

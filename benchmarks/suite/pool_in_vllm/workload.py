@@ -79,7 +79,7 @@ class PoolWorkload:
             turns[number] += 1
 
     def last_calls(self) -> list[PoolCall]:
-        """Of each session, which a pool knows nearly whole after a run."""
+        """The last call of each session. After a run, a pool holds nearly all of its prompt."""
         return [call for call in self.calls if call.turn == self.shape.turns - 1]
 
 
@@ -88,15 +88,16 @@ class Prefixes(Struct, frozen=True):
 
     prompt_tokens: int
     distinct_tokens: int
-    """Of the prompts' whole blocks, each prefix once: what a cache that keeps all would hold."""
+    """Tokens of the prompts' full blocks, each prefix counted once: what an unbounded cache would
+    hold."""
     known_tokens: int
     """That an earlier prompt has too: the most that can be hits."""
     longest_tokens: int
 
 
 def prefixes_of(prompts: Sequence[Tokens], block_tokens: int) -> Prefixes:
-    """`prompts` in the order in which they are sent. The last token of a prompt is always
-    computed, so its block is no hit where the prompt ends with it."""
+    """`prompts` in the order in which they are sent. The last token of a prompt is always computed,
+    so its block is not a hit where the prompt ends with it."""
     seen: set[int] = set()
     known = 0
     for prompt in prompts:

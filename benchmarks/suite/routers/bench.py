@@ -44,7 +44,7 @@ from moonpool_lab.replay.server import ServerUnfitError
 ROW_KEY = ("workload", "router", "load", "round")
 USERS_OF_EACH = 12
 IGNORED_SHARE = 0.25
-"""Of the time in which capacity is measured: the users begin together."""
+"""Share of the measured time that is not counted, because the users begin together."""
 TAILS = (50, 90, 99)
 MOST_ALONE = 4
 PROGRAMS_GO_ON_S = 60.0

@@ -46,7 +46,7 @@ class RunningEngine(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """As `serve --vllm` takes it."""
+        """The address in the form that `serve --vllm` takes."""
         return f"{self.url},{self.events},{self.replay}"
 
 

@@ -1,7 +1,7 @@
 """What stands before the instances: nothing, vLLM's own router, Ray Serve's routers, moonpool.
 
-Each is started for its runs, and ends after them. One that cannot start raises ServerError, whose
-line becomes its row.
+Each is started for its runs, and ends after them. A router that cannot start raises ServerError,
+whose line becomes its row.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class EventPublisher:
 
 
 def block_event(one: BlockNews, block_tokens: int) -> dict[str, Any]:
-    """As vLLM 0.32 has it: by names."""
+    """Returns the event as vLLM 0.32 encodes it: a map with field names."""
     common = {"block_hashes": [_number(one.key)], "medium": "GPU", "group_idx": 0}
     if one.token_ids is None:
         return {"type": "BlockRemoved"} | common

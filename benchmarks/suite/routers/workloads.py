@@ -71,7 +71,7 @@ def arriving(
 
 
 def at_once(sessions: Sequence[Session], num_users: int) -> list[list[Session]]:
-    """The same sessions by so many users, none of whom ever pauses between sessions or turns."""
+    """The same sessions by this many users, none of whom ever pauses between sessions or turns."""
     chains: list[list[Session]] = [[] for _ in range(num_users)]
     for number, session in enumerate(sessions):
         turns = tuple(replace(turn, think_s=0.0) for turn in session.turns)

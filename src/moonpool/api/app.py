@@ -42,8 +42,7 @@ from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.messages import ErrorPayload
-from moonpool.api.models.model_apis import ModelApis
-from moonpool.api.models.model_calls import ModelCalls
+from moonpool.api.models.model_apis import ModelApis, ModelCalls
 from moonpool.api.openapi import openapi_document
 from moonpool.api.page.html_page import HtmlPage
 from moonpool.api.page.live_page import LivePage
@@ -202,7 +201,7 @@ class _Endpoint:
         counter: CallBackend | None,
     ):
         """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
-        head does not know; None: they are not those of requests."""
+        head does not know, or None if they are not those of requests."""
         self._handler = handler
         self._access = access
         self._rule = rule

@@ -260,8 +260,8 @@ def _is_empty(value: msgspec.Raw) -> bool:
 
 
 def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
-    """Returns the body without unknown fields that are empty or false, also within its objects, and
-    with vLLM's older names replaced. Called only for a body with an unknown field.
+    """Returns the body without unknown fields that are empty or false, including within its
+    objects, and with vLLM's older names replaced. Called only for a body with an unknown field.
 
     Values are not decoded, so that an error in one of them is found in its place.
     """

@@ -40,7 +40,7 @@ HUGE_BYTES = 2 << 20
 SMALL_AT_A_TIME = 64
 """Small bodies that are in their process at a time, so that it never waits for the head's loop."""
 MOST_SMALL_WAITING = 16_384
-"""As many as there are connections."""
+"""The same number as of connections."""
 TRY_AGAIN_S = 10.0
 """Time between two processes that could not load the tokenizer."""
 MOST_HALVINGS = 3

@@ -75,7 +75,7 @@ MAX_REST_BYTES = 1 << 20
 
 class BodyStart(Struct, frozen=True):
     """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`; `parts`
-    are what its file holds, if that is no folder."""
+    are what its file holds, if that is not a folder."""
 
     tokenizer: str
     parts: TokenizerParts | None

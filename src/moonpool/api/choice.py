@@ -289,8 +289,8 @@ async def run_choices(
 ) -> None:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
-    Each increment is logged in `kept`, counted by `spend`, and given to `take`. Those that are in
-    `kept` already come again, as do those that are `known` from another connection. Raises
+    Each increment is logged in `kept`, counted by `spend`, and given to `take`. Increments that
+    `kept` already has, and tokens `known` from another connection, are sent again. Raises
     RequestRefused, now or as `kept` has it from another head, and what `take` raises.
     """
     takes = False

@@ -83,8 +83,8 @@ class _Continued:
 class _Resumption:
     """What of its response a client has, and what is known here."""
 
-    position: EventPosition | None  # after the client's last event; None: it wants no ids
-    client_tokens: tuple[int, ...] | None  # of each choice; None: the client does not say
+    position: EventPosition | None  # after the client's last event, or None if it wants no ids
+    client_tokens: tuple[int, ...] | None  # of each choice, or None if the client does not say
     known: Sequence[Delivered]  # from a connection that broke
     is_new: bool  # it does not continue an answer
     seed_is_unknown: bool  # the client has an answer, and its seed is unknown
@@ -174,7 +174,8 @@ class Generator(ModelEndpoint):
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
     ) -> _Continued | None:
-        """Returns the response that a call continues or asks for again; None: it is a new call."""
+        """Returns the response that a call continues or asks for again, or None if it is a new
+        call."""
         own, card = None, self._backend.card
         if position is not None and position.progress:
             own = position.facts(card.max_model_tokens, card.system_fingerprint)

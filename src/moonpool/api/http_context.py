@@ -244,7 +244,7 @@ class HttpContext:
             self._connection.end_call()
 
     async def read_ahead(self, max_bytes: int, timeout_s: float) -> bytes:
-        """As `read_body`, which then returns the same."""
+        """Like `read_body`, which then returns the same."""
         self._ahead = await self.read_body(max_bytes, timeout_s)
         return self._ahead
 

@@ -309,7 +309,8 @@ class MessageWriter:
 
 
 def _signature(thinking: str) -> str:
-    """Returns what Anthropic's clients keep beside thinking. It is no proof, and is not checked."""
+    """Returns what Anthropic's clients keep beside thinking. It is not a proof, and is not
+    checked."""
     digest = hashlib.blake2b(thinking.encode(), digest_size=24).digest()
     return base64.b64encode(digest).decode()
 

@@ -41,7 +41,7 @@ def program_of(
     agent_hint: Any = None,
     prompt_cache_key: Any = None,
 ) -> ProgramContext | None:
-    """The program of a call; None: the client names none. Raises ApiError."""
+    """The program of a call, or None if the client names none. Raises ApiError."""
     ends = headers.get(ENDS, b"").strip().lower() in (b"1", b"true")
     context = xargs.get("agentic_context") if isinstance(xargs, dict) else None
     if context is not None:

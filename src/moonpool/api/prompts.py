@@ -128,7 +128,7 @@ class _Arguments(dict[str, Any]):
 
 
 InThread = Callable[..., Awaitable[Any]]
-"""As `asyncio.to_thread`."""
+"""Like `asyncio.to_thread`."""
 MOST_BAD_WORDS = 1024
 _MOST_CHARS_PER_TOKEN = 512
 """No token of a known vocabulary is longer, so a longer text cannot fit the context."""

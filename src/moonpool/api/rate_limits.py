@@ -50,7 +50,7 @@ class RateLimits:
         self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
 
     async def admit(self, tenant: str, now: float) -> None:
-        """As `begin`. The buckets may be in another process."""
+        """Like `begin`. The buckets may be in another process."""
         self.begin(tenant, now)
 
     def begin(self, tenant: str, now: float) -> None:

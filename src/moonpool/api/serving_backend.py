@@ -130,7 +130,8 @@ class ModelBackend(Protocol):
     ) -> AsyncGenerator[Output, None]:
         """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
 
-        `delivered`: the tokens that the client has from another head; None: the request is new.
+        `delivered`: the tokens that the client has from another head, or None if the request is
+        new.
 
         Closing the iterator early (the client is gone) aborts the request everywhere, unless
         `finish` has ended it.
@@ -141,7 +142,7 @@ class ModelBackend(Protocol):
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
         """Submits, as `submit` does, a request that a vLLM server answers from the client's own
-        body. The tokens of outputs have parts of its response as `payload`."""
+        body. Each token of an output has a part of the response as its `payload`."""
         ...
 
     def why_not_forwarded(self) -> str:
@@ -208,7 +209,7 @@ class ServingBackend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """As for one model, before that is known."""
+        """Like the model's `note_refused`, for a request whose model is not known yet."""
         ...
 
     def drop_cached_blocks(self) -> None:
@@ -230,8 +231,8 @@ class ServingBackend(Protocol):
         ...
 
     def event_log(self, name: str | None = None) -> bytes | None:
-        """Returns the last events of a model's Conductor, as `moonpool rewind` reads them; None:
-        there is no such model."""
+        """Returns the last events of a model's Conductor, as `moonpool rewind` reads them, or None
+        if there is no such model."""
         ...
 
     def server_info(self) -> dict[str, Any]: ...
@@ -269,7 +270,7 @@ class ApiOptions:
     tokenizer: str = ""
     """Names the tokenizer for the processes that read bodies; "": there are none."""
     tokenizer_parts: TokenizerParts | None = None
-    """What it is made from, if its file is no folder."""
+    """What it is made from, if its file is not a folder."""
     keepalive_s: float = 5.0  # a silent stream sends a comment so often; 0: never
     exports_traces: bool = False
     strict_max_tokens: bool = False

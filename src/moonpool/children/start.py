@@ -33,7 +33,7 @@ async def start_child(
 def start_child_here(
     line: Sequence[str], environment: Mapping[str, str], fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """As `start_child`, for a process without an event loop."""
+    """Like `start_child`, for a process without an event loop."""
     return subprocess.Popen(  # noqa: S603 - our own command
         line,
         env=environment,

@@ -1,7 +1,8 @@
 """Finds processes that were stopped.
 
 A process that a signal (SIGSTOP) has stopped closes no connection, so its requests would wait until
-its silence is noticed. One that a debugger has stopped is in another state, and is left alone.
+its silence is noticed. A process that a debugger has stopped is in another state, and is left
+alone.
 """
 
 from __future__ import annotations

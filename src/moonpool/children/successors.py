@@ -36,7 +36,7 @@ class Successors:
     ) -> None:
         """`delays`: after deaths in short succession."""
         self.num_deaths = 0
-        """In short succession."""
+        """Number of deaths in short succession."""
         self._name = name
         self._live = live
         self._after = after
@@ -48,8 +48,8 @@ class Successors:
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
         kept: Callable[[], str] = lambda: "",
     ) -> None:
-        """Until no other process is wanted. `pause` waits so many seconds, or less if none will
-        be. `kept`: for the log, what the next one goes on with."""
+        """Runs processes one after another until none is wanted. `pause` waits this many seconds,
+        or less if none will be. `kept`: for the log, what the next one goes on with."""
         while True:
             code = await self._live()
             what = await self._after(code)

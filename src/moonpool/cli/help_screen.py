@@ -25,7 +25,7 @@ def shows_everything(context: click.Context) -> bool:
 
 class ScreenHelp(click.Command):
     """A command, or a group, with a short help and a full one. `screen` names the flags of the
-    short one, in their order; without it, the help is always full."""
+    short help in their order. Without it, the help is always full."""
 
     screen: Sequence[str] = ()
 

@@ -77,8 +77,8 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class SuggestingGroup(ScreenHelp, click.Group):
-    """A group that names the nearest command where there is none of a name. The help of its
-    commands ends with their examples."""
+    """A group that suggests the nearest command for an unknown name. The help of its commands
+    ends with their examples."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         found = self.find_command(ctx, cmd_name)
@@ -165,7 +165,7 @@ class RootGroup(ExtendedGroup):
         return name
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """By headings, without empty lines between them: all fits a screen."""
+        """Writes the commands below headings without empty lines, so that all fits a screen."""
         rows = self.rows(ctx)
         width = max(map(len, rows))
         formatter.write_paragraph()

@@ -338,8 +338,8 @@ def read_config(
 
 
 def fail_config(error: ConfigError, text: str, config_file: str | None) -> NoReturn:
-    """Ends the command with a line for each problem, which names the file where its own `text` has
-    the problem, whatever the flags say. Raises SystemExit."""
+    """Ends the command with a line for each problem. The line names the file if its `text` alone,
+    without the flags, has the problem. Raises SystemExit."""
     of_file: tuple[str, ...] = ()
     try:
         parse_config(text)

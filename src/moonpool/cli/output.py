@@ -37,7 +37,7 @@ def check_folders(*paths: str | None) -> None:
 
 @contextmanager
 def one_line(*errors: type[Exception]) -> Iterator[None]:
-    """Ends the command with the text of such an error."""
+    """Ends the command with the text of any of these errors."""
     try:
         yield
     except errors as error:

@@ -268,7 +268,7 @@ def _check_events(vllm: VllmConfig) -> None:
 
 
 def _check_sources(sources: Sequence[str]) -> None:
-    """Fails here, where a source of endpoints is none or cannot be read at all."""
+    """Fails here if a source of endpoints is invalid or cannot be read at all."""
     from moonpool.discovery.endpoint import SourceError
     from moonpool.discovery.watch import check_source
 
@@ -280,8 +280,8 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, if there is no server. One that is
-    too busy to answer is left to its worker."""
+    """Fails here, and not in a worker that would wait for it, if there is no server. A server that
+    is too busy to answer is left to its worker."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError, VllmSilentError
     from moonpool.vllm.dialect import DialectError

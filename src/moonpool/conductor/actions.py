@@ -25,33 +25,35 @@ class InstanceLost(msgspec.Struct, frozen=True):
 
 
 class InstanceCrashed(msgspec.Struct, frozen=True):
-    """An instance that was lost, or will be, has ended by itself: not by a kill from outside."""
+    """The process of an instance has crashed: it was not killed from outside. The loss of the
+    instance may be reported before or after this."""
 
     instance_id: InstanceId
 
 
 class InstanceForgotten(msgspec.Struct, frozen=True):
-    """An instance that was lost serves another model now: nobody waits for it any more."""
+    """A lost instance now serves another model, so requests no longer wait for it."""
 
     instance_id: InstanceId
 
 
 class RequestArrived(msgspec.Struct, frozen=True):
-    """`delivered`: the tokens that its client has from an earlier head, which it outlived; None: it
-    is new."""
+    """`delivered`: the tokens that the client has from an earlier head, or None for a new
+    request."""
 
     request: Request
     delivered: tuple[int, ...] | None = None
 
 
 class InstancesExpected(msgspec.Struct, frozen=True):
-    """An earlier head had these instances: requests may wait until they join this one."""
+    """An earlier head had these instances. Requests may wait until they join this head."""
 
     roles: dict[InstanceId, Role]
 
 
 class InstancesLaunched(msgspec.Struct, frozen=True):
-    """The launcher of these instances replaces one that leaves, if told to (`Relaunch`)."""
+    """The launcher of these instances starts a new one in place of one that leaves, when it gets
+    `Relaunch`."""
 
     instance_ids: tuple[InstanceId, ...]
 
@@ -66,7 +68,8 @@ class RequestCancelled(msgspec.Struct, frozen=True):
 
 class RequestFinished(msgspec.Struct, frozen=True):
     """The answer is complete although its engine goes on: the first `num_tokens` tokens are its
-    whole text, because a stop string ends it. Those that an earlier head delivered count."""
+    whole text, because a stop string ends it. Tokens that an earlier head delivered are
+    included."""
 
     request_id: RequestId
     reason: FinishReason
@@ -80,7 +83,7 @@ class Reported(msgspec.Struct, frozen=True):
 
 class DrainRequested(msgspec.Struct, frozen=True):
     """An instance is to leave within `within_s` seconds; `Draining.why_not` tells if it cannot.
-    `returns`: another process takes its place, which requests wait for."""
+    `returns`: another process will take its place, so requests may wait for it."""
 
     instance_id: InstanceId
     within_s: float
@@ -139,15 +142,15 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """The request is rejected, or its answer breaks off."""
+    """The request is rejected, or its answer ends early with an error."""
 
     request_id: RequestId
     refusal: Refusal
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """Follows exactly once for each request that arrived. Its record is complete but for the
-    explanation, which is formatted on demand by `Explanation.lines`."""
+    """Comes exactly once for each request that arrived. Its record is complete except for the
+    explanation, which `Explanation.lines` formats on demand."""
 
     record: RequestRecord
     explanation: Explanation
@@ -161,7 +164,7 @@ class Announce(msgspec.Struct, frozen=True):
 
 
 class Relaunch(msgspec.Struct, frozen=True):
-    """When this instance has left, another one is to take its place."""
+    """Asks the launcher to start another instance once this one has left."""
 
     instance_id: InstanceId
 

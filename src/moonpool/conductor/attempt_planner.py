@@ -49,7 +49,7 @@ Below that, the first check was as precise as a projection can be, and the prefi
 
 
 class Policies(NamedTuple):
-    """Policies from outside the package; None: the built-in one that the config names."""
+    """Policies from outside the package, or None for the built-in one that the config names."""
 
     placement: PlacementFunction | None = None
     admission: AdmissionFunction | None = None
@@ -142,8 +142,8 @@ class AttemptPlanner:
         return _commands(tracked, attempt, planned.placement, spec, self._instances)
 
     def _tolerance(self, planned: PlannedAttempt) -> float:
-        """The mean step time at which the decode instance rejects the request after all, over the
-        TBT SLO; the instance itself knows mean step times only."""
+        """Returns the mean step time at which the decode instance still rejects the request, as a
+        multiple of the TBT SLO. The instance itself knows mean step times only."""
         row, table = planned.placement.decoder_row, self._table
         tolerance = 1.0 if self._config.admission == "baseline" else RECHECK_TOLERANCE
         return tolerance / table.tbt_tail_of(row)
@@ -161,7 +161,7 @@ class AttemptPlanner:
             expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))
         context, whole = expected, num_tokens + left
         if _stays(tracked.request) and whole < self._table.most_decode_tokens:
-            context = whole  # else it asks for all that there is, and ends where its server's does
+            context = whole  # else it may fill the server's whole context
         return RequestFootprint(
             number=next(self._numbers),
             num_tokens=num_tokens,
@@ -204,7 +204,8 @@ def _stays(request: Request) -> bool:
 def _found_tokens(
     footprint: RequestFootprint, decision: Placement | Rejection, match: PrefixMatch
 ) -> int:
-    """Tokens of the prompt that are cached where it goes, or anywhere if it goes nowhere."""
+    """Returns how many tokens of the prompt are cached at its instance, or the most at any instance
+    if it was not placed."""
     if isinstance(decision, Placement):
         return decision.hit_tokens
     return min(match.deepest, footprint.usable_blocks) * footprint.block_tokens

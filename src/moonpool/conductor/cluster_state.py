@@ -224,7 +224,7 @@ class ClusterState:
             assert table.decodes[row] == (serves and role.decodes)
             assert load.prefills == set(state.prefills)
             assert load.decodes == set(state.decodes)
-            assert load.handed_over >= set(state.handed_over)  # the rest: from before it rejoined
+            assert load.handed_over >= set(state.handed_over)  # others: from before it rejoined
             assert load.serving == set(state.serving)
             assert load.serving_count == table.num_serving[row]
             assert load.waiting_ns == table.waiting_ns[row]

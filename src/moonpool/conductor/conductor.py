@@ -157,13 +157,14 @@ class Conductor:
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
         """`on_work` is called with a request before it is planned, and with None after that. It
-        must change nothing here: a driver notes what it works on, for the case that it ends there.
+        must change nothing here. A driver uses it to note the request that it is processing, in
+        case the process crashes.
         """
         self._lifecycle.on_work = on_work
 
     @property
     def lifecycle(self) -> RequestLifecycle:
-        """What moves the requests from their arrival to their end."""
+        """Moves the requests from their arrival to their end."""
         return self._lifecycle
 
     @property
@@ -193,7 +194,8 @@ class Conductor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request or the drain of an instance is under way; else a tick may be late."""
+        """Whether a request or the drain of an instance is under way. If not, a tick may be
+        late."""
         states = self.instances.values()
         return bool(self.requests) or any(state.drain is not None for state in states)
 
@@ -243,7 +245,7 @@ class Conductor:
 
     @property
     def lack(self) -> str:
-        """The role that no instance has, and how to get it back; "" if requests are served."""
+        """Names the role that no instance has, and how to get one; "" if requests are served."""
         roles = [state.role for state in self.instances.values()]
         lost = self._lifecycle.waiting.lost
         for name, other in (("prefill", Role.DECODE), ("decode", Role.PREFILL)):
@@ -350,8 +352,8 @@ class Conductor:
                 self._lifecycle.on_report(report, instance_id, now)
 
     def _on_leave_requested(self, state: InstanceState, within_s: float, now: float) -> None:
-        """Lets an instance go whose process received a signal to end. The last one of its role is
-        replaced, if whoever launched it can do that."""
+        """Lets an instance leave whose process received a signal to end. The last one of its role
+        is replaced, if whoever launched it can do that."""
         name, what = state.info.instance_id, self.drains.sole_work(state)
         returns = bool(what) and name in self._launched
         if state.drain is None and what:

@@ -99,7 +99,8 @@ class Draining(ClusterObserver):
         self._numbers = count(1)
 
     def why_not(self, instance_id: InstanceId, returns: bool = False) -> str:
-        """Why the instance must not leave; "" if it may. One that `returns` may be the last."""
+        """Why the instance must not leave; "" if it may. The last instance of its role may leave if
+        it `returns`."""
         state = self._instances.get(instance_id)
         if state is None:
             known = ", ".join(self._instances) or "none"
@@ -223,7 +224,7 @@ class Draining(ClusterObserver):
             assert fetch == departure.num_fetches <= MAX_FETCHES
 
     def sole_work(self, state: InstanceState) -> str:
-        """What no other instance does: "prefills", "decodes" or nothing."""
+        """The work that only this instance does: "prefills", "decodes" or ""."""
         row, table = state.row, self._table
         for does, number, what in (
             (table.prefills[row], table.num_prefills, "prefills"),
@@ -357,8 +358,8 @@ class Draining(ClusterObserver):
 
 
 def _needs(state: InstanceState, tracked: TrackedRequest) -> bool:
-    """Whether the request needs this instance. One that it handed over no longer does once the
-    decode instance has accepted."""
+    """Whether the request needs this instance. It no longer needs an instance that has handed it
+    over once the decode instance has accepted it."""
     attempt = tracked.attempt
     if attempt is None:
         return False

@@ -217,8 +217,8 @@ class InstanceTable:
         return seconds
 
     def rest_prefill_s(self, num_tokens: int, cached_tokens: float) -> Floats:
-        """As `prefill_s`, of instances that do nothing else: as was measured at rest, or as was
-        learned since, whichever is shorter."""
+        """Like `prefill_s`, for idle instances: by the costs measured at rest or by those learned
+        since, whichever is shorter."""
         seconds = self._alone_prefill_s(num_tokens - cached_tokens, cached_tokens)
         seconds /= np.maximum(self.prefill_factor, 1.0)
         return seconds
@@ -288,8 +288,8 @@ class InstanceTable:
 
     @property
     def holds_answers(self) -> Bools:
-        """The instances whose room is for answers; with those that have some since their role
-        changed."""
+        """Returns the instances whose room is for answers, including those that still have answers
+        from before a change of their role."""
         holds: Bools = self.decodes | (self.room_tokens < self.capacity_tokens)
         return holds
 
@@ -327,9 +327,10 @@ class InstanceTable:
         return self.fills_steps is not None and bool(self.fills_steps.item(row))
 
     def decodes_beside_s(self, row: int, placed_s: float | None) -> float:
-        """The longest that a step of decodes alone should have taken during an answer that ends:
-        as predicted when it was placed (`placed_s`), or now. By the latter alone, prompts would
-        seem to take the time of answers that have ended since."""
+        """Returns the longest time that a step of decodes alone should have taken during an answer
+        that ends: the prediction of when it was placed (`placed_s`) or the present one, whichever
+        is longer. With the present one alone, time of answers that have ended since would be
+        attributed to prompts."""
         now_s = self.tbt_s(row, self.decoding_batch.item(row), self.decoding_context.item(row))
         return max(placed_s or 0.0, now_s)
 
@@ -360,15 +361,15 @@ class InstanceTable:
     # Load: predicted latency over its SLO
 
     def prefill_load(self, slo: Slo, now: float) -> float:
-        """Mean over prefill instances of the queueing delay over the TTFT SLO."""
+        """Mean over prefill instances of the queueing delay relative to the TTFT SLO."""
         if not self.num_prefills:
             return 0.0
         waits_ns = np.rint(self.queue_s(now)[self.prefills] * 1e9).astype(np.int64)
         return int(waits_ns.sum()) / self.num_prefills * S_PER_NS / slo.ttft_s
 
     def decode_load(self, slo: Slo) -> float:
-        """Mean over decode instances of the step time over the TBT SLO, or of the used share of the
-        engine's memory where that is higher. An idle instance counts as 0."""
+        """Mean over decode instances of the step time relative to the TBT SLO, or of the used share
+        of the engine's memory where that is higher. An idle instance counts as 0."""
         if not self.num_decodes:
             return 0.0
         loads = self._loads(slo, self.decoding_batch, self.decoding_context)

@@ -1,6 +1,5 @@
-"""What happens in the cluster, told to all that learn from it, count it or follow it.
-
-The Conductor has one list of observers. Of each event, all hear in the order of the list.
+"""Observers of the cluster: parts that learn from its events, count them or follow them. The
+Conductor has one list of observers and tells them each event in the order of the list.
 """
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from moonpool.types import BlockKey
 
 
 class ClusterObserver:
-    """The events of a cluster, in the order of a request's life. An observer overrides those that
-    it wants to hear of; the others cost nothing."""
+    """The events of a cluster, in the order of a request's life. An observer overrides the events
+    that it needs. The others cost nothing."""
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
         """A request has come. Nothing is decided about it yet."""
 
     def considered(self, tracked: TrackedRequest, now: float) -> None:
-        """A place was looked for, for the first time. `tracked.found_tokens` are cached there."""
+        """The request was planned for the first time. `tracked.found_tokens` of its prompt are
+        cached where it goes."""
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """A request that has come is placed or waits: it was not refused at once."""
+        """A new request is placed or waits, and was not refused."""
 
     def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         """An attempt is booked, which is `tracked.attempt` now."""

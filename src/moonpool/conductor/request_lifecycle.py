@@ -61,7 +61,7 @@ POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see 
 
 
 def _note_nothing(request_id: RequestId | None) -> None:
-    """Nobody asks which request is worked on."""
+    """Nothing needs to know which request is being processed."""
 
 
 AttemptReport = (
@@ -173,7 +173,7 @@ class RequestLifecycle:
     def _claim(
         self, tracked: TrackedRequest, rejection: Rejection, now: float
     ) -> PlannedAttempt | Rejection:
-        """Plans the attempt of a request whose tenant is owed what others have: without regard to
+        """Plans the attempt of a request whose tenant has less than its share, without regard to
         the load, and in the room of answers that give way."""
         if not self.wait_rules.may_claim(tracked, rejection, now):
             return rejection
@@ -187,7 +187,8 @@ class RequestLifecycle:
         return self._planner.plan(tracked, now) if victims else planned
 
     def pause(self, tracked: TrackedRequest, now: float) -> None:
-        """Ends an attempt in favour of another tenant's request. It goes on when there is room."""
+        """Ends an attempt in favour of another tenant's request. The paused request continues when
+        there is room."""
         assert tracked.attempt is not None
         tracked.explanation.add("pauses: another tenant is owed its share of this cluster")
         self.num_pauses += 1
@@ -362,8 +363,7 @@ class RequestLifecycle:
             self.end(tracked, finish.value, now)
 
     def _add_tokens(self, tracked: TrackedRequest, attempt: Attempt, num_tokens: int) -> int:
-        """Does what `ClusterState.add_tokens` does; the tokens that the tenant holds grow with
-        it."""
+        """Calls `ClusterState.add_tokens` and adds the same tokens to what the tenant holds."""
         extra_tokens = self._cluster_state.add_tokens(attempt, num_tokens)
         tracked.account.held_tokens += extra_tokens
         return extra_tokens
@@ -477,7 +477,7 @@ class RequestLifecycle:
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
         delay_s = RETRIES.after(tracked.num_faults)
-        if delay_s:  # what failed twice at once may need a moment
+        if delay_s:  # after two failures in a row the cause may need a moment to pass
             self.waiting.add(tracked, now + delay_s)
         else:
             self.place(tracked, now)
@@ -519,8 +519,9 @@ class RequestLifecycle:
     def end(
         self, tracked: TrackedRequest, outcome: str, now: float, engine_goes_on: bool = False
     ) -> None:
-        """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`:
-        although the answer is complete; the engine of one that is not is told in any case."""
+        """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`: the
+        answer is complete, but its engine still computes. The engine of an incomplete answer is
+        always told to stop."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         self._tell_end(tracked, finished, now)
         self._unbook(tracked, now, abort=engine_goes_on or not finished, answered=finished)

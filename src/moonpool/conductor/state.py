@@ -1,4 +1,5 @@
-"""The Conductor's state of instances and of requests under way. All of it is soft state."""
+"""The Conductor's state of instances, of tenants and of requests under way. All of it is soft
+state."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from moonpool.conductor.forecast.decode_forecast import DecodeInterval
 from moonpool.conductor.instance_table import NEVER_S, S_PER_NS
 from moonpool.conductor.placement.choice import Explanation
 from moonpool.conductor.programs.program import Program
-from moonpool.conductor.waiting.share_account import ShareAccount
 from moonpool.cost.online import LearnedFactor
 from moonpool.protocol.messages import AttemptId, HotPrefixes, InstanceInfo, InstanceLoad
 from moonpool.request_record import RequestRecord
@@ -28,6 +28,10 @@ class AttemptPhase(Enum):
 
 MAX_STALLS = 64
 """The recent answers from which the time that prompts add to gaps is learned."""
+HALF_LIFE_S = 20.0
+"""What was computed for a tenant counts half after this time."""
+FOLD_S = 0.5
+"""Tokens decay in steps of this time: there are many of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +67,29 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
+class ShareAccount:
+    """What one tenant has and had lately, by which `waiting.fair_share` compares tenants."""
+
+    weight: float = 1.0
+    given: float = 0.0  # computed tokens over the weight, decayed up to `at_s`
+    at_s: float = 0.0
+    held_tokens: int = 0  # of KVCache, by its requests that are under way
+    num_under_way: int = 0
+    seen_s: float = 0.0
+
+    def level(self, now: float) -> float:
+        kept: float = 0.5 ** (max(now - self.at_s, 0.0) / HALF_LIFE_S)
+        return self.given * kept + self.held_tokens / self.weight
+
+    def charge(self, num_tokens: int, now: float) -> None:
+        """Notes that this many tokens were computed for the tenant."""
+        if now - self.at_s > FOLD_S:
+            self.given *= 0.5 ** ((now - self.at_s) / HALF_LIFE_S)
+            self.at_s = now
+        self.given += num_tokens / self.weight
+
+
+@dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request under way. A new attempt continues after the tokens in `generated`, which are
     already delivered."""
@@ -77,19 +104,19 @@ class TrackedRequest:
     competes: bool = False  # with those of other tenants, when it arrived
     num_attempts: int = 0
     num_decisions: int = 0  # on its admission
-    predicted_step_s: float = 0.0  # where it decodes, when it was admitted
+    predicted_step_s: float = 0.0  # of its decode instance, when it was admitted
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
     call_has_begun: bool = False  # another choice of its call was admitted before
     found_tokens: int | None = None  # cached where it was first considered; None: not yet
-    num_named_tokens: int = -1  # `keys` are those of so many tokens
+    num_named_tokens: int = -1  # `keys` are those of this many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
     num_turns: int = 0  # of its session before this one
     pause_s: float | None = None  # since the turn before
     program: Program | None = None  # that it is a call of
-    crowded: list[int] = field(default_factory=list)  # rows that its program should not move to
+    crowded: list[int] = field(default_factory=list)  # rows to which its program should not move
     failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
 
 

@@ -61,15 +61,16 @@ class SloConfig(Struct, frozen=True):
     ] = ()
 
     def class_of(self, slo_class: str, tenant: str) -> SloClass | None:
-        """The class of a request by what its row names; None: the usual levels hold."""
+        """Returns the class that a request's row names, or that of its tenant. None means the
+        default SLOs."""
         if not self.classes or slo_class == DEFAULT_CLASS:
             return None
         named = {one.name: one for one in self.classes}
         return named.get(slo_class) or named.get(tenant)
 
     def slo_of(self, slo_class: str, tenant: str) -> Slo:
-        """The levels of a request by what it names. `class_name` says which they are, where there
-        are classes."""
+        """Returns the SLOs of a request from the class that it names. `class_name` says which they
+        are, where there are classes."""
         found = self.class_of(slo_class, tenant)
         if found is not None:
             return found.slo

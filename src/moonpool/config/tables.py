@@ -486,8 +486,8 @@ class Config(Struct, frozen=True):
     tls: TlsConfig = TlsConfig()
 
     def for_conductor(self) -> ConductorConfig:
-        """The Conductor's table. Where instances do not size chunks by the TBT SLO, their decodes
-        would break it beside a long prompt, so that decode instances take none."""
+        """Returns the Conductor's table. If instances do not size chunks by the TBT SLO, decode
+        instances take no prompts: decodes beside a long prompt would break the SLO."""
         if self.engine.batching == "chunked" or not self.conductor.inline_chunks:
             return self.conductor
         return replace(self.conductor, inline_chunks=False)

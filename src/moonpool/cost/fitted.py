@@ -76,7 +76,8 @@ class OffloadParts(Struct, frozen=True):
     `message_s`: what a step takes beyond these two.
     `cores`: number of cores that computed.
     `seen_workers`, `seen_own_tokens`: attention workers of the instance in the profile that
-    contains this, and KVCache tokens that it kept itself. 0 workers: it attended by itself.
+    contains this, and KVCache tokens that it kept itself. 0 workers means that it computed
+    attention itself.
     """
 
     model: tuple[tuple[int, float], ...]

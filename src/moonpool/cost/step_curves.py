@@ -118,8 +118,8 @@ NUM_RATIOS = 32
 
 
 def equally_likely(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Reduces the ratios of single steps' times to their usual time to NUM_RATIOS equally likely
-    ones, rising, with the same mean. Empty if there are fewer ratios than that.
+    """Reduces ratios (the time of a single step over its usual time) to NUM_RATIOS equally likely
+    values in rising order with the same mean. Empty if there are fewer ratios than that.
 
     A serving machine runs a head, a client, transfers and a kernel beside the engine. A mean alone
     would make all gaps equal, so no quantile of gaps would be right. A simulation draws from these

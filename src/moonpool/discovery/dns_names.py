@@ -26,7 +26,7 @@ log = limited_logger("moonpool.discovery")
 
 LEAST_S, MOST_S = 2.0, 10.0
 LOOKUPS_PER_S = 100.0
-"""Of one source at most: each target of an SRV record is a lookup of its own."""
+"""The most lookups of one source. Each target of an SRV record is a lookup of its own."""
 
 
 class DnsName:
@@ -38,11 +38,11 @@ class DnsName:
         self._notice = Notice(log)
 
     async def check(self) -> None:
-        """As `EndpointSource.check`."""
+        """Like `EndpointSource.check`."""
         await self._look_up()
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
         await follow_looks(self._look_up, _pause_s, update, self._notice)
 
     async def _look_up(self) -> frozenset[Endpoint]:
@@ -76,8 +76,9 @@ def _pause_s(num_found: int) -> float:
 
 
 async def addresses(name: str) -> set[str]:
-    """Of a host, as the system finds them; none if it has none. Those of IPv6 only where it has no
-    other: both would be one server twice. Raises SourceError."""
+    """Returns the addresses of a host as the system resolves them, or none. IPv6 addresses count
+    only if there are no others, because both kinds would list one server twice. Raises
+    SourceError."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(2 * ANSWER_S):

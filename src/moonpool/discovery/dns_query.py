@@ -19,7 +19,7 @@ _BAD = (struct.error, IndexError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class DnsSettings:
-    """As in /etc/resolv.conf. `ndots`: a name with fewer dots is looked for in the domains of
+    """Settings of /etc/resolv.conf. `ndots`: a name with fewer dots is looked for in the domains of
     `search` first."""
 
     nameservers: tuple[tuple[str, int], ...] = ()
@@ -35,7 +35,7 @@ class DnsSettings:
 
 
 def system_settings() -> DnsSettings:
-    """Those of this machine; without nameservers if they cannot be read."""
+    """Returns the settings of this machine, without nameservers if they cannot be read."""
     try:
         return parse_settings(RESOLV_CONF.read_text(errors="replace"))
     except OSError:

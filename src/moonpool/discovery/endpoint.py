@@ -25,7 +25,7 @@ ROLES = {
     "encode-prefill": Role.PREFILL,
     "decode": Role.DECODE,
 }
-"""By the value of `ROLE_LABEL`."""
+"""Roles by the value of `ROLE_LABEL`."""
 ENCODER = "encode"
 """The role of a server that computes no text."""
 ROLE_LABEL = "llm-d.ai/role"
@@ -49,7 +49,7 @@ class EndpointError(ValueError):
 class Endpoint(Struct, frozen=True):
     """One server. `name` is unique among those of a source. Ports are 0 where there are no KV
     events. `num_ranks`: its data-parallel ranks, of which each is an instance (see `ranks`).
-    `rank`: which one of them this is; None: it has no others."""
+    `rank`: which one of them this is, or None if it has no others."""
 
     name: str
     host: str  # an IP address or a host name
@@ -67,7 +67,7 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        """As `--vllm` takes it."""
+        """The address in the form that `--vllm` takes."""
         at = "" if self.rank is None else f"@{self.rank}"
         ports = [number for number in (self.events_port, self.replay_port) if number]
         host = bracketed(self.host)
@@ -136,7 +136,7 @@ def endpoint_at(name: str, host: str, port: object, role: Role = Role.MIXED) -> 
 def labelled_endpoint(
     name: str, host: str, port: object, labels: Mapping[str, Any]
 ) -> Endpoint | None:
-    """The server at an address, as its labels say; None: it computes no text. Raises
+    """The server at an address, as its labels say, or None if it computes no text. Raises
     EndpointError."""
     found, role = endpoint_at(name, host, port), str(labels.get(ROLE_LABEL, ""))
     if role == ENCODER:
@@ -190,7 +190,7 @@ def read_ranks(value: object, what: str) -> int:
 
 
 def _label(labels: Mapping[str, Any], key: str, otherwise: object) -> object:
-    """Also by the name that it had."""
+    """Returns the label, or the one with its former name."""
     older = OLDER_PREFIX + key.removeprefix(PREFIX)
     return labels.get(key, labels.get(older, otherwise))
 

@@ -10,8 +10,8 @@ time.
       - {name: premium, priority: 5}
 
 llm-d needs name, IP address and port. Here the address may be a host name, too, and `objectives` is
-an addition. The file is looked at twice a second. One that has changed is read when it has stayed
-the same from one look to the next, so that nothing is read while it is written.
+an addition. The file is looked at twice a second. A changed file is read once it has stayed the
+same from one look to the next, so that it is not read while it is written.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class EndpointsFile:
         self._notice = Notice(log)
 
     async def check(self) -> None:
-        """As `EndpointSource.check`."""
+        """Like `EndpointSource.check`."""
         await asyncio.to_thread(self._read)
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
         before = self._stamp()
         update(await self._read_and_say())
         seen = before

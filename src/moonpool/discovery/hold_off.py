@@ -9,7 +9,7 @@ HOLD_OFFS = RetryDelays((0.0, 5.0, 15.0, 60.0, 300.0), steady_s=60.0)
 
 
 class HoldOff:
-    """Of one server."""
+    """The hold-off of one server."""
 
     def __init__(self) -> None:
         self._num_short = 0

@@ -14,7 +14,7 @@ async def follow_looks(
     update: Callable[[Listing], None],
     notice: Notice,
 ) -> None:
-    """As `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
+    """Like `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
     `pause_s`: of the number that was found, the time to the next look."""
     seen = Looks()
     while True:
@@ -40,7 +40,7 @@ class Looks:
         self._missed: frozenset[Endpoint] = frozenset()
 
     def add(self, found: frozenset[Endpoint]) -> frozenset[Endpoint] | None:
-        """Returns all that there is; None: nothing has changed."""
+        """Returns all that there is, or None if nothing has changed."""
         names = {each.name for each in found}
         lacks = {each for each in self._now or () if each.name not in names}
         self._missed = frozenset(lacks - self._missed)

@@ -52,7 +52,7 @@ class Membership:
     changes, it is another server, which joins when the former has left."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: servers that may serve at a time; None: there is no limit."""
+        """`most`: servers that may serve at a time, or None if there is no limit."""
         self._most = most
         self._known: dict[str, _Known] = {}
         self._num_left_out = 0
@@ -99,7 +99,7 @@ class Membership:
         return actions
 
     def _note_left(self, known: _Known, now_s: float) -> None:
-        """One that moves has left, too: it may crash, and be started elsewhere each time."""
+        """A server that moves has left, too: it may crash and be started elsewhere each time."""
         assert known.joined_s is not None
         known.free_s = now_s + known.hold_off.after_stay(now_s - known.joined_s)
         known.seen_s, known.joined_s = now_s, None

@@ -39,7 +39,7 @@ class LabelledPods:
         self._notice = Notice(log)
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
 
         def on_pods(pods: Mapping[str, Object]) -> None:
             endpoints, problems = read_pods(pods, [self._port])
@@ -52,7 +52,7 @@ class LabelledPods:
             self._server.close()
 
     async def check(self) -> None:
-        """As `EndpointSource.check`."""
+        """Like `EndpointSource.check`."""
         try:
             await self._pods.check()
         except KubernetesError as error:

@@ -24,7 +24,7 @@ DEFAULT_URL = "http://127.0.0.1:8265"
 TOKEN_VARIABLE, TOKEN_FILE_VARIABLE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 MODE_VARIABLE = "RAY_AUTH_MODE"
 ANSWER_S = 30.0
-"""As long as Ray's own programs wait: its dashboard may be busy."""
+"""Ray's own programs wait this long, because its dashboard may be busy."""
 MOST_ROWS = 10_000
 """Ray lists no more at a time."""
 MAX_BYTES = 32 << 20

@@ -46,11 +46,11 @@ class RayServers:
         self._notice, self._failing = Notice(log), Notice(log)
 
     async def check(self) -> None:
-        """As `EndpointSource.check`."""
+        """Like `EndpointSource.check`."""
         await self._look()
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
         await follow_looks(self._look, lambda _: LOOK_S, update, self._failing)
 
     async def _look(self) -> frozenset[Endpoint]:
@@ -67,7 +67,7 @@ class RayServers:
 
 
 async def actor_places(source: RayActorSource, api: RayApi) -> list[Place]:
-    """Of the actors that are alive. Raises SourceError."""
+    """Returns the places of the actors that are alive. Raises SourceError."""
     wanted = {"ray_namespace": source.namespace} if source.namespace else {}
     actors = await api.rows("actors", state=ALIVE, **wanted)
     pattern = re.compile(".*".join(map(re.escape, source.name.split("*"))), re.DOTALL)

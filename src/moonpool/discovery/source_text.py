@@ -60,8 +60,8 @@ class PodSource:
 @dataclass(frozen=True, slots=True)
 class RayActorSource:
     """The actors of a Ray cluster that are alive and have such a name, in which * stands for any
-    text. `namespace` "": in all. `port`: of those whose name does not end with one, such as
-    vllm-0:8001; None: all names do. `api`: address of Ray's dashboard; "": as Ray's own programs
+    text. `namespace` "": in all. `port`: the port of names that do not end with one (vllm-0:8001
+    does), or None if all names do. `api`: address of Ray's dashboard; "": as Ray's own programs
     find it. Others: as in `DnsSource`."""
 
     namespace: str

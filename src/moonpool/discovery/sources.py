@@ -62,7 +62,8 @@ class Sources:
         self._heard: dict[int, Listing] = {}
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`. One that cannot begin is tried again: the others count."""
+        """Like `EndpointSource.follow`. A source that cannot begin is tried again, while the others
+        count."""
 
         def hear(number: int, listing: Listing) -> None:
             self._heard[number] = listing

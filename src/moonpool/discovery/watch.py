@@ -36,7 +36,7 @@ class Discovery:
         join: Callable[[Endpoint], None],
         drain: Callable[[Endpoint], None],
     ) -> None:
-        """Raises SourceError for what is no source."""
+        """Raises SourceError for what is not a source."""
         self._sources = Sources([open_source(parse_source(text)) for text in sources])
         self._join = join
         self._drain = drain

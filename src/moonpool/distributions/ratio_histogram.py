@@ -43,7 +43,7 @@ def edge(index: int) -> float:
 
 
 def share_at(shares: list[float], ratio: float) -> float:
-    """Interpolates cumulative shares, one per edge of a bin (`NUM_BINS + 1` in all)."""
+    """Interpolates cumulative shares, one per edge of a bin (`NUM_BINS + 1` in total)."""
     place = position(ratio)
     index = min(int(place), NUM_BINS - 1)
     return shares[index] + (place - index) * (shares[index + 1] - shares[index])

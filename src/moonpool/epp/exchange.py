@@ -145,7 +145,7 @@ class Exchange:
             raise
 
     async def _route(self, raw: bytes) -> Route | None:
-        """The route of a call; None: the gateway is to choose. Raises ApiError and
+        """The route of a call, or None if the gateway is to choose. Raises ApiError and
         RequestRefused."""
         path = self._headers.get(":path", "").partition("?")[0]
         try:

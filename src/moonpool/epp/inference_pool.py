@@ -29,7 +29,7 @@ class InferencePool:
         self._name = name
         self._ports: tuple[int, ...] = ()
         self._fails_open: bool | None = None
-        self._selector: str | None = None  # None: the pool is not known yet
+        self._selector: str | None = None  # None until the pool is known
         self._changed = asyncio.Event()
         self._objectives: dict[str, int] = {}
         self._pods: Mapping[str, Object] = {}
@@ -37,7 +37,7 @@ class InferencePool:
         self._before: Listing | None = None
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """As `EndpointSource.follow`."""
+        """Like `EndpointSource.follow`."""
 
         def tell() -> None:
             endpoints, problems = read_pods(self._pods, self._ports)

@@ -49,7 +49,7 @@ class _LocalChannel(Channel[UpFrame, DownFrame]):
 
 
 class LocalLink(HeadLink):
-    """A link as `HeadLink`, to the head of the same process."""
+    """A `HeadLink` to a head in the same process."""
 
     def __init__(self, name: InstanceId, follower: Follower, owner: LinkOwner) -> None:
         super().__init__(name, secrets.token_bytes(32), follower)

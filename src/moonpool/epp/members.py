@@ -37,8 +37,8 @@ class _Member:
 
 
 class Members:
-    """By name. `drain_s`: how long the calls of one that leaves may take. `make`: of an endpoint,
-    its instance."""
+    """The endpoints by name. `drain_s`: how long the calls of a leaving endpoint may take. `make`:
+    makes the instance of an endpoint."""
 
     def __init__(
         self,

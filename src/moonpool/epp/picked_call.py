@@ -10,9 +10,9 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.discovery.endpoint import Endpoint
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.routed_call import Route, RoutedCall
+from moonpool.head.answers import ResponseStream
 from moonpool.head.head import ClusterHead
 from moonpool.head.models.served_model import ServedModel
-from moonpool.head.response_stream import ResponseStream
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.types import FinishReason, InstanceId, Request, RequestId
 

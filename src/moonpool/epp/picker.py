@@ -73,7 +73,7 @@ class Picker:
         loaded: ApiModel | None = None,
     ) -> None:
         """`num_fallbacks`: further endpoints that the gateway is told with each. `loaded`: the
-        model that the configuration names, which alone is then served; None: its servers bring
+        model that the configuration names, which alone is then served, or None if its servers bring
         theirs."""
         self._num_fallbacks = num_fallbacks
         self.head = ClusterHead(config, loaded, b"")
@@ -131,7 +131,7 @@ class Picker:
         raw: bytes,
         subset: Sequence[str] | None = None,
     ) -> tuple[Route, Picked | None]:
-        """Decides where a call goes. `subset`: the addresses that the gateway allows; None: it
+        """Decides where a call goes. `subset`: the addresses that the gateway allows, or None if it
         allows all. A call that computes nothing is not booked (None).
 
         Raises ApiError and RequestRefused.
@@ -184,7 +184,8 @@ class Picker:
     def _fallbacks(
         self, model: ServedModel, route: Route, within: Sequence[InstanceId] | None
     ) -> tuple[Endpoint, ...]:
-        """Where the gateway may go if the endpoint does not respond: those with least to do."""
+        """Returns the endpoints where the gateway may go if the chosen one does not respond: those
+        with the least work."""
         if not self._num_fallbacks:
             return ()
         fitting = [

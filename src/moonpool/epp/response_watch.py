@@ -1,4 +1,4 @@
-"""What passes of a response tells of tokens: how many came, and whether it is whole."""
+"""What passes of a response tells of tokens: how many came, and whether it is complete."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ HANDLE = b"through the gateway"
 
 
 class Route(Struct, frozen=True):
-    """Where a call goes. `prefill`: who computes its prompt; None: the endpoint itself.
-    `fallbacks`: where it may go if the endpoint does not respond."""
+    """Where a call goes. `prefill`: the endpoint that computes the prompt, or None if `endpoint`
+    computes it. `fallbacks`: where it may go if the endpoint does not respond."""
 
     endpoint: Endpoint
     prefill: Endpoint | None = None

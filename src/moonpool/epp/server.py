@@ -44,8 +44,8 @@ class PortInUseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GrpcPort:
-    """Where to listen. With `certfile` connections are encrypted; with `ca_certs` only clients with
-    a certificate of that authority are served."""
+    """The address to listen at. With `certfile`, connections are encrypted. With `ca_certs`, only
+    clients with a certificate of that authority are served."""
 
     host: str
     port: int

@@ -57,7 +57,7 @@ def read_headers(headers: HeaderMap) -> dict[str, str]:
 
 
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
-    """The addresses among which the gateway lets us choose; None: it names none."""
+    """The addresses among which the gateway lets us choose, or None if it names none."""
     spaces = message.metadata_context.filter_metadata
     if SUBSET_SPACE not in spaces:
         return None
@@ -81,8 +81,8 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 
 def routed_headers(route: Route | None, num_bytes: int | None) -> HeaderMutation:
-    """Sends a call to its endpoint; None: the gateway chooses. `num_bytes`: of its body, if it is
-    sent on by us."""
+    """Returns the headers that send a call to the endpoint of `route`, or let the gateway choose if
+    that is None. `num_bytes`: the length of the body, if this picker forwards it."""
     values: dict[str, str] = {}
     if route is not None:
         values[DESTINATION] = route.destinations

@@ -111,8 +111,8 @@ async def _wait_for_workers(head: ClusterHead, count: int, stop: asyncio.Event) 
 
 
 async def _load(config: Config, is_new: bool) -> ApiModel | None:
-    """Loads the model that the configuration names; None: vLLM servers bring theirs. Raises
-    ClusterError."""
+    """Loads the model that the configuration names. Returns None if vLLM servers bring their own.
+    Raises ClusterError."""
     if config.engine.kind != "vllm":
         return await load_model(config, is_new)
     name = config.model.name

@@ -44,7 +44,13 @@ from moonpool.conductor.actions import (
     Tick,
 )
 from moonpool.config.tables import Config, ConfigError
-from moonpool.head.answers import STOPPING_RETRY_S, AnsweringFronts, Answers, stopping
+from moonpool.head.answers import (
+    STOPPING_RETRY_S,
+    AnsweringFronts,
+    Answers,
+    ResponseStream,
+    stopping,
+)
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_head, describe_record, describe_server, describe_slo
@@ -53,7 +59,6 @@ from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import HeadSettings, ServedModel
 from moonpool.head.models.served_models import NO_SERVER, ServedModels
 from moonpool.head.models.vllm_setup import NO_OFFER, VllmSetups
-from moonpool.head.response_stream import ResponseStream
 from moonpool.head.succession import NoSuccession, Succession
 from moonpool.head.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.head.watch.ended_requests import EndedRequests
@@ -105,7 +110,8 @@ class ClusterHead:
         tenant_shares: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
-        """`loaded`: the model that the configuration names; None: vLLM servers bring theirs."""
+        """`loaded`: the model that the configuration names, or None if vLLM servers bring
+        theirs."""
         self.config = config
         self.now = now
         self._began_s = now()
@@ -235,12 +241,11 @@ class ClusterHead:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """As `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """Like `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
         answer = self.begin(model, request, delivered, call)
         try:
             while True:
-                output = await answer.next_output()
-                yield output
+                yield (output := await answer.next_output())
                 if output.finish_reason is not None:
                     return
         finally:
@@ -256,8 +261,8 @@ class ClusterHead:
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called when it is refused, maybe at once. `answer`: the stream of a
-        front's call. Raises RequestRefused for a head that is stopping."""
+        `on_refused`: called if it is refused, perhaps before this returns. `answer`: the stream of
+        a front's call. Raises RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()
@@ -390,7 +395,7 @@ class ClusterHead:
         return len(self._answers)
 
     def refuse_new(self) -> None:
-        """From now on refuses new requests; those under way go on."""
+        """Refuses new requests from now on. Requests under way continue."""
         self._leaving = True
 
     def end_answers(self, reason: str, message: str) -> None:

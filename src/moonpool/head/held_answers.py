@@ -39,7 +39,7 @@ class HeldAnswers:
         self.culprits = Culprits(state.ended)
         self._answers = dict(state.answers)  # number -> socket, log
         self._cut_answers = dict(state.cut_answers if cut_answers is None else cut_answers)
-        self._connections = list(state.connections)  # clients without a call
+        self._connections = list(state.connections)  # of clients that have no call under way
         self._next_number = max(state.next_number, len(self._cut_answers))
 
     def __len__(self) -> int:

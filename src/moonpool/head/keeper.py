@@ -103,7 +103,8 @@ class Keeper:
         return Next.NONE
 
     async def _run_once(self) -> int | None:
-        """Starts a process, and returns its status when it has ended; None: none could start."""
+        """Starts a process, and returns its status when it has ended, or None if none could
+        start."""
         if self.is_ending:
             return None
         self._began_s = time.monotonic()

@@ -30,8 +30,8 @@ log = logging.getLogger("moonpool.supervisor")
 
 RESTARTS = RetryDelays((0.0, 0.0, 0.1, 0.5, 1.0, 2.0), steady_s=10.0)
 HUNG_S = 30.0
-"""A process whose loop does not turn for this long is killed. One that is stopped is not hung: it
-is replaced at once, or left alone for its TLS connections."""
+"""A process whose loop does not turn for this long is killed. A stopped process is not hung: it is
+replaced immediately, or left alone because of its TLS connections."""
 LAST_PACKETS_S = 5.0
 
 HeadPackets = PacketSocket[FromHead, ToHead]
@@ -73,7 +73,7 @@ class ServingProcess:
         """Runs one process to its end. `tell` sends it what it begins with, `spawn` starts it with
         its end of the connection. `fd`: our end, where the process has the other one already.
 
-        Returns its exit status; None: it could not be started.
+        Returns its exit status, or None if it could not be started.
         """
         ours, theirs = packet_pair()
         if fd is not None:

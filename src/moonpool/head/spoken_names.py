@@ -21,7 +21,7 @@ SPOKEN_KINDS, SPOKEN_THINGS = _KINDS_TEXT.split(), _THINGS_TEXT.split()
 
 def spoken_name(key: bytes) -> str:
     """Returns a name such as "calm-otter-17" for a hash: the same one for the same hash, one of
-    409,600 in all. Raises ValueError for fewer than four bytes."""
+    409,600 in total. Raises ValueError for fewer than four bytes."""
     if len(key) < 4:
         raise ValueError(f"a name needs four bytes, not {len(key)}")
     number = int.from_bytes(key[:4], "big")

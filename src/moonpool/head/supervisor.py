@@ -158,7 +158,7 @@ class Supervisor:
         return self._head.after_death()
 
     async def _run_head(self, stop: asyncio.Event) -> int | None:
-        """Runs one head to its end. Returns its exit status; None: it could not be started."""
+        """Runs one head to its end. Returns its exit status, or None if it could not be started."""
         waiting, self._state = self._state, None
 
         async def spawn(theirs: socket.socket) -> ChildProcess:
@@ -253,7 +253,7 @@ class Supervisor:
         self._discover(self._launcher)
 
     def _discover(self, launcher: LocalLauncher) -> None:
-        """Lets the workers of vLLM servers follow what the sources list."""
+        """Starts and stops the workers of vLLM servers as the sources list them."""
         sources = self._config.vllm.endpoints
         if not sources:
             return
@@ -328,7 +328,7 @@ class Supervisor:
             self._head.kill()
 
     async def _succeed(self, head: NextHead) -> None:
-        """Becomes the next program. Returns only if that fails."""
+        """Becomes the next program. Returns only if the succession fails."""
         log.info("the code on disk takes over, and goes on with %d answers", self._num_answers)
         if self._upgrade is not None:
             self._upgrade.cancel()

@@ -90,9 +90,9 @@ class SupervisorLink:
         self.upgrade_error: str | None = None
         """Why the last upgrade was called off."""
         self.heads: asyncio.Queue[socket.socket] = asyncio.Queue()
-        """Of a front: connections to further heads."""
+        """In a front: connections to further heads."""
         self.fronts: asyncio.Queue[tuple[int, socket.socket]] = asyncio.Queue()
-        """Of a head: the places of fronts, and connections to them."""
+        """In a head: the places of fronts, and connections to them."""
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
@@ -108,7 +108,7 @@ class SupervisorLink:
         )
 
     def _make_places(self, num_fronts: int) -> SharedBuffer:
-        """For kept answers: the supervisor holds those of all fronts."""
+        """Makes the places for kept answers. The supervisor holds the answers of all fronts."""
         if self._num_files == resource.RLIM_INFINITY:
             return SharedBuffer(MAX_KEPT)
         return SharedBuffer(min(MAX_KEPT, self._num_files // (MAX_KEPT_SHARE * num_fronts)))
@@ -259,7 +259,7 @@ class SupervisorLink:
                 self.stop.set()
 
     def _note_work(self, begin: HeadBegin) -> None:
-        """Shows the supervisor from now on which call is worked on."""
+        """From now on, shows the supervisor which call is being processed."""
         for alike in begin.ended:
             self.enders.note(alike.tenant, alike.digest, alike.count, alike.since_s)
         fd = WorkMark.make_memory()

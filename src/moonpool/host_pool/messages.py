@@ -166,8 +166,8 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """A find waits for the SSD, or for other clients. It is said at once, and ten times a second
-    until the find ends."""
+    """The search of a `Find` waits for the SSD, or for other clients. It is said at once, and ten
+    times a second until the find ends."""
 
     owner: str
 

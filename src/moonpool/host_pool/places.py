@@ -1,4 +1,4 @@
-"""Where the pool of a host is found, unless its user says otherwise."""
+"""The default place of a host's pool."""
 
 from __future__ import annotations
 

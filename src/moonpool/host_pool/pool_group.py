@@ -43,7 +43,7 @@ class BlockGroup:
         self.num_ranks = num_ranks
         self.spaces: dict[int, BlockSpace] = {}
         self.windows: dict[int, int] = {}
-        """Of the spaces that have one: in blocks."""
+        """Windows in blocks, of the spaces that have one."""
         self._finds: dict[Finder, _Find] = {}
         self._ended: list[GroupFound] = []
 
@@ -72,7 +72,7 @@ class BlockGroup:
         return ended
 
     def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
-        """Ends with `GroupFound`. Another find of the same owner is given up."""
+        """The search ends with `GroupFound`. Another find of the same owner is given up."""
         self.release(owner)
         if not self.is_whole:
             self._ended.append(GroupFound(owner, 0, 0, ()))
@@ -122,7 +122,7 @@ class BlockGroup:
                 self._begin(owner, _Find(find.keys, find.until_s))
 
     def on_time(self, now: float) -> None:
-        """Ends the finds whose time is over."""
+        """Ends the searches whose time is over."""
         for owner, find in list(self._finds.items()):
             if find.is_waiting and now >= find.until_s:
                 self._end(owner, find)

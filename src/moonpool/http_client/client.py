@@ -31,7 +31,7 @@ _HEADER = re.compile(r"[!-9;-~]+: [\t -~\x80-\xff]*")
 
 MAX_HEAD_BYTES = 1 << 20
 MAX_BODY_BYTES = 256 << 20
-"""Of an answer that is read whole where the caller has no bound of its own."""
+"""The longest body that is read in full if the caller sets no limit."""
 
 
 class ConnectionFailedError(Exception):

@@ -1,4 +1,5 @@
-"""Who holds blocks: a job of the instance, by its kind and its id."""
+"""The owners of holds on blocks. An owner is a job of the instance, named by its kind and its
+id."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ OwnerKind = Literal[
     "ahead",  # a block that waits to be copied to the SSD
     "read",  # a peer
     "takeover",  # a prefix of an instance that leaves
-    "find",  # a client of a host's pool, with what it may copy
-    "store",  # a client of a host's pool, with where it writes
+    "find",  # a client of a host's pool, with the blocks that it may copy
+    "store",  # a client of a host's pool, with the blocks that it writes
     # For no longer than one call
     "evict",
     "touch",
@@ -42,5 +43,5 @@ EVICTION = BlockOwner("evict")
 
 
 def owners_of(kind: OwnerKind, jobs: Iterable[str]) -> set[BlockOwner]:
-    """The owners of one kind that are these jobs."""
+    """Returns the owners of one kind for these jobs."""
     return {BlockOwner(kind, job) for job in jobs}

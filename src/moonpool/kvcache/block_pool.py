@@ -1,4 +1,5 @@
-"""Who owns which block of one instance's arena. Bookkeeping only: no bytes here.
+"""Keeps track of which owner holds which block of one instance's arena. This is bookkeeping only:
+it touches no bytes.
 
 A block is always in exactly one of three states:
 
@@ -54,8 +55,8 @@ class BlockPool:
         self._evictable: EvictionPolicy = eviction if eviction is not None else LruEviction()
         self._num_evictable = 0  # as the policy counts, without a call; read at every event
         self._free: list[BlockId] = []
-        # Lists by block, as long as the highest block ever used: a simulated cluster has many
-        # pools, most of them nearly empty.
+        # Lists indexed by block. They end at the highest block ever used, because a simulated
+        # cluster has many pools, most of them nearly empty.
         self._num_holds: list[int] = []
         self._key_of: list[BlockKey | None] = []
         self._depth_of: list[int] = []  # index in its prompt, of a cached block
@@ -107,11 +108,11 @@ class BlockPool:
         return {owner: len(blocks) for owner, blocks in self._held_by.items()}
 
     def named_owners(self) -> dict[str, int]:
-        """`owners` as a report has them."""
+        """`owners` under the names that reports use."""
         return {owner.name: num_holds for owner, num_holds in self.owners().items()}
 
-    # Cached blocks. The result of a lookup is safe until the next call that allocates: acquire it
-    # at once.
+    # Cached blocks. The result of a lookup is valid until the next call that allocates, so acquire
+    # the blocks before.
 
     def keys(self) -> list[BlockKey]:
         """Keys of all cached blocks."""
@@ -345,8 +346,8 @@ class BlockPool:
 
     def take_rekeyed(self) -> list[tuple[BlockId, BlockKey | None]]:
         """Returns the blocks that got or lost a key since the last call, with their present keys,
-        and clears them. Unlike `take_changes`, it tells of a block that lost a key and
-        got it again."""
+        and clears them. Unlike `take_changes`, it includes a block that lost a key and got it
+        again."""
         if not self._rekeyed:
             return []
         blocks, self._rekeyed = self._rekeyed, {}
@@ -458,7 +459,8 @@ class BlockPool:
         return blocks
 
     def _bring_back(self, blocks: Sequence[BlockId]) -> None:
-        """Returns withdrawn blocks that are used again to the policy, for which they are new."""
+        """Gives withdrawn blocks that came back into use to the policy, which treats them as
+        new."""
         for block_id in blocks:
             if block_id in self._withdrawn:
                 self._withdrawn.remove(block_id)

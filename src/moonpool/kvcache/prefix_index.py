@@ -1,4 +1,4 @@
-"""Which instance holds which blocks: the Conductor's global, soft-state index.
+"""The Conductor's global, soft-state index of which instance holds which blocks.
 
 Fed by the instances' stored/removed events. Each instance numbers its events and marks them with
 its incarnation. A gap in the numbers, or an event of another incarnation, makes the index drop that
@@ -65,7 +65,7 @@ class PrefixMatch(NamedTuple):
     hits: Depths  # [num_rows], held or expected
     deepest: int  # the longest in `held`
     deepest_rows: tuple[int, ...] = ()  # the largest set of deepest holders with at most FEW rows
-    crowd_depth: int = 0  # how long the prefix of the next larger set is; 0: there is none
+    crowd_depth: int = 0  # the prefix length of the next larger set; 0 if there is none
     held_in_dram: Depths | None = None
     hits_in_dram: Depths | None = None
 
@@ -166,8 +166,8 @@ class PrefixIndex:
         return True
 
     def take_replica_changes(self, num_keys: int) -> list[tuple[InstanceId, ReplicaChanges]]:
-        """What to send to each instance about replicas, from the oldest changes of up to `num_keys`
-        blocks."""
+        """Returns what each instance must be told about replicas, from the oldest changes of up to
+        `num_keys` blocks."""
         instances = self._instances.items()
         capacities = {one.bit: one.num_blocks for _, one in instances}
         changes = self._replicas.take_changes(self._holders, self._demoted, num_keys, capacities)

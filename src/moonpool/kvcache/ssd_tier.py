@@ -1,4 +1,5 @@
-"""The SSD tier of one instance: which block lies in which slot, and which blocks are admitted.
+"""The SSD tier of one instance: it knows which block is in which slot, and decides which blocks are
+admitted.
 
 A slot is room for one block on the disk (a disk block). The slots are a `BlockPool` of their own,
 so they are held, cached and evicted as blocks in DRAM are. A block that is read back stays on the
@@ -56,7 +57,8 @@ class SsdTier:
         return not self.error and not self.paused
 
     def slot_of(self, key: BlockKey) -> BlockId | None:
-        """The slot of the block, or None. Safe until the next `reserve`: hold it at once."""
+        """Returns the slot of the block, or None. The slot may be reused by the next `reserve`, so
+        call `hold` first."""
         return self.slots.find(key)
 
     def hold(self, owner: BlockOwner, slots: Iterable[BlockId]) -> None:
@@ -124,9 +126,9 @@ class SsdTier:
         depth: int,
         owner: tuple[str, float] | None = None,
     ) -> bool:
-        """Gives a written slot the key of its block. `owner`: as `owner_of` of an
-        eviction policy has it. Returns False if the tier is lost, or if another slot got the same
-        block meanwhile."""
+        """Gives a written slot the key of its block. `owner`: as `owner_of` of an eviction policy
+        returns it. Returns False if the tier is lost, or if another slot got the same block
+        meanwhile."""
         self._ghosts.pop(key, None)
         filled = not self.lost and self.slots.cache_block(slot, key, depth)
         if filled and owner is not None:

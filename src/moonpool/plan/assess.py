@@ -165,8 +165,8 @@ class Assessor:
     def sure(
         self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
     ) -> Assessment | None:
-        """Assesses the candidate on these draws, which have so many requests on average; None if it
-        does not keep the SLOs at the wanted confidence.
+        """Assesses the candidate on these draws, which have this many requests on average; None if
+        it does not keep the SLOs at the wanted confidence.
 
         A draw that no others can make up for ends the simulations, as soon as that is clear. The
         draws come first, which are chosen to show it. Raises as `look`.
@@ -209,7 +209,8 @@ class Assessor:
         return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
 
     def known(self, candidate: Candidate) -> Assessment:
-        """Returns what was seen of a candidate on the trace as it is."""
+        """Returns the assessment of a candidate from its run on the original trace, not on draws of
+        it."""
         return Assessment(candidate, self.usd_per_h(candidate), (self.looks[candidate],))
 
     def _unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -266,7 +267,8 @@ class NeighbourFound(Struct, frozen=True):
 
 
 class PlanCheck(Struct, frozen=True):
-    """The choice on draws that the search never saw, beside the interval that was promised."""
+    """The results of the chosen cluster on draws that the search never saw, with the promised
+    interval."""
 
     promised: Interval | None
     fresh: Assessment

@@ -149,8 +149,8 @@ class Bounds:
         )
 
     def _decodes_s(self, node: NodeHardware) -> np.ndarray:
-        """Returns each answer's share of steps with as many sequences of its context as can be, and
-        with as many drafts as serve it best."""
+        """Returns each answer's share of the time of decode steps, in the best case: the batch is
+        as large as its context allows, with the best number of drafts."""
         config, room = self._base, node.engine_tokens
         speculative = config.engine.speculative_config
         most = 0 if speculative is None else speculative.num_speculative_tokens
@@ -180,8 +180,8 @@ def _pairs(left: np.ndarray, right: np.ndarray) -> Sequence[tuple[int, int]]:
 
 
 def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
-    """Returns the tokens that a step with so many drafts brings an answer with luck: their mean and
-    twice its deviation over the steps of the answer."""
+    """Returns the tokens that a step with this many drafts brings an answer with luck: their mean
+    and twice its deviation over the steps of the answer."""
     if not drafts or answer_tokens <= 0:
         return 1.0
     chances = [acceptance**number for number in range(drafts + 1)]
@@ -192,8 +192,8 @@ def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
 
 
 def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, drafts: int) -> float:
-    """Returns the least time of a step per sequence, of steps within the TBT. Each sequence has so
-    many drafts."""
+    """Returns the least time of a step per sequence, of steps within the TBT. Each sequence has
+    this many drafts."""
     cost, draft = node.ground_truth, node.draft
 
     def times_s(batch: int) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class NodeKind(Struct, frozen=True):
         return f"{own} + {self.num_attention} x {self.attention_device}" if self.offloads else own
 
     def words(self, count: int) -> str:
-        """Returns so many nodes in words: "one node of 8 A800-SXM"."""
+        """Returns this many nodes in words: "one node of 8 A800-SXM"."""
         nodes = "one node" if count == 1 else f"{count} nodes"
         own = f"{nodes} of {self.num_devices} {self.device}"
         if not self.offloads:
@@ -186,7 +186,7 @@ class Priced(Struct, frozen=True):
         return usd + self.prices.ssd_usd_per_h(self.pool_bytes(candidate, candidate.ssd_tokens))
 
     def pool_bytes(self, candidate: Candidate, tokens: int) -> float:
-        """Returns the bytes that so many tokens of KVCache on each instance take in all."""
+        """Returns the bytes that this many tokens of KVCache on each instance take in all."""
         groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
         groups *= self.nodes_per_prefill
         return (groups + candidate.decode * self.nodes_per_decode) * (

@@ -86,7 +86,7 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
 
 @cache
 def _quantile(confidence: float, number: int) -> float:
-    """Student's, two-sided, of so many samples."""
+    """Student's, two-sided, of this many samples."""
     from scipy.special import stdtrit  # the import of scipy.stats takes a second
 
     return float(stdtrit(number - 1, (1 + confidence) / 2))
@@ -105,7 +105,7 @@ def _wilson(successes: int, number: int, confidence: float) -> tuple[float, floa
 
 
 def _deviation(shares: Sequence[float]) -> float:
-    """By how much one more sample differs from the mean of these."""
+    """Returns the expected difference between one more sample and the mean of these."""
     number = len(shares)
     mean = fsum(shares) / number
     squares = fsum((share - mean) ** 2 for share in shares)

@@ -1,6 +1,7 @@
 """A plan as one page of HTML: the answer, sliders over its stored runs, prices and doubts.
 
-The page loads nothing. Its one script is written into it, and its content policy allows that alone.
+The page loads nothing from elsewhere. Its one script is written into it, and its content policy
+allows that alone.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@
                 lacked.
     settling    Of those that keep the SLOs, SSD, eviction, cache and chunk size are brought to
                 their cheapest, and then each neighbour of the best is tried.
-    drawing     Draws of the trace give the interval of what the best promises. From there on up in
-                price, the first cluster whose interval is above the goal is the sure choice.
+    drawing     Draws of the trace give the interval of the best cluster's attainment. The sure
+                choice is the cheapest cluster, from the best one upwards, whose interval lies above
+                the goal.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
 number of processes. Where it waits for one simulation, idle processes run those that are probably
@@ -63,13 +64,13 @@ LEAST_GAIN = 0.01
 SEARCH_SHARE = 0.75
 """Share of the allowed runs and time for all that comes before draws."""
 MOST_LEVEL = 4
-"""Other arrangements at the price of the best that are simulated."""
+"""How many other arrangements at the price of the best are simulated."""
 SURE_CANDIDATES = 8
 SURE_DEAREST = 2.0
 SETTINGS = (*("cache_tokens", "ssd_tokens", "eviction", "chunk_tokens", "placement", "admission"),)
 FIRST_LOADS = (0.5, 1.3)
-"""Loads by arithmetic at which an arrangement is expected to keep and to miss the SLOs, until some
-are known."""
+"""Computed loads at which an arrangement is expected to keep and to miss the SLOs, as long as none
+was simulated."""
 
 
 class MixFound(Struct, frozen=True):
@@ -292,7 +293,8 @@ class Planner:
     ) -> Arrangement | None:
         if not open_ones:
             return None
-        # Without a best, the cheapest of those with the same chance comes first.
+        # While no cluster keeps the SLOs yet, the cheapest of equally likely arrangements comes
+        # first.
         top = 1.1 * max(each.usd_per_h for each in open_ones)
         if self._best is not None:
             top = self._most * (1 - LEAST_GAIN)

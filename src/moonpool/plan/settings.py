@@ -16,8 +16,8 @@ change = msgspec.structs.replace
 
 
 class Look(Protocol):
-    """Simulates candidates. Those of `ahead` may be looked at next, the likeliest first: they are
-    simulated where a process is idle, and change no outcome."""
+    """Simulates candidates. The candidates in `ahead` may come next, the likeliest first. An idle
+    process simulates them, which changes no outcome."""
 
     def __call__(
         self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
@@ -85,7 +85,7 @@ def _other_chunks(one: Candidate, steps: Steps) -> list[Candidate]:
 
 
 def first_kept(candidates: Sequence[Candidate], look: Look, wanted: float) -> Candidate | None:
-    """Returns the first that keeps the SLOs. Those after it are not looked at, but may run
+    """Returns the first that keeps the SLOs. Candidates after it are not looked at, but may run
     ahead."""
     for number, one in enumerate(candidates):
         if look([one], candidates[number + 1 :])[0].share >= wanted:

@@ -36,8 +36,8 @@ class StoredRun(Struct, frozen=True):
 
 
 def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[StoredRun]:
-    """Runs the page's clusters at all loads, the trace's own load first. Those until then, where
-    the allowed runs or the time end before, or Ctrl-C does."""
+    """Runs the page's clusters at all loads, the trace's own load first. If the allowed runs or the
+    time end before, or Ctrl-C comes, it returns the runs until then."""
     found: list[StoredRun] = []
     clusters = page_clusters(plan, steps)
     assessor.doing = "loads of the page"

@@ -27,12 +27,12 @@ class TimeLeft:
         self._began_runs = 0.0
 
     def begin(self, stage: str, runs: float) -> None:
-        """A stage begins after so many runs."""
+        """A stage begins after this many runs."""
         if stage in self._stages and self._stages.index(stage) != self._stage:
             self._stage, self._began_runs = self._stages.index(stage), runs
 
     def runs(self, runs: float) -> float:
-        """Returns the runs that are left after so many."""
+        """Returns the runs that are left after this many."""
         own = self._usual[self._stages[self._stage]]
         later = sum(self._usual[stage] for stage in self._stages[self._stage + 1 :])
         return max(own - (runs - self._began_runs), 1.0) + later

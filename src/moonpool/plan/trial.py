@@ -162,7 +162,8 @@ class Watcher(Collector):
         return self.misses.total() + self._simulation.clients.num_never_sent
 
     def causes(self) -> dict[str, int]:
-        """Returns the misses by cause. Calls that were never sent share the most frequent one."""
+        """Returns the misses by cause. Calls that were never sent count with the most frequent
+        cause."""
         found = self.misses.copy()
         never_sent = self._simulation.clients.num_never_sent
         if never_sent:

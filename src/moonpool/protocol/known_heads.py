@@ -21,7 +21,7 @@ class KnownHeads:
 
     @property
     def address(self) -> HeadAddress:
-        """Where to connect now. Call `begin` first."""
+        """The address to connect to now. Call `begin` first."""
         return self._addresses[self._at]
 
     def begin(self, host: str, port: int) -> None:

@@ -64,10 +64,11 @@ class AttemptSpec(Struct, frozen=True):
     before a fault and are not generated again. `keys`: as in `Request`; blocks past the last key
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
     `max_step_s`: instead of that check, the request waits to join the batch until a step of all
-    decodes should take no longer than this; None: it does not wait. `traceparent` goes to an engine
-    that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part. `call`:
-    what is to be computed, of a forwarded request; the head adds it when it sends the attempt.
-    `route`: where its tokens go directly; None: to the head. The head adds it likewise.
+    decodes should take no longer than this; with None it does not wait. `traceparent` goes to an
+    engine that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part.
+    `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
+    attempt. `route`: where its tokens go directly, or None if they go to the head. The head adds
+    it, too.
     """
 
     attempt_id: AttemptId
@@ -167,8 +168,9 @@ class PrefetchBlocks(Struct, frozen=True, tag=True):
 
 
 class ListHot(Struct, frozen=True, tag=True):
-    """List the most used prefixes, up to `num_blocks` blocks in all; answered with `HotPrefixes` of
-    this number. `lost_with_it`: only prefixes that end with a block which no shared store holds."""
+    """List the most used prefixes, up to `num_blocks` blocks in total; answered with `HotPrefixes`
+    of this number. `lost_with_it`: only prefixes that end with a block which no shared store
+    holds."""
 
     number: int
     num_blocks: int
@@ -229,7 +231,7 @@ class InstanceInfo(Struct, frozen=True):
     chunk_tokens: int = 0  # most prompt tokens per step; 0: unknown
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
-    largest_blocks: int = 0  # most blocks of one request, if less than all; 0: all
+    largest_blocks: int = 0  # the most blocks of one request; 0 if it may have all
     adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
     context_tokens: int = 0  # most of a prompt and its answer; 0: what its blocks hold
 

@@ -1,8 +1,8 @@
 """The form of a message for a peer of the version before, which refuses fields that it lacks.
 
 Fields with their default value are left out. So a setting or field that a version adds reaches such
-a peer only if it is in use, and the peer then refuses the message. Those that it can do without are
-always left out.
+a peer only if it is in use, and the peer then refuses the message. Fields that the peer can do
+without are always left out.
 """
 
 from __future__ import annotations

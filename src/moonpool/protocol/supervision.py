@@ -211,7 +211,7 @@ class DetachedStreamOpened(Packet, frozen=True, tag="KeepCutAnswer"):
 
 
 class StreamDetached(Packet, frozen=True, tag="CutAnswer"):
-    """The connection of this answer has ended: hold only the log."""
+    """The connection of this answer has ended. The supervisor keeps only its log."""
 
     number: int
 
@@ -223,13 +223,13 @@ class StreamClosed(Packet, frozen=True, tag="DropAnswer"):
 
 
 class TakeHead(Packet, frozen=True, tag=True):
-    """To a front: a head is there; with a connection to it."""
+    """Gives a front a connection to a head."""
 
     num_fds: ClassVar[int] = 1
 
 
 class TakeFront(Packet, frozen=True, tag=True):
-    """To the head: a front is there; with a connection to it. `number`: its place."""
+    """Gives the head a connection to a front. `number`: its place."""
 
     num_fds: ClassVar[int] = 1
     number: int
@@ -284,10 +284,10 @@ class SupervisorState(Struct, frozen=True):
     epoch: int = 1
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
     ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """By answer: heads that its call has ended, and that were killed with it."""
+    """By answer: how many heads its call has ended, and how many were killed during it."""
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
     listed: dict[str, tuple[Role, str]] = msgspec.field(default_factory=dict)
-    """By name: role and place of each vLLM server that a source lists."""
+    """Role and address of each vLLM server that a source lists, by name."""
     fronts: tuple[HeldState, ...] = ()
     """What is held for each front."""
 

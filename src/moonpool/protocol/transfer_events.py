@@ -17,8 +17,8 @@ from moonpool.types import BlockId, BlockKey, InstanceId, Struct
 
 
 class SpaceAddress(Struct, frozen=True):
-    """Where the messenger of one space of blocks listens. Those with equal `host_id` can use shared
-    memory."""
+    """The address of the messenger of one space of blocks. Messengers with equal `host_id` can use
+    shared memory."""
 
     instance_id: InstanceId
     host_id: str
@@ -29,7 +29,7 @@ class SpaceAddress(Struct, frozen=True):
 
 
 class PeerAddress(SpaceAddress, frozen=True):
-    """Where an instance's messenger listens. `others`: of a pool that keeps a block in several
+    """The address of an instance's messenger. `others`: of a pool that keeps a block in several
     spaces, where those of the further ranks are, in their order."""
 
     others: tuple[SpaceAddress, ...] = ()
@@ -62,9 +62,9 @@ class FetchEnded(Struct, frozen=True, tag=True):
 
 
 class FetchProgress(Struct, frozen=True, tag=True):
-    """The source grants the first `num_blocks` blocks of a fetch. Of all of them, the first
-    `num_layers` layers have arrived with valid checksums, `seconds` after the first layer could
-    begin. Another route to the source may report fewer layers again."""
+    """The source grants the first `num_blocks` blocks of a fetch. The first `num_layers` layers of
+    all blocks have arrived with valid checksums, `seconds` after the first layer could begin.
+    Another route to the source may report fewer layers again."""
 
     fetch_id: str
     num_blocks: int

@@ -152,8 +152,8 @@ class RayDeployment:
             )
 
     def _check_name(self) -> None:
-        """Raises ClusterError if a cluster of this name runs. One that has just been killed may
-        still be ending."""
+        """Raises ClusterError if a cluster of this name runs. A cluster that has just been killed
+        may still be ending."""
         until_s = time.monotonic() + ENDING_S
         while any(
             each["namespace"] == self._name
@@ -254,7 +254,7 @@ class RayDeployment:
     # While it serves
 
     def leader(self) -> HeadPlace | None:
-        """Where the head that leads serves; None: none does now, or it is out of reach."""
+        """Where the head that leads serves, or None if none does now, or it is out of reach."""
         found: HeadPlace | None = self._ask_heads("place")
         return found
 

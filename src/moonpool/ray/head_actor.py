@@ -26,7 +26,8 @@ from moonpool.ray.wanted_listener import WantedListener
 
 LOOK_S = 0.5
 AGAIN_S = 10.0
-"""How long a head that starts again waits for one that is out of reach: longer than a takeover."""
+"""How long a restarted head waits for a leading head that does not respond. It is longer than a
+takeover takes."""
 FIRST_S = 120.0
 """The same at the start of the cluster, when the first head may still be loading."""
 
@@ -69,7 +70,7 @@ class HeadActor(ProcessActor):
         return "stands by" if self._is_standby and await self.pid() else "starts"
 
     async def place(self) -> HeadPlace | None:
-        """Where this head serves; None: it does not lead, or does not answer yet."""
+        """Where this head serves, or None if it does not lead, or does not answer yet."""
         if not await self._leads() or not await self._answers():
             return None
         return HeadPlace(await self.url(), self._host, self._port)
@@ -84,7 +85,7 @@ class HeadActor(ProcessActor):
         return f"{self._settings.scheme}://{host}:{self._api_port}"
 
     async def wanted(self) -> InstancesWanted | None:
-        """The newest numbers of instances that the Conductor wants; None: it has not said."""
+        """The newest numbers of instances that the Conductor wants, or None if it has not said."""
         return self._wanted.newest
 
     async def _leads(self) -> bool:

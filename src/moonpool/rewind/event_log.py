@@ -61,7 +61,7 @@ _ENTRIES = Framing("<")
 
 
 class EventLogError(Exception):
-    """The bytes are no event log that this release can replay; one line says why."""
+    """The bytes are not an event log that this release can replay; one line says why."""
 
 
 class LoggedEvent(msgspec.Struct, frozen=True):
@@ -73,8 +73,8 @@ class LoggedEvent(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct):
-    """Events since a state. `checkpoint` is that state, b"" for a new Conductor, and None as long
-    as it is not known."""
+    """Events since a state. `checkpoint` is that state: b"" for a new Conductor, and None until it
+    is known."""
 
     checkpoint: bytes | None = b""
     entries: bytearray = msgspec.field(default_factory=bytearray)

@@ -23,7 +23,7 @@ TRACE_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where the replay decided otherwise than the log says."""
+    """An event at which the replay decided differently from the log."""
 
     number: int  # of the event
     at_s: float  # since the first event

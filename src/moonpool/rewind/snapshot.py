@@ -47,7 +47,8 @@ MAX_NODES = 50_000_000
 
 
 class SnapshotError(Exception):
-    """The state contains what cannot be stored, or the bytes are no snapshot; one line says why."""
+    """The state contains what cannot be stored, or the bytes are not a snapshot; one line says
+    why."""
 
 
 def dump(root: object, extra: Iterable[Any] = ()) -> bytes:

@@ -64,7 +64,7 @@ class StepEntry(NamedTuple):
     targets: Sequence[int] = ()
     """The tokens of the prompt after each of the first new tokens, if their logprobs are wanted."""
     num_logprobs: int = 0
-    """So many most likely tokens are listed beside each target."""
+    """The number of most likely tokens that are listed beside each target."""
     adapter: str = ""
     """The fingerprint of the request's LoRA adapter; "": none."""
     pooling: Pooling = "none"
@@ -72,7 +72,8 @@ class StepEntry(NamedTuple):
     pooled: bytes = b""
     """The sum of the hidden states of the earlier steps, as the engine returned it."""
     num_drafts: int = 0
-    """The last so many of the new tokens are guesses. A token is drawn from the row before each."""
+    """How many of the new tokens, from the end, are guesses. A token is drawn from the row before
+    each."""
     any_content: bool = False
     """The content of the blocks before `start` does not matter: the step is a measurement."""
     draft_task: DraftTask | None = None

@@ -224,7 +224,7 @@ class AttemptLifecycle:
             self._end_receiving(request)
 
     def _end_receiving(self, request: RequestState) -> None:
-        """All that can arrive has arrived: the decode computes the rest."""
+        """Handles that all KVCache that can arrive has arrived. The decode computes the rest."""
         request.stream_broken = False
         request.kv_arrived = True
         missing = len(request.attempt.token_ids) - request.num_computed
@@ -322,8 +322,8 @@ class AttemptLifecycle:
         tokens: tuple[Token, ...],
         drafted: Sequence[int] | None,
     ) -> None:
-        """Takes the drafts that were right, whose KVCache the step has computed. The rows of the
-        others are void: the next step writes over them. `drafted`: what the draft model guessed."""
+        """Accepts the right drafts, whose KVCache the step has computed. The rows of the others are
+        void: the next step writes over them. `drafted`: what the draft model guessed."""
         token_ids = [token.token_id for token in tokens]
         speculation.end_draft_task(request, drafted, len(token_ids) - 1)
         speculation.judge(request, token_ids)

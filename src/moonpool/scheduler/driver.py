@@ -1,4 +1,4 @@
-"""The way from what an instance decides to what performs it.
+"""Connects what an instance decides to the parts that perform it.
 
 Live worker, simulator, tests and benchmarks differ in the parts that compute and move blocks. Each
 names them in one table, action by action; handing events in and actions out is the same for all.
@@ -13,7 +13,7 @@ from moonpool.scheduler.actions import WorkerAction, WorkerEvent
 from moonpool.scheduler.instance import Instance
 
 Performers = Mapping[type[WorkerAction], Callable[[Any], object]]
-"""What performs each type of action; called with the action."""
+"""The performer of each type of action, called with the action."""
 
 
 class InstanceDriver:

@@ -26,7 +26,7 @@ class InstanceConfig(Struct, frozen=True):
     eviction: PolicyName = "lru"
     batching: Batching = "chunked"
     max_steps_in_flight: int = 1  # more than one for the stages of a pipeline
-    micro_batches: int = 1  # steps that share out the decodes evenly: one per stage
+    micro_batches: int = 1  # steps that divide the decodes evenly: one per stage
     engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0: the whole pool
     tbt_slo_s: float = float("inf")  # for requests without an SLO of their own
     layer_wise_load: bool = False  # a prefill may compute while its prefix still arrives
@@ -42,8 +42,8 @@ class InstanceConfig(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class InstanceMemory:
-    """What the memories of an instance are beside their blocks, and what they hold from earlier
-    runs.
+    """Properties of an instance's memories other than the number of blocks, and their content from
+    earlier runs.
 
     `stored`: the SSD's content as (slot, key), least recently used first. `arenas`: blocks of each
     arena if there are several; `kept`: what the blocks contain. `segment_blocks`: consecutive

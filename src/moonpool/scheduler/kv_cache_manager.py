@@ -155,8 +155,8 @@ class KVCacheManager:
         return (request.tokens.size - 1) // self.layout.block_tokens
 
     def cached_prefix(self, request: RequestState) -> list[BlockId]:
-        """Cached blocks of the request's prefix. Callers must acquire them at once: the next
-        allocation may evict them."""
+        """Cached blocks of the request's prefix. Callers must acquire them before the next
+        allocation, which may evict them."""
         if not self.caches(request):
             return []
         return self.pool.match(request.keys[: self.max_cached_blocks(request)])

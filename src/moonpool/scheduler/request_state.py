@@ -74,7 +74,7 @@ class RequestState:
     attempt: AttemptSpec
     phase: RequestPhase
     tokens: Tokens
-    target: PeerAddress | None = None  # the decode instance; None: this instance decodes
+    target: PeerAddress | None = None  # the decode instance, or None if this instance decodes
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
@@ -86,7 +86,9 @@ class RequestState:
     fetch_s: float = 0.0
     num_cached_blocks: int = 0
     num_streamed_blocks: int = 0
-    num_unseen_blocks: int = 0  # leading blocks that it holds no longer: no later token sees them
+    num_unseen_blocks: int = (
+        0  # leading blocks that it no longer holds, because no later token sees them
+    )
     block_ids: list[BlockId] = field(default_factory=list)  # the block table
     keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as known
     pending: set[PendingTransfer] = field(default_factory=set)
@@ -96,9 +98,9 @@ class RequestState:
     fetch_first_index: int = 0  # index in `keys` of the first fetched block
     closing: bool = False  # it has ended, but transfers or steps may still touch its blocks
     started: bool = False  # PrefillStarted was reported
-    num_overlap_blocks: int = 0  # present or arriving when it began to compute; 0: no overlap
+    num_overlap_blocks: int = 0  # present or arriving when it began; 0 without overlap
     missed: bool = False  # a step found that part of its prefix had not arrived
-    num_granted_blocks: int | None = None  # of its fetch; None: the source has not answered
+    num_granted_blocks: int | None = None  # of its fetch, or None if the source has not answered
     fetch_eta: TransferEta = field(default_factory=TransferEta)
     has_first_token: bool = False
     kv_arrived: bool = False
@@ -106,11 +108,11 @@ class RequestState:
     pooled: bytes = b""  # the engine's sum of the hidden states of the computed tokens
     stream_ended: bool = False  # no more of its KVCache will arrive
     stream_broken: bool = False  # it waits until the Conductor says that it goes on without
-    account: TenantAccount | None = None  # None: it is in no queue of the scheduler
+    account: TenantAccount | None = None  # None if it is in no queue of the scheduler
     aged_s: float = 0.0  # from then on it counts as one of the best priority
     drafts: tuple[int, ...] = ()  # guessed tokens in the step in progress; not part of `tokens`
     draft_task: DraftTask | None = None  # of the draft model, in the step in progress
-    speculation: DraftState | None = None  # None: it was never offered a draft
+    speculation: DraftState | None = None  # None if it was never offered a draft
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -129,22 +131,23 @@ class RequestState:
 
     @property
     def fetching(self) -> bool:
-        """The messenger may write to blocks that `fetch_owner` holds."""
+        """Whether the messenger may write to blocks that `fetch_owner` holds."""
         return PendingTransfer.FETCH in self.pending
 
     @property
     def looking_up(self) -> bool:
-        """A shared store has not answered yet which blocks it has."""
+        """Whether a shared store has yet to answer which blocks it has."""
         return self.lookup_start is not None
 
     @property
     def arriving(self) -> bool:
-        """Part of its prefix is arriving, or may be."""
+        """Whether a part of its prefix is arriving, or may be."""
         return self.fetching or self.looking_up or bool(self.load_ids)
 
     @property
     def overlapping(self) -> bool:
-        """It began to compute while part of its prefix was arriving, and this is not settled."""
+        """Whether it began to compute while part of its prefix was arriving, and the outcome is
+        still open."""
         return self.num_overlap_blocks > 0
 
     @property
@@ -154,17 +157,18 @@ class RequestState:
 
     @property
     def decoding(self) -> bool:
-        """This instance decodes it, and only its newest generated token is left to compute."""
+        """Whether this instance decodes it, and only its newest generated token is left to
+        compute."""
         return self.target is None and self.num_uncomputed == 1 and self.tokens.num_generated > 0
 
     @property
     def idle(self) -> bool:
-        """No transfer and no step in progress can touch its blocks."""
+        """Whether no transfer and no step in progress can touch its blocks."""
         return not self.pending and not self.steps_pending
 
     @property
     def streaming(self) -> bool:
-        """Its blocks are sent to the decode instance as they fill."""
+        """Whether its blocks are sent to the decode instance as they fill."""
         return PendingTransfer.SEND in self.pending and not self.closing
 
     def num_prompt_tokens_of(self, num_tokens: int) -> int:
@@ -213,7 +217,7 @@ class RequestState:
         sampling, tokens = self.attempt.sampling, self.tokens
         newest, num_generated = tokens.newest, tokens.num_generated
         if sampling.pooling != "none":
-            return FinishReason.STOP  # the embedding is whole
+            return FinishReason.STOP  # the embedding is complete
         if num_generated >= sampling.min_tokens:
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP

@@ -1,4 +1,5 @@
-"""Which requests an instance runs in its next step, and which one is preempted without blocks.
+"""Decides which requests an instance runs in its next step, and which one is preempted when blocks
+run out.
 
 Read `_begin_step` first: it is the whole algorithm, and the methods after it are its parts in their
 order. A request enters from `waiting`, which gives it blocks, or by `join`, which brings its own.
@@ -71,7 +72,7 @@ class Scheduler:
             self._contended_chunks = ContendedChunks(config.chunk_tokens, cost)
         self.speculation = speculation
         # What is predicted of the steps in progress: of a mixed one, and the seconds of one with
-        # drafts. None and 0: it is not of that kind.
+        # drafts. None and 0 if the step is of another kind.
         self._expected: deque[tuple[ExpectedStep | None, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
@@ -161,7 +162,7 @@ class Scheduler:
     # Steps
 
     def end_step(self, seconds: float = 0.0) -> Step:
-        """Removes and returns the oldest step, which took `seconds`; 0 is not learned from."""
+        """Removes and returns the oldest step, which took `seconds`; nothing is learned from 0."""
         self._repeating = False
         step = self.steps.popleft()
         mixed, drafted_s = self._expected.popleft()
@@ -352,8 +353,8 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _spare_before(self, request: RequestState) -> int:
-        """The tokens of a step that running requests leave to a waiting one: those that it
-        overtakes wait, and keep their blocks."""
+        """Returns the tokens of a step that running requests leave to a waiting one. The running
+        requests that it overtakes wait, and keep their blocks."""
         key = self.order.key(request)
         before = (r for r in self.running if r.decoding or self.order.key(r) <= key)
         return self._config.chunk_tokens - sum(r.num_uncomputed for r in before)
@@ -433,7 +434,7 @@ class Scheduler:
         if not self.order.is_plain:
             if len(prefills) > 1:
                 prefills.sort(key=lambda share: self.order.key(share[0]))
-            if len(decodes) > self._config.max_sequences:  # some have to wait for others
+            if len(decodes) > self._config.max_sequences:  # some must wait for others
                 decodes.sort(key=lambda share: self.order.key(share[0]))
         return self._micro_batch(decodes, bool(prefills)), prefills
 
@@ -539,7 +540,8 @@ class Scheduler:
         )
 
     def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:
-        """The prompt's tokens after those of a step, if their logprobs are wanted."""
+        """Returns the prompt's tokens that follow those of this step (each one's logprob is read
+        off the step's logits), or () if no prompt logprobs are wanted."""
         attempt = request.attempt
         if attempt.sampling.prompt_logprobs is None or start >= attempt.num_prompt_tokens:
             return ()

@@ -10,14 +10,14 @@ blocks are evicted without a write. Blocks under write are held and cannot be pr
 so an instance with an SSD promises fewer blocks than it has (`reserved_blocks`).
 
 Blocks are also copied to the SSD while they are in use, where the disk has nothing else to do
-(`write_ahead`): so the most used ones survive a power cut. Those that requests have found come
-first; new ones go to free slots only, because the SSD then holds a block that DRAM holds too. The
+(`write_ahead`): so the most used ones survive a power cut. Blocks that requests have found come
+first. New blocks go to free slots only, because the SSD then holds a block that DRAM holds too. The
 copies in progress and those that wait hold no more blocks than `reserved_blocks`; what finds no
 place is tried again at its next use.
 
 A shared store takes the place of the SSD where other instances use it too. It receives every new
-block at once (`publish`), not only when the block leaves DRAM. So other instances find the block,
-and so does a cluster that starts after this one has ended.
+block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
+block, and so does a cluster that starts after this one has ended.
 
 A load belongs to the instance, not to the request that caused it. Any request or peer that needs a
 block under load waits for that load; a request that ends leaves its loads to the others. A failed
@@ -321,7 +321,7 @@ class Promotion:
             self._etas[load_id] = eta
 
     def eta(self, load_id: str) -> TransferEta | None:
-        """None if there is no progress yet, or the load does not arrive layer by layer."""
+        """None if there is no progress yet, or if the load does not arrive layer by layer."""
         return self._etas.get(load_id)
 
     def size_of(self, load_id: str) -> int:

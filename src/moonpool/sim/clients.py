@@ -1,6 +1,6 @@
 """The clients of a simulation: they start the calls of programs, and try again when refused.
 
-A request by itself is sent at its time, once, as in a recorded trace. A call of a program is sent
+A standalone request is sent once, at its time, as in a recorded trace. A call of a program is sent
 when those before it have ended and its tools have run; refused, it is tried again as clients do.
 """
 
@@ -76,7 +76,7 @@ class Clients:
 
     def _arrive(self, arrival: Arrival) -> None:
         most = self._most_programs
-        # Those that were read but not begun are one: the one that arrives.
+        # Only one program has been read but not begun: the one that arrives next.
         if most is not None and arrival.call and self.figures.num_under_way > most:
             self._held = arrival
             return

@@ -87,7 +87,8 @@ class ProgramFigures:
         now: float,
         num_dropped: int = 0,
     ) -> None:
-        """Notes that a call has ended for good, and with it so many that wait for it."""
+        """Notes that a call has ended for good, and with it the `num_dropped` calls that waited for
+        it."""
         program = self._program(call, now)
         program.ended_s = now
         if record.outcome in ANSWERED:

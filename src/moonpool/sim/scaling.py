@@ -1,8 +1,8 @@
 """Starts and ends simulated instances as the Conductor wants them (`conductor.roles.autoscale`).
 
-An instance that is started joins after its boot time, and is paid for from its start. One that is
-too many drains and leaves. Boots are not interrupted: an instance that is no longer wanted when it
-joins drains again.
+An instance that is started joins after its boot time, and is paid for from its start. An instance
+that is no longer needed drains and leaves. Boots are not interrupted: an instance that is no longer
+wanted when it joins drains again.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ from moonpool.types import Struct
 class SimulationSettings(Struct, frozen=True):
     """The settings of one simulated run. `slow`, `drain` and `restart` are by name of an instance.
 
-    `seed`: None: that of the configuration. For `noise`, `slow` and `recorded` see `Perturbation`.
-    `drain` gives the times at which instances drain and leave; `restart` likewise, and an empty
-    instance of the same name joins afterwards. `tenant_share`: a tenant's share of an overloaded
-    cluster, relative to 1. `tenant_cache`: most of each instance's cache that a tenant may have.
-    Without `layer_wise`, KVCache is sent and loaded whole. `capped_answers`: clients cap each
-    answer at the length it has, as a replay does. `boot_s`: until an instance that autoscale starts
-    can serve. `sample_s`: between two samples of the load. `node_series`: instances whose busy time
-    is sampled. `most_programs`: that run at a time; None: as many as the trace has. `objects`:
-    policies themselves, by config key (see `plugins.policies`).
+    `seed`: with None, the configuration's seed counts. For `noise`, `slow` and `recorded` see
+    `Perturbation`. `drain` gives the times at which instances drain and leave; `restart` likewise,
+    and an empty instance of the same name joins afterwards. `tenant_share`: a tenant's share of an
+    overloaded cluster, relative to 1. `tenant_cache`: most of each instance's cache that a tenant
+    may have. Without `layer_wise`, KVCache is sent and loaded whole. `capped_answers`: clients cap
+    each answer at the length it has, as a replay does. `boot_s`: until an instance that autoscale
+    starts can serve. `sample_s`: between two samples of the load. `node_series`: instances whose
+    busy time is sampled. `most_programs`: that run at a time; None: as many as the trace has.
+    `objects`: policies themselves, by config key (see `plugins.policies`).
     """
 
     noise: float = 0.0

@@ -1,4 +1,4 @@
-"""One instance by itself: no Conductor, no head, no other instance.
+"""One instance alone, without Conductor, head or other instances.
 
 It gets its attempts as they arrive and alone decides how they are batched.
 """

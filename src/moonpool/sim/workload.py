@@ -33,7 +33,7 @@ class Arrival:
 
     @property
     def program(self) -> ProgramContext | None:
-        """What its client says of its program; None: it is a call by itself."""
+        """What its client says of its program, or None for a standalone call."""
         if not self.call or not self.session:
             return None
         return ProgramContext(program_id=self.session, parent_id=self.parent, tool=self.tool)
@@ -45,7 +45,7 @@ def make_arrivals(
     block_tokens: int,
     largest_tokens: int,
 ) -> Iterator[Arrival]:
-    """Yields one arrival per row. A request may have at most `largest_tokens` tokens in all.
+    """Yields one arrival per row. A request may have at most `largest_tokens` tokens in total.
 
     Rows without hashes get keys that no other row shares. Raises TraceError if neither block size
     divides the other, if a row arrives too late, or if a request is too large for every instance.

@@ -48,7 +48,7 @@ def pairs_html(title: str, pairs: Mapping[str, str]) -> str:
 
 
 def drawn(figure: ReportFigure) -> Drawing:
-    """A figure of a page by itself. Raises ValueError where there is nothing to draw."""
+    """One figure of a page. Raises ValueError where there is nothing to draw."""
     if figure.chart is None:
         raise ValueError(f"{figure.title}: {figure.note or 'it is a table'}")
     return Drawing(figure.title, figure.chart)

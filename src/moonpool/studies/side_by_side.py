@@ -153,7 +153,7 @@ def _chart(runs: Sequence[NamedRun], title: str, how: str, row: int) -> ReportFi
 
 
 def _named_values(runs: Sequence[NamedRun], part: str) -> Table | None:
-    """A table of the values that stand by name in one part of the figures; None: there are none."""
+    """Returns a table of the named values in one part of the figures, or None if there are none."""
     names = dict.fromkeys(name for run in runs for name in run.figures.get(part) or {})
     if not names:
         return None
@@ -166,7 +166,7 @@ def _named_values(runs: Sequence[NamedRun], part: str) -> Table | None:
 
 
 def _settings(runs: Sequence[NamedRun]) -> Table | None:
-    """The settings in which the runs differ; None: there are none."""
+    """Returns the settings in which the runs differ, or None if there are none."""
     rows = []
     tables = [_flat(run.figures) for run in runs]
     for name in dict.fromkeys(name for table in tables for name in table):

@@ -124,7 +124,7 @@ def named_trace(trace: str | Path | TraceRows) -> dict[str, str]:
 
 
 def trace_digest(trace_file: str | Path) -> str:
-    """Returns a digest of the file's bytes; "" if it is no file."""
+    """Returns a digest of the file's bytes; "" if it is not a file."""
     path = Path(trace_file)
     if not path.is_file():
         return ""

@@ -1,9 +1,9 @@
 """Dynamo's agentic Mooncake traces of version 2: a header, then one call per line.
 
 Each call names its play (a program), its session (an agent of it), and the calls that it depends
-on: it starts `delay_ms` after they completed, or after they were dispatched. Of several delays the
-longest counts, after the last of the calls has ended. One that depends on dispatched calls alone
-waits for what those waited for, and then so much longer.
+on: it starts `delay_ms` after they completed, or after they were dispatched. If a call has several
+delays, the longest counts, after the last of the calls has ended. A call that depends only on
+dispatched calls waits for what those waited for, plus its delay.
 
 Ids of blocks are those of a play.
 """

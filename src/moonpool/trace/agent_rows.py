@@ -156,7 +156,7 @@ class Milliseconds:
         self._dated = DatedTime()
 
     def __call__(self, time: float | str) -> float:
-        """Raises LineError for a text that is no date."""
+        """Raises LineError for a text that is not a date."""
         if not isinstance(time, str):
             return time
         return self._dated(time.strip().encode()) * 1000 / AZURE_UNITS_PER_S
@@ -168,7 +168,7 @@ def name_of(value: str | int | None) -> str:
 
 
 def whole(field: str, value: float) -> int:
-    """Raises LineError for a length that is no whole number."""
+    """Raises LineError for a length that is not a whole number."""
     if not value.is_integer():
         raise LineError(f"{field} is {value!r}; it must be an integer")
     return int(value)
@@ -190,8 +190,8 @@ def _answer(row: AgentLine) -> int:
 
 def _own_blocks(row: AgentLine, num_input: int, block_tokens: int) -> tuple[int, ...]:
     """Ids of the blocks of a whole prompt of which only the length is known: those of a session
-    begin alike. Of others there are none: what a row adds to its session is named later, and a row
-    by itself shares nothing."""
+    begin alike. Other rows have none: the text that a row adds to its session is named later, and a
+    standalone row shares nothing."""
     session = name_of(row.session_id)
     if not session or row.request_id is None:
         return ()

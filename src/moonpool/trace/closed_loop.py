@@ -76,8 +76,8 @@ class ClosedLoop(Generic[T]):
         return not missing
 
     def end(self, call: str) -> Iterator[T]:
-        """Notes that a call was answered: yields the calls that start so long after it as their
-        `delay_s` says."""
+        """Notes that a call was answered. Yields the calls that start after it, each after its
+        `delay_s`."""
         for waiting in self._open.pop(call, ()):
             waiting.num_missing -= 1
             if not waiting.num_missing:

@@ -224,9 +224,9 @@ class SpansParser(ProgramLines):
 
 
 def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> list[ParsedRow]:
-    """The calls of a session by their times: each waits for those that had ended when it began. One
-    that waits for none begins with the first one, or if `exact` at its own time. Those without a
-    prompt or an answer are pauses, and stand behind the others."""
+    """Orders the calls of a session by their times: each waits for those that had ended when it
+    began. A call that waits for none begins with the first one, or at its own time if `exact`.
+    Calls without a prompt or an answer are pauses, and come after the others."""
     by_time = sorted(found, key=lambda call: call[:2])
     calls = [one for one in by_time if _tokens(one[3], _INPUT) and _tokens(one[3], _OUTPUT)]
     rows: list[ParsedRow] = []
@@ -261,8 +261,8 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
 
 
 def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-    """By the text of the prompt if the span has it; else each prompt goes on after the one
-    before it."""
+    """Returns the blocks of a span's prompt: by its text if the span has it, or else as a
+    continuation of the prompt before."""
     num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
     found = next((attributes[key] for key in _TEXTS if key in attributes), None)
     if found is None:

@@ -63,7 +63,7 @@ Objects = list[tuple[tuple[str, ...], dict[str, Any]]]
 
 
 class _Place(NamedTuple):
-    """Where lines of one shape have what is needed."""
+    """The places of the needed fields in lines of one shape."""
 
     usage: tuple[str, ...]
     prompt: str
@@ -102,7 +102,7 @@ class JsonLogParser:
                 yield number
 
     def parse(self, line: bytes) -> ParsedRow | None:
-        """Raises LineError for a damaged line, and for a request with a value that cannot be."""
+        """Raises LineError for a damaged line, and for a request with an impossible value."""
         if not line.lstrip().startswith(b"{"):
             if found := damage(line):
                 raise LineError(found)
@@ -173,7 +173,7 @@ class JsonLogParser:
         return round(number * (AZURE_UNITS_PER_S / units))
 
     def _note(self, objects: Objects) -> None:
-        """Remembers what a line has that is no request, for `why_none`."""
+        """Remembers what a line has that is not a request, for `why_none`."""
         for path, fields in objects:
             for name in fields:
                 if len(self._seen) < SHOWN_FIELDS:
@@ -230,7 +230,7 @@ def _objects(fields: dict[str, Any]) -> Objects:
 
 
 def _place_of(objects: Objects) -> _Place | None:
-    """Where the line has a request; None: nowhere."""
+    """Returns the place of the request in the line, or None if there is none."""
     for path, fields in objects:
         roles = _roles(path, fields)
         if roles["prompt"] and roles["answer"]:

@@ -242,7 +242,7 @@ def _parser_of_programs(first: dict[str, Any]) -> Parser | ProgramParser | Gathe
 
 def _is_published(row: dict[str, Any]) -> bool:
     """Whether a file's first object is a row of one of these formats, and no line of a log. A line
-    that is no object is explained by these formats, too."""
+    that is not an object is explained by these formats, too."""
     own = ("input_length", "output_length", "hash_ids", "text_input", "wait_for", "message_mode")
     if not row or any(
         field in own or difflib.get_close_matches(field, own[:2], n=1, cutoff=0.8) for field in row
@@ -320,7 +320,7 @@ def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
 
 
 def _written(row: TraceRow) -> _WrittenLine:
-    """A row as a line. One that waits for others has a delay in place of a time."""
+    """A row as a line. A row that waits for others has a delay in place of a time."""
     is_call = bool(row.call)
     return _WrittenLine(
         row.input_tokens,

@@ -70,7 +70,7 @@ class CallOrder:
         self._sessions: dict[str, _Session] = {}
         self._named: dict[str, _Call] = {}
         self.time = 0.0
-        """Of the row that was placed last, also if it was left out."""
+        """The time of the row that was placed last, even if it was left out."""
         self.has_programs = False
         self.is_needed = False
         """Whether the lines alone do not tell each row's time, prompt and calls before it."""
@@ -111,8 +111,8 @@ class CallOrder:
         return (session.call,), (row.time - session.ended) / self._units_per_s
 
     def _named_by(self, row: ParsedRow) -> tuple[tuple[str, ...], float]:
-        """The calls that a row names. One that starts alongside others waits for what they waited
-        for, and so does one that waits for a call that is left out."""
+        """The calls that a row names. A call that starts alongside others waits for what they wait
+        for. A call that waits for one that was left out waits for what that one waited for."""
         found: dict[str, None] = {}
         earlier_s = 0.0
         for name in row.after or row.alongside:

@@ -72,7 +72,7 @@ def body_prompt(body: dict[str, Any], block_tokens: int = SESSION_BLOCK_TOKENS) 
 
 
 def answer_tokens(body: dict[str, Any]) -> float | None:
-    """The limit of the answer that a body of a request has; None: it has none."""
+    """The limit of the answer that a body of a request has, or None if it has none."""
     for name in _ANSWER:
         value = body.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -103,7 +103,7 @@ class _Unsorted:
         self._first, self._last = float("inf"), float("-inf")
 
     def add(self, time: float, offset: int, number: int, is_left_out: bool = False) -> None:
-        """Adds a line. One that is left out is read, as others may wait for it."""
+        """Adds a line. A line that is left out is still read, because others may wait for it."""
         if self._origin is None:
             self._origin = time
         elapsed = time - self._origin  # dated times are integers, too large for a float

@@ -78,7 +78,8 @@ def _reuses(rows: Sequence[TraceRow]) -> Iterator[_Reuse]:
 
 
 def _named(name: str, slot: int) -> str:
-    """The name of a session or call in this slot: a draw may have it several times."""
+    """Returns the name of a session or call in this slot. The slot keeps names apart when a draw
+    contains the same session several times."""
     return f"{name}/{slot}" if name else ""
 
 
@@ -138,7 +139,7 @@ class _Draw:
     def _earlier(
         self, number: int, blocks: tuple[int, ...], at_s: float, reuse: _Reuse
     ) -> tuple[int, ...]:
-        """Returns names for the reused blocks, or () if no earlier prompt has so many."""
+        """Returns names for the reused blocks, or () if no earlier prompt has this many."""
         slot = self._last_slot.get(blocks[reuse.num_blocks - 1])
         if slot is not None and number not in self._drawn:
             names = self._known(blocks[: reuse.num_blocks], slot)

@@ -112,7 +112,7 @@ class ParsedRow(NamedTuple):
 
 
 OTHER_LINE = ParsedRow(-1.0, 0, 0)
-"""What a parser returns for a line of a log that is no request."""
+"""What a parser returns for a line of a log that is not a request."""
 
 
 class LineError(ValueError):
@@ -126,7 +126,7 @@ class LaterCallError(LineError):
 @runtime_checkable
 class Parser(Protocol):
     """Parses single lines. `parse` raises `LineError`; None is a row to skip and count, and
-    OTHER_LINE a line that is no row at all."""
+    OTHER_LINE a line that is not a row at all."""
 
     format: str
     block_tokens: int  # 0: no hashes

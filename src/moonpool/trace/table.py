@@ -32,7 +32,7 @@ class TableFormat(Struct, frozen=True):
     others: tuple[str, ...] = ()
     is_dated: bool = False
     units_per_s: float = 1.0
-    """Of times that are numbers."""
+    """The unit of numeric times."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -217,8 +217,8 @@ def _quoted(line: bytes) -> list[bytes]:
 
 
 def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()) -> TableParser:
-    """The parser for a file with this header. `name` is a format or "auto"; the times of
-    `first_rows` tell the unit of those of a log. Raises LineError."""
+    """The parser for a file with this header. `name` is a format or "auto". The unit of a log's
+    times is derived from `first_rows`. Raises LineError."""
     found = damage(header_line)
     if found is not None:
         raise LineError(found)
@@ -284,7 +284,7 @@ def _with_times(
 ) -> TableFormat:
     """`table`, with the unit of its times.
 
-    Dates, or numbers. Those since 1970 tell their unit by their size. Others are milliseconds as in
+    Dates, or numbers. Times since 1970 tell their unit by their size. Others are milliseconds as in
     Mooncake's files, unless some have fractions.
     """
     column = header.index(table.time)

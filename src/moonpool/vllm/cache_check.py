@@ -25,8 +25,8 @@ def why_no_events(
     block_tokens: int,
     sources: Mapping[str, Any] | None,
 ) -> str:
-    """One clause. `sources`: what the server says of its publishers, by rank; None: it does not
-    tell. `num_published`: how many came."""
+    """One clause. `sources`: what the server says of its publishers, by rank, or None if it does
+    not tell. `num_published`: how many came."""
     if num_published and other_block_tokens:
         return (
             f"those at {events} are of blocks of {other_block_tokens} tokens, and this server has"

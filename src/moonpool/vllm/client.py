@@ -38,7 +38,7 @@ EVENTS = b"text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
-"""By which vLLM computes a request on one of its ranks."""
+"""The header that makes vLLM compute a request on one of its ranks."""
 
 
 Health = Literal["well", "unwell", "silent", "gone"]
@@ -115,7 +115,7 @@ class VllmClient:
             return response.status
 
     async def event_sources(self) -> dict[str, Any] | None:
-        """Reads where the server publishes its KV events, by rank; None: it does not tell."""
+        """Reads where the server publishes its KV events, by rank, or None if it does not tell."""
         try:
             found = msgspec.json.decode(await self.get("/kv_event_sources", optional=True))
         except (VllmError, *MALFORMED):
@@ -145,7 +145,7 @@ class VllmClient:
     async def post(
         self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
     ) -> bytes:
-        """Posts a question with a JSON body, and returns the same."""
+        """Posts a JSON body and returns the body of the response."""
         return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
 
     async def _ask(
@@ -174,7 +174,7 @@ class VllmClient:
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a completion, or the whole of it. Raises VllmError.
 
-        `is_done`: whether an event says that the response is whole, but for `[DONE]`.
+        `is_done`: whether an event says that the response is complete, but for `[DONE]`.
 
         `traceparent` makes the server's own spans part of the request's trace.
         Closing the iterator early also aborts the request at the server. Reading to the end keeps

@@ -138,7 +138,7 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
 
 
 def read_counts(metrics: str, rank: int | None = None) -> PrefixCounts | None:
-    """Reads the hits of the prefix cache from `/metrics`; None: it has none. `rank`: of one
+    """Reads the hits of the prefix cache from `/metrics`, or None if it has none. `rank`: of one
     data-parallel rank; None: the sums of all."""
     labels = r"(?:\{.*\})?" if rank is None else rf'\{{(?:.*,)?engine="{rank}"(?:,.*)?\}}'
     found = [re.findall(_COUNTER.format(name, labels), metrics, re.M) for name in _COUNTS]

@@ -63,7 +63,7 @@ class KnownCache:
 
     @property
     def source(self) -> str:
-        """As `CacheView.source`."""
+        """Like `CacheView.source`."""
         if self.distrusts_events:
             return "distrusted"
         return "assumed" if self._used is self._assumed else "events"

@@ -40,7 +40,8 @@ LEAST_STEP_S = 1e-4
 TOKEN_IDS = range(3, 250)
 """Every model has these ids; their meaning does not matter."""
 FAR_BYTES_PER_S = 1e-6
-"""vLLM fetches blocks by itself and is no source for others. A source this slow is never chosen."""
+"""vLLM fetches blocks by itself and is not a source for others. A source this slow is never
+chosen."""
 QUIET_S, QUIET_LOOK_S = 30.0, 0.02
 """How long a request waits for a moment without others."""
 ASSUMED_COST = FittedCost(
@@ -91,8 +92,8 @@ class MeasureProgress:
 
 
 async def probe(dialect: ServerDialect, facts: VllmFacts, hands_over: bool = False) -> None:
-    """Asks for one short answer. `hands_over`: its KVCache, too, is to be shared. Raises VllmError
-    if the server cannot give it in a form that is understood."""
+    """Asks for one short answer. `hands_over`: whether another server shall also take over its
+    KVCache. Raises VllmError if the server cannot give it in a form that is understood."""
     if hands_over:
         await _check_connector(dialect.client, facts)
         return
@@ -168,7 +169,7 @@ def describe_cost(cost: FittedCost) -> str:
 
 
 def _prompts_of(dialect: ServerDialect, facts: VllmFacts) -> FirstToken:
-    """What computes a prompt of so many tokens and returns the seconds."""
+    """What computes a prompt of this many tokens and returns the seconds."""
     if facts.offer.generates:
         return lambda num_tokens: _first_token_s(dialect, facts, num_tokens)
     path = next((path for path in INPUTS if path in facts.offer.paths), "")

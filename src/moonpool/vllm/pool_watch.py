@@ -74,7 +74,8 @@ class PoolWatch:
 
     @property
     def address(self) -> PeerAddress | None:
-        """Where the pools of other hosts read this one's blocks; None without a pool."""
+        """The address at which the pools of other hosts read this one's blocks; None without a
+        pool."""
         return None if self._group is None else _address_of(self._group)
 
     async def settled(self, timeout_s: float) -> None:

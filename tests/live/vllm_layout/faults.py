@@ -42,7 +42,8 @@ class ChangedImport:
 
 
 def cells(slices: Any, form: dict[str, int]) -> Any:
-    """As (slices, heads, tokens, bytes of K and V of a token): vLLM's form on a CPU."""
+    """Returns a view of the slices as (slices, heads, tokens, bytes of K and V of a token), which
+    is vLLM's form on a CPU."""
     return slices.reshape(len(slices), form["heads"], form["tokens"], -1)
 
 
@@ -74,7 +75,7 @@ def lose_last_slice(slices: Any, form: dict[str, int]) -> Any:
 
 
 def flip_a_bit(slices: Any, form: dict[str, int]) -> Any:
-    """The highest of an exponent, in one slice."""
+    """Flips the highest bit of an exponent in one slice."""
     slices[0, 1] ^= 0x40
     return slices
 

@@ -1,4 +1,4 @@
-"""As `run`, in a vLLM with another interface: `python -m tests.live.vllm_pool.other_interface
+"""Like `run`, in a vLLM with another interface: `python -m tests.live.vllm_pool.other_interface
 WHAT MODEL SETTINGS SALT OPTIONS`, where `change` knows WHAT."""
 
 from __future__ import annotations

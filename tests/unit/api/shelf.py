@@ -8,7 +8,7 @@ from moonpool.api.connection.resumption import accepted_bytes
 
 
 class Shelf:
-    """Implements `StreamKeeper`. It holds the log of the last answer, also after its end."""
+    """Implements `StreamKeeper`. It holds the log of the last answer, even after its end."""
 
     def __init__(self, limit_bytes: int = 1 << 20) -> None:
         self.limit_bytes = limit_bytes
@@ -17,7 +17,7 @@ class Shelf:
         self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
-        """At each entry: the bytes of the log before it, and of its connection."""
+        """For each entry, the bytes of the log before it and those of its connection."""
         self._socket_fd = -1
         self._number = 6
 

@@ -204,7 +204,7 @@ def test_a_reasoning_that_is_a_special_token_is_told_all_the_same() -> None:
 def test_tokens_of_reasoning_are_counted(
     template: str, text: str, count: int, one_by_one: bool
 ) -> None:
-    """Each is a byte here; those of the tags are none of them."""
+    """Each token is a byte here. Tokens of the tags do not count."""
     parts = spoken(*text) if one_by_one else spoken(text)
     head = ScriptedHead(lambda _: parts, ThinkingTokenizer(template))
     response = call(head, "/v1/responses", {"model": "fake", "input": "Hi"})

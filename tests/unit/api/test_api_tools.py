@@ -1,4 +1,4 @@
-"""Calls of tools: found in what the model says, in whatever pieces it says it; what is no call
+"""Calls of tools: found in what the model says, in whatever pieces it says it; what is not a call
 stays text; who must call is held to it."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def grouped(*sizes: int, text: str = TEXT) -> list[Step]:
-    """The text as tokens, so many at a time."""
+    """The text as tokens, this many at a time."""
     tokens = [
         Token(byte, TokenLogprobs(-0.5, ((byte, -0.5), (32, -1.5)))) for byte in text.encode()
     ]

@@ -90,7 +90,7 @@ class Client:
         self.http = httpx.Client(base_url=url, timeout=30, **options)
 
     def stream(self, path: str, body: dict[str, Any], most: int = 1 << 30, **headers: str) -> Any:
-        """Returns the tokens, text, and id and time of creation of so many events."""
+        """Returns the tokens, text, and id and time of creation of this many events."""
         tokens: list[int] = []
         text, names = "", set()
         said = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -43,7 +43,7 @@ PATHS = [*CALLS]
 
 
 PERIOD_S = 0.004
-"""From one look at a silent stream to the next."""
+"""Time between two checks of a silent stream."""
 
 
 class SometimesSilent(ScriptedHead):
@@ -51,7 +51,7 @@ class SometimesSilent(ScriptedHead):
 
 
 def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> SometimesSilent:
-    """A head that says the text in increments of so many tokens, from where the client is. Before
+    """A head that says the text in increments of this many tokens, from where the client is. Before
     some it is silent."""
 
     def script(_: Request) -> list[Step]:
@@ -161,7 +161,7 @@ class _Wire:
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:
-    """Fails unless the response is whole."""
+    """Fails unless the response is complete."""
     response = http.client.HTTPResponse(_Wire(raw))  # type: ignore[arg-type]
     response.begin()
     assert response.status == 200

@@ -11,7 +11,7 @@ from scripted_head import ScriptedHead, call
 
 
 class Zoo(ScriptedHead):
-    """Two more models beside its own: one of them pools, under the name of the first."""
+    """Has two more models. One of them pools and has the name of the first."""
 
     def __init__(self) -> None:
         super().__init__()

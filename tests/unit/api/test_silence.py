@@ -109,7 +109,7 @@ def without_ids(raw: bytes) -> list[Any]:
 
 
 def test_text_that_is_held_back_is_silence_too() -> None:
-    """Tokens of a tool call come, but no bytes of them leave until it is whole."""
+    """Tokens of a tool call come, but no bytes of them leave until it is complete."""
     gated = Gated()
     call = '{"name": "f", "arguments": {}}'
     held = [Output(tokens=tuple(map(Token, call[:9].encode()))), gated.second]

@@ -40,7 +40,7 @@ def test_a_begun_segment_continues_in_its_arena_or_not_at_all() -> None:
     more = pool.allocate("a", 2, blocks)
     assert more is not None
     assert {*arenas_of(pool, more)} == {1}
-    assert pool.allocate("a", 3, [*blocks, *more]) is None  # no arena has so many together
+    assert pool.allocate("a", 3, [*blocks, *more]) is None  # no arena has this many together
     assert pool.num_available == 2
     assert pool.owners() == {"a": 4, "b": 6}
 

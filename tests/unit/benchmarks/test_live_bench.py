@@ -201,7 +201,7 @@ def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
 
 
 class NoServer:
-    """As much of a server as a simulated sweep needs."""
+    """The part of a server that a simulated sweep needs."""
 
     url = ""
 

@@ -41,7 +41,7 @@ WORDS: dict[str, list[str]] = {
     "bench capacity": [],
 }
 NEEDS_MORE = {"bench peers-live"}
-"""Starts servers of its own before it asks."""
+"""Commands that start servers of their own before they send a request."""
 
 
 class TlsServer(NamedTuple):

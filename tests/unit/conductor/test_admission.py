@@ -95,7 +95,8 @@ def test_a_prompt_too_long_for_any_instance_is_named() -> None:
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
 def test_what_is_slow_only_now_may_come_again(admission: str) -> None:
-    """Not even an idle instance: that is said of what was measured at rest."""
+    """Only costs measured at rest justify the refusal that not even an idle instance would be in
+    time."""
     slow = Scene()
     slow.cluster_state.instance_table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
     refusal = slow.refuse(admission, ttft_s=1.5)  # 2 s are predicted, 1 s was measured

@@ -75,7 +75,7 @@ def test_the_first_prompts_correct_those_behind_them() -> None:
 
 
 def test_a_prompt_that_is_late_corrects_those_behind_it() -> None:
-    """It takes at least as long as it has taken. One that has only begun says nothing."""
+    """It takes at least as long as it has taken. A prompt that has only begun says nothing."""
     waits_s = []
     for late in (0.5, 1.0, 3.0):
         desk = Desk("p0", "d0")

@@ -95,7 +95,7 @@ def expected(num_others: int) -> ExpectedGoodput:
 
 
 def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
-    """The least chance is no obstacle: the instance is idle."""
+    """The least chance is not an obstacle: the instance is idle."""
     alone, among_others = expected(0), expected(40)
     assert 0.02 < alone.ttft_chance == among_others.ttft_chance < 0.5
     assert alone.adds_more and not alone.delay

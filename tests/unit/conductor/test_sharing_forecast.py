@@ -16,7 +16,7 @@ def document(name: int, blocks: int = 8) -> list[BlockKey]:
 
 
 def learned(readers: int, documents: int = 60, pause_s: float = 1.0) -> SharingForecast:
-    """Each document is asked for by so many readers, one after the other."""
+    """Each document is asked for by this many readers, one after the other."""
     forecast = SharingForecast()
     for name in range(documents):
         for reader in range(readers):

@@ -125,7 +125,7 @@ def test_a_decode_instance_that_crashes_accuses_those_that_had_reached_it() -> N
 def test_a_culprit_ends_two_instances_and_everybody_else_is_answered(
     seed: int, num_innocents: int, fine_tokens: int
 ) -> None:
-    """The poison crashes its instance after so many tokens of each attempt, or at once."""
+    """The poison crashes its instance after this many tokens of each attempt, or at once."""
     rng = random.Random(seed)
     desk = Desk("m0", max_attempts=10)
     names = [f"r{n}" for n in range(num_innocents)] + ["poison"]

@@ -209,7 +209,7 @@ def test_error_of_the_merge_is_float32_rounding(ops: SplitOps) -> None:
 
 
 def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
-    """For kernels with base 2 and with base e."""
+    """This holds for kernels with base 2 and with base e."""
     meta = meta_of([(300, 1)])
     cache = filled("float32", 5)
     q = queries(meta, "float32")

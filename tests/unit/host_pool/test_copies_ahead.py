@@ -43,7 +43,7 @@ class Pool:
         self.perform()
 
     def write(self, most: int) -> int:
-        """Ends writes of at least `most` blocks, if there are so many. Returns of how many."""
+        """Ends writes of at least `most` blocks, if there are this many. Returns of how many."""
         num_written = 0
         while self.writes and num_written < most:
             write = self.writes.pop(0)

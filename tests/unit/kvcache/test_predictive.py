@@ -294,7 +294,7 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
     branch = BlockId(6)
     policy.store([branch], [BlockKey(b"branches")], [3])
     policy.touch([branch])
-    # All are alike but the branch; without history what was first of its kind goes first.
+    # All are equal except the branch. Without history, the first of its kind is evicted first.
     policy.add([BlockId(b) for b in earlier], None)
     policy.add([branch], BlockId(2))
     policy.add([BlockId(b) for b in run], None)
@@ -303,8 +303,8 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
 
 
 def test_an_evictable_block_that_gets_a_continuation_is_evicted_after_it() -> None:
-    """As where a twin's name was taken: the predecessor is nobody's when its continuation is let
-    go of. It must not stay in line, or it is given away twice."""
+    """As happens where a twin's name was taken: nobody holds the predecessor when its continuation
+    is released. It must not stay in line, or it is given away twice."""
     policy = PredictiveEviction(8)
     for depth in range(3):
         policy.store([BlockId(depth)], [BlockKey(bytes([depth]))], [depth])

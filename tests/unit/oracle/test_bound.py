@@ -119,7 +119,8 @@ def test_guessed_tokens_are_refused_in_one_line() -> None:
 
 
 def test_shared_blocks_are_paid_once() -> None:
-    """Of ten prompts at once that share all but a block, all can be served; of private ones few."""
+    """Ten prompts that arrive together can all be served if they share all but a block, and few of
+    them if they share none."""
     shared = private_keys(0, 16_000, BLOCK)
     alike = [Arrival(0.0, 16_000, 1, shared) for _ in range(10)]
     private = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]

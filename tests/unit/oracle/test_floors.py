@@ -51,7 +51,7 @@ def random_chunks(rng: random.Random, tokens: int) -> list[Chunk]:
 
 
 def chunk_floor_s(floor: CostFloor, chunk: Chunk) -> float:
-    """With its share of its prompt's departure."""
+    """Returns the floor of a chunk with its share of its prompt's departure."""
     end, prompt, cached = chunk.start + chunk.num_tokens, chunk.prompt_tokens, chunk.cached_tokens
     share = chunk.num_tokens / (prompt - cached)
     return floor.prefill_s(float(chunk.start), float(end)) + share * floor.departure(prompt, cached)

@@ -1,4 +1,4 @@
-"""One instance by itself: every job is served, and its steps are what its batching says."""
+"""An instance alone serves every job, in the steps that its batching decides."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def program(num_calls: int, pause_s: float, prompt: int = 16_000) -> list[TraceR
 
 
 def test_calls_of_a_program_come_one_after_the_other() -> None:
-    """By their own times, all come at once, and one instance could not serve them."""
+    """By their own times all calls would arrive together, and one instance could not serve them."""
     one = Candidate(A800, A800, 0, 0, 1, 2_000_000, 512)
     calls = workload(*program(150, 60.0))
     demand = demand_of(calls, 256)

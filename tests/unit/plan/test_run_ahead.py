@@ -83,8 +83,8 @@ class Recorder(MadeUpWorkforce):
 
 
 def test_the_search_says_what_it_will_probably_ask_for() -> None:
-    """Of the simulations that the search waits for alone, many were told before: as the first of
-    those to run ahead, which a second process runs."""
+    """The search has announced many of the simulations that it later waits for as the first ones to
+    run ahead, so that a second process can run them."""
     guessed = serial = 0
     for prefill, decode in ((3.0, 2.0), (2.2, 4.1), (5.0, 1.5)):
         pool_of_runs = Recorder(truth(prefill, decode))

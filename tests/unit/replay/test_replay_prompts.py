@@ -1,4 +1,4 @@
-"""Tokens made for a trace share exactly what its ids share, also when it is scaled."""
+"""Tokens made for a trace share exactly what its ids share, even when it is scaled."""
 
 from __future__ import annotations
 

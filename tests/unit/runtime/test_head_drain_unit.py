@@ -12,7 +12,7 @@ from moonpool.head.head_drain import drain
 
 
 class FakeHead:
-    """Its answers end one by one, at each look; the last `stuck` ones never."""
+    """One of its answers ends at each look. The last `stuck` answers never end."""
 
     def __init__(self, num: int, stuck: int = 0) -> None:
         self._num, self._stuck = num, stuck

@@ -32,7 +32,7 @@ HeadChannel = Channel[UpFrame, DownFrame]
 
 
 class FakeHead:
-    """Does to every new connection what the test says."""
+    """Runs the test's next act on every new connection."""
 
     def __init__(self, acts: list[Callable[[HeadChannel], None]], secret: bytes = SECRET) -> None:
         self.acts = acts

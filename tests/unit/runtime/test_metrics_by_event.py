@@ -80,7 +80,7 @@ def test_hidden_output() -> None:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_embedding(pooling: str) -> None:
-    """By mean, no token may come from a cache, so none is looked up."""
+    """With pooling by mean, no token may come from a cache, so none is looked up."""
     burst = Burst("", FinishReason.STOP, embedding=b"\0\0\x80?" + b"\0" * 12)
     found = grown(
         post("/v1/embeddings", input="Hi"),
@@ -265,7 +265,7 @@ def test_an_attempt_that_is_placed_again(tokens_before: str) -> None:
 
 
 def test_an_answer_that_another_head_began() -> None:
-    """Its first token is no first token of this head, and its length is the whole one."""
+    """Its first token is not counted by this head, and its length is that of the full answer."""
 
     async def act(cluster: PlayedCluster) -> None:
         now = cluster.head.now()

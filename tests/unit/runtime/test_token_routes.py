@@ -98,7 +98,7 @@ def play(script: Callable[[Desk], Coroutine[Any, Any, None]], listens: bool = Tr
 
 
 async def connected(desk: Desk) -> None:
-    """Until tokens go directly: those before go by the head."""
+    """Waits until tokens go directly. Earlier tokens go through the head."""
     desk.begin("warm", 99)
     for token in range(6000):
         desk.step(warm=token)

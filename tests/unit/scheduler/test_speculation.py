@@ -179,8 +179,8 @@ def test_a_text_without_repetition_gets_none() -> None:
 
 
 def test_wrong_drafts_end_and_right_ones_bring_them_back() -> None:
-    """The prompt says 7, 8, then four things; the answer says 7, 8, then others, and much later
-    repeats itself."""
+    """In the prompt, 7, 8 are followed by four tokens. The answer has 7, 8 and then others, and
+    repeats itself much later."""
     prompt = [7, 8, 50, 51, 52, 53, 9]
     misleading = [x for i in range(60) for x in (7, 8, 1000 + i)]
     bench = DraftBench()
@@ -298,7 +298,7 @@ def test_aborts_and_failed_steps_leave_nothing() -> None:
 
 
 def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) -> None:
-    """Random requests come while others run. Their answers are whole, and nothing is held."""
+    """Random requests come while others run. Their answers are complete, and nothing is held."""
     expected: dict[str, list[int]] = {}
     for number in range(5):
         prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]

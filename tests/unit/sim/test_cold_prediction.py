@@ -31,7 +31,7 @@ CLUSTERS = [
 
 
 def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
-    """Twelve requests with a common prefix of 31 blocks arrive at once. `warm`: so many had it
+    """Twelve requests with a common prefix of 31 blocks arrive at once. `warm`: this many had it
     before."""
     tables: dict[str, Any] = {
         "cluster": cluster,

@@ -413,7 +413,8 @@ def test_thousands_of_rerates_do_not_drift() -> None:
 
 
 def random_load(num_links: int, num_flows: int, num_ends: int, seed: int) -> Bench:
-    """So many flows under way at all times, each from one link to another, until so many ended."""
+    """Keeps `num_flows` flows under way, each from one link to another, until `num_ends` have
+    ended."""
     bench = Bench(**{f"l{n}": 25e9 for n in range(num_links)})
     links = list(bench.link.values())
     rng = random.Random(seed)

@@ -67,7 +67,7 @@ def test_times_of_two_clocks_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_stands_before_the_messages_is_shared(tmp_path: Path) -> None:
-    """By the semantic conventions, instructions and tools are attributes of their own."""
+    """In the semantic conventions, instructions and tools have attributes of their own."""
     blocks = []
     for name in ("a", "b"):
         one = span(0, 1, input=1024, output=9)

@@ -266,7 +266,7 @@ def test_a_bad_address_is_one_line() -> None:
 
 
 def test_a_publisher_that_is_not_heard_is_asked_at_its_replay_endpoint() -> None:
-    """As a vLLM that connects to EVENTS, and does not listen there."""
+    """The publisher behaves like a vLLM that connects to EVENTS and does not listen there."""
     zmq = pytest.importorskip("zmq")
     told: list[CacheEventsReceived] = []
 

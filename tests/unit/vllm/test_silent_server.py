@@ -1,5 +1,5 @@
 """A server that listens and does not answer is busy, as one on a full machine is: `serve` goes on,
-and its worker asks again. One that is not there ends it at once."""
+and its worker asks again. `serve` ends immediately if no server listens."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode()
     assert len(step.attempts) == 2
     assert step.gap_s == pytest.approx(0.25)
     (step,) = told(bench.step(piece("a", 3), after_s=0.1), StepTokens)
-    assert step.gap_s == 0.0  # "b" had no token: this was no step of them all
+    assert step.gap_s == 0.0  # "b" had no token: this was not a step of them all
     bench.handle(StartPrefill(attempt=work("c")))
     (step,) = told(bench.step(piece("a", 4), piece("b", 3)), StepTokens)
     assert step.gap_s == 0.0  # a prompt is being computed beside them

@@ -1,4 +1,5 @@
-"""The documentation site: its pages are whole, its links lead on, nothing comes from elsewhere."""
+"""The documentation site: its pages are complete, its links lead on, nothing comes from
+elsewhere."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ ANSWERS = {
 
 
 def _guides_are_found_first(site: Path) -> None:
-    """By the code that the pages themselves run."""
+    """Searches with the code that the pages themselves run."""
     node = shutil.which("node")
     if node is None:
         return

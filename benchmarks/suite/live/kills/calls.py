@@ -41,7 +41,7 @@ def calls(count: int, seed: int, longest: int = 240) -> list[tuple[str, Body]]:
                 found.append(("/v1/responses", body))
             case 4:
                 found.append(("/v1/completions", {"prompt": tokens, **shared, "n": 2}))
-            case 6:  # what may be said depends on the tokens before, also those before a fault
+            case 6:  # what may be said depends on the tokens before, including those before a fault
                 banned = {"bad_words": [text[:1], text[:2], text[-2:]]}
                 found.append(("/v1/completions", {"prompt": tokens, **shared, **banned}))
             case 7:

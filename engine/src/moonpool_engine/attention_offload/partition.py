@@ -222,9 +222,9 @@ def for_all(shares: StepShares, num_workers: int) -> StepShares:
 def _segments(
     first: int, num_rows: int, context: int, row: tuple[Numbers, Numbers, int], block_tokens: int
 ) -> list[tuple[int, _RowRange, _RowRange | None]]:
-    """For each segment of a sequence: its worker, the rows that attend to it, and the rows that are
-    stored in it. `row` is the sequence's block table, its owners, and how many of its blocks are
-    needed."""
+    """Returns, for each segment of a sequence, its worker, the rows that attend to it, and the rows
+    that are stored in it. `row` is the sequence's block table, its owners, and how many of its
+    blocks are needed."""
     table, owners, needed = row
     if SEGMENT % block_tokens:
         raise PlacementError(

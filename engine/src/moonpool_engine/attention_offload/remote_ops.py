@@ -281,7 +281,7 @@ class RemoteOps:
         return self._lost_error(worker, why)
 
     def _lost_error(self, worker: int, why: str) -> AttentionLostError:
-        """If the workers share the heads, no block is whole without one of them: as
+        """If the workers share the heads, no block is complete without one of them: as
         `Partition.arena_of`."""
         return AttentionLostError(worker, 0 if self._head_ranges else worker, why)
 

@@ -100,7 +100,7 @@ class LayerRule(Struct, frozen=True):
         return AttendRule(self.window, self.soft_cap, sinks)
 
     def is_sound(self, num_heads: int) -> bool:
-        """Whether its values are possible for a model of so many heads."""
+        """Whether its values are possible for a model of this many heads."""
         known = self.window >= 0 and 0 <= self.soft_cap < float("inf")
         return known and len(self.sinks) in (0, 4 * num_heads)
 

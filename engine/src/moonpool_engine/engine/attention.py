@@ -143,11 +143,11 @@ class LatentAttention:
         return out.flatten(1)
 
     def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
-        """As `HeadsAttention.store`."""
+        """Like `HeadsAttention.store`."""
         return self._ops.rope_store(qkv, rope, None, args)
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """As `HeadsAttention.attend`."""
+        """Like `HeadsAttention.attend`."""
         return self._ops.attend(q, args)
 
     def project(self, attention: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256
 # New and cached tokens of a chunk; batch and context of the decodes in the step. Smaller chunks are
 # left out: there decodes cost less than the arithmetic of their rows, unlike in service.
 MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
-# Of a slow model at its start: three of each kind of the above would take half a minute. The times
-# of mixed steps then follow from the others.
+# The kinds for the start of a slow model. Three steps of each kind above would take half a minute.
+# The times of mixed steps then follow from the others.
 BRIEF_PREFILLS = ((4, 0), (32, 0), (32, 256))
 SLOW_S = 0.1
 """A model is slow if a prefill of `SLOW_TOKENS` takes longer."""
@@ -75,7 +75,7 @@ class StepSample(Struct, frozen=True):
     """The time of one step.
 
     `context_tokens` are the cached tokens, summed over the batch. A mixed step is one chunk, with
-    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in all. A
+    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in total. A
     "curve" sample is the time of a chunk by its size and is not part of the fit.
     """
 

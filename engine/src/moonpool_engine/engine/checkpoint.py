@@ -194,7 +194,7 @@ def _shapes(
     files: Mapping[str, Path],
     headers: Mapping[Path, _Header],
 ) -> dict[str, Shape | None]:
-    """All tensors that the checkpoint must have; None: the shape depends on the scheme."""
+    """All tensors that the checkpoint must have, or None if the shape depends on the scheme."""
     shapes: dict[str, Shape | None] = {}
     for name, shape in stored_shapes(spec).items():
         entry = headers[files[name]].tensors.get(name, {}) if name in files else {}

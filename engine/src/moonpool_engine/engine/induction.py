@@ -175,5 +175,6 @@ def token_codes() -> Tensor:
 
 
 def _special_words() -> tuple[int, int, int]:
-    """Three words that overlap any byte's word at most 1/2, and each other not at all."""
+    """Returns three words that are orthogonal to each other and overlap any byte's word by at most
+    1/2."""
     return 15, 51, 85

@@ -16,7 +16,7 @@ log = logging.getLogger("moonpool.worker")
 def reported(layers: range, now: Callable[[], float] = time.monotonic) -> Iterator[int]:
     """Yields the layers to load, and logs how many are loaded.
 
-    Records have `done` and `total`, for a bar. Those with `only_drawn` are no lines of a log.
+    Records have `done` and `total`, for a bar. Records with `only_drawn` are not lines of a log.
     """
     said_s = drawn_s = now()
     for number, layer in enumerate(layers):

@@ -32,7 +32,8 @@ class ExpertsMlp:
     """The weighted sum of the experts chosen for each row: [T, hidden] -> [T, hidden].
 
     A row's experts are added in the order of their scores, in float32, whatever other rows chose.
-    A shard computes its own experts and a share of the shared ones; the sum over shards is whole.
+    A shard computes its own experts and a share of the shared ones; the sum over all shards is the
+    full output.
     """
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:

@@ -265,7 +265,7 @@ def grammars_of(model: LoadedModel) -> Grammars:
 def make_layout(
     model: LoadedModel, block_tokens: int, ops: Ops | None = None, num_shards: int = 1
 ) -> BlockLayout:
-    """The layout of the blocks that this model fills. Those of a model with linear attention are
+    """The layout of the blocks that this model fills. Blocks of a model with linear attention are
     larger than `block_tokens` where a state needs the room.
 
     With `ops` it includes the name of their arithmetic, which instances that share blocks must have

@@ -68,7 +68,7 @@ def sample(
     positions: Sequence[int],
     grammars: Grammars | None = None,
 ) -> list[tuple[Token, ...]]:
-    """Draws one token of each draw, and one more after each draft that is right.
+    """Draws one token for each draw, and one more after each right draft.
 
     A draw has 1 + its number of drafts rows, in order: each draws as if the tokens before it had
     been drawn one by one, so no token depends on the drafts. logits: [rows, vocab] float32.

@@ -45,7 +45,7 @@ class StaggeredModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `DecoderModel.forward`."""
+        """Like `DecoderModel.forward`."""
         decodes = meta.num_rows == meta.num_sequences and wanted is not None
         decodes = decodes and len(wanted) == meta.num_rows  # type: ignore[arg-type]
         announced = on_layer is not None or before_attend is not None

@@ -36,7 +36,7 @@ class HostPoolPlace:
 
 
 class PooledModels:
-    """Those whose blocks are in DRAM, by their key. Used by one event loop."""
+    """Models whose blocks are in DRAM, by their key. Used by one event loop."""
 
     def __init__(self, place: HostPoolPlace, on_change: Callable[[PooledModel], None]) -> None:
         """`on_change`: called when a space of a model has been opened, or has handled an event."""

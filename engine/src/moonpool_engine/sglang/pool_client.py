@@ -114,7 +114,8 @@ class _Group:
         return int(name), ids
 
     def commit(self, number: int, sums: bytes, memory: SpaceMemory) -> bool:
-        """Tells the pool of `memory`, and no later one. Returns False if it has gone."""
+        """Applies to the pool that made `memory`, not to a later one. Returns False if it has
+        gone."""
         return self.link.send(Commit(number=number, checksums=sums), memory)
 
     def _new(self) -> str:

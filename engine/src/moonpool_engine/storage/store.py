@@ -187,7 +187,7 @@ class BlockStore:
         self._flush_soon()
 
     def close(self) -> None:
-        """Waits for the running operations. Those that still wait end with an error."""
+        """Waits for the running operations. Waiting operations end with an error."""
         with self._state_lock:
             self._lost = self._lost or "the SSD tier was closed"
         self._watch.close()

@@ -123,7 +123,7 @@ class TierStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for the running operations. Those that still wait end with an error."""
+        """Waits for the running operations. Waiting operations end with an error."""
         ...
 
 

@@ -62,7 +62,8 @@ class Connection(SliceSource, Protocol):
         ...
 
     def fileno(self) -> int:
-        """For polling: readable once a message, or the end of the connection, has arrived."""
+        """A descriptor for polling. It is readable once a message, or the end of the connection,
+        has arrived."""
         ...
 
     def has_input(self) -> bool:

@@ -27,7 +27,7 @@ MIN_SLICE_BYTES = 256
 STRIPE_BYTES = 64
 FEW_SLICES = 4
 FEW_BYTES = 256 << 10
-"""Up to so many slices, and bytes, are copied one by one: a native call would take longer."""
+"""Up to this many slices, and bytes, are copied one by one: a native call would take longer."""
 
 _TABLE = struct.Struct("@4P4q")
 _DONE, _OUTSIDE, _AGAIN, _CLOSED, _BROKEN = range(5)
@@ -168,7 +168,8 @@ def supports_native(arena: Arena) -> bool:
 
 
 def fastest_copier(arena: Arena, calls: SliceCalls | None) -> SliceCopier:
-    """By the kernels, if there are any and they support this arena's slices."""
+    """Returns a copier with native kernels, if there are any and they support this arena's slices,
+    or else one in Python."""
     if calls is not None and supports_native(arena):
         return NativeSliceCopier(calls)
     return PlainSliceCopier()

@@ -74,8 +74,8 @@ class TlsFrameSocket(FrameSocket):
             raise PeerGoneError(tls_text(error)) from None
 
     def receive_now(self, target: memoryview) -> tuple[int, int]:
-        """Fills the beginning of `target` with what is there. Returns the number of bytes, and what
-        `attempt` does. Raises PeerGoneError, also at the end of the stream."""
+        """Fills the beginning of `target` with what is there. Returns the number of bytes, and the
+        event to wait for. Raises PeerGoneError, also at the end of the stream."""
         count, events = self.attempt(lambda: self._tls.recv_into(target))
         if not count and not events:
             raise PeerGoneError("the peer closed the connection")
@@ -83,7 +83,8 @@ class TlsFrameSocket(FrameSocket):
 
     def send_now(self, buffer: memoryview) -> tuple[int, int]:
         """Sends the beginning of `buffer`. After a result of 0 bytes, the next call must have the
-        same bytes. Returns the number of bytes, and what `attempt` does. Raises PeerGoneError."""
+        same bytes. Returns the number of bytes, and the event to wait for. Raises
+        PeerGoneError."""
         return self.attempt(lambda: self._tls.send(buffer))
 
     def wait(self, events: int, deadline_s: float, timeout_text: str) -> None:

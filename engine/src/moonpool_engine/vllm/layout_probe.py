@@ -121,7 +121,7 @@ class _Probe:
         self._tolerance = NOISE_MARGIN * noise
 
     def _check_that_it_can_fail(self, control: Outcome, places: Sequence[Places]) -> None:
-        """Of each prompt."""
+        """Checks for each prompt that a wrong copy would have been noticed."""
         self._fill(places, POISON)
         outcome = self._tails_over(places)
         for one, other in zip(control, outcome, strict=True):

@@ -26,9 +26,10 @@ class ProbePrompt:
     tokens: tuple[int, ...]
     prefix_tokens: int
     computed: Places
-    """Where it is computed from its beginning."""
+    """Blocks in which the prompt is computed from its beginning."""
     copied: Places
-    """Where its prefix is copied to. Of all prompts these are mixed, and in no order."""
+    """Blocks to which the prompt's prefix is copied. The blocks of all prompts are mixed, in random
+    order."""
 
     def prefix_blocks(self, group: CacheGroup) -> int:
         return self.prefix_tokens // group.block_tokens

@@ -53,7 +53,7 @@ ANSWER_S = 0.002
 """How long the scheduler itself waits for an answer, at most `ANSWERS_S` in one step."""
 ANSWERS_S = 0.004
 SILENCE_S = 0.25
-"""A pool that says nothing for so long is not asked again for `PAUSE_S`."""
+"""A pool that is silent for this long gets no requests for `PAUSE_S`."""
 PAUSE_S = 2.0
 LOAD_S = 20.0
 """The most time for which a request waits for the SSD, or for another vLLM."""
@@ -220,7 +220,7 @@ class SchedulerSide:
         state.search = None
         self.counts["silent"] += 1
         self._paused_until_s = self._now() + PAUSE_S
-        log.warning("the KVCache pool does not answer; it is not asked for %.0f s", PAUSE_S)
+        log.warning("the KVCache pool does not answer; no requests go to it for %.0f s", PAUSE_S)
 
     def _release(self, search: _Search) -> None:
         with self._lock:
@@ -252,8 +252,8 @@ class SchedulerSide:
     # Steps
 
     def on_allocated(self, request: Any, table: BlockTable, num_external: int) -> None:
-        """vLLM has blocks for the request (`table`), and wants `num_external` tokens from the
-        pool."""
+        """Called when vLLM has allocated blocks (`table`) for the request and wants `num_external`
+        tokens from the pool."""
         state = self._requests.get(request.request_id)
         if state is None or state.search is None:
             return
@@ -414,8 +414,8 @@ class SchedulerSide:
         return state
 
     def _adapter_hash(self, folder: str) -> str:
-        """The hash of an adapter's content. One that cannot be read gets a hash of its own, which
-        no other process has."""
+        """The hash of an adapter's content. An adapter that cannot be read gets a random hash,
+        which no other process has."""
         if folder not in self._adapters:
             try:
                 self._adapters[folder] = hash_folder(Path(folder))

@@ -19,7 +19,7 @@ class SliceMover(Protocol):
     there until the call returns, and no target overlaps another slice."""
 
     device_types: ClassVar[tuple[str, ...]]
-    """Of whose memory addresses may be, as torch names them."""
+    """Kinds of devices, by torch's names, whose memory it can address."""
 
     def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
         """Copies slice i from `from_addresses[i]` to `to_addresses[i]`.

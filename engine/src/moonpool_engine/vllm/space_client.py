@@ -85,7 +85,8 @@ class SpaceClient:
     # Loads
 
     def memory(self) -> SpaceMemory | None:
-        """Where the pool's blocks are, also of one that has just gone; None: there was none."""
+        """Where the pool's blocks are, also of one that has just gone, or None if there was
+        none."""
         self._memory = self._link.memory or self._memory
         return self._memory
 

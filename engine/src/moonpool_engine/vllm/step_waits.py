@@ -16,10 +16,11 @@ STEP_S = 0.02
 
 
 class StepWaits:
-    """The waits of one process's steps. For the thread of the steps alone."""
+    """Measures how long one process's steps wait for the pool. Only the thread that runs the steps
+    may use it."""
 
     def __init__(self, most_s: float = STEP_S, now: Callable[[], float] = time.monotonic) -> None:
-        """`most_s`: what a step waits for the pool at most."""
+        """`most_s`: the longest time that a step waits for the pool."""
         self.longest_s = 0.0
         """The longest that a step has waited for the pool. A wait counts up to its bound: what
         comes on top of that is a machine that is too busy to end it."""

@@ -4,9 +4,9 @@ Loads copy in a thread beside a step, for requests that a later step computes. E
 as it is made, and compared with the checksum that the pool keeps with the block: a request whose
 block differs is computed as if nothing had been found.
 
-Stores copy in another thread, with the lowest priority. What does not fit into its queue is not
-stored. A preempted request's blocks are overwritten at once, so what copies them ends before; that
-thread's talk with the pool is waited for by nobody.
+Stores copy in another thread, with the lowest priority. Blocks that do not fit into its queue are
+not stored. A preempted request's blocks are overwritten at once, so what copies them ends before;
+that thread's talk with the pool is waited for by nobody.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerSide:
 
     @property
     def is_storing(self) -> bool:
-        """Whether the thread of stores has taken one."""
+        """Whether the thread of stores has taken a store from the queue."""
         return self._storing is not None
 
     @property

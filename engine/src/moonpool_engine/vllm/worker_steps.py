@@ -42,8 +42,9 @@ def find_worker() -> Any:
 
 
 def attention_backends(worker: Any) -> dict[str, str]:
-    """By layer: the class of attention, and what else says in which order its kernels have bytes
-    within a block, for `CacheLayout.fingerprint`. Empty where this vLLM does not show it."""
+    """Returns, by layer, the class of attention and all else that decides in which order its
+    kernels store bytes within a block. `CacheLayout.fingerprint` needs it. Empty where this vLLM
+    does not show it."""
     runner = worker.model_runner
     layers = getattr(worker.vllm_config.compilation_config, "static_forward_context", {})
     found = {}
@@ -71,7 +72,7 @@ class WorkerSteps:
 
     @property
     def most_tokens(self) -> int:
-        """In one step."""
+        """The most tokens of one step."""
         return int(self._worker.vllm_config.scheduler_config.max_num_batched_tokens)
 
     @property

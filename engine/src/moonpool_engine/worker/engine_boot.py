@@ -357,7 +357,8 @@ def _single_engine(
 
 
 def _rank_options(setup: Setup, place: InstancePlace, threads: int) -> RankOptions:
-    """Also pins the caller's thread, which is the first rank, to that rank's cores."""
+    """Returns the options for tensor ranks. Pins the caller's thread, which is the first rank, to
+    that rank's cores."""
     num_ranks, num_shards = place.degree.num_ranks, setup.engine.num_shards
     cores, quantization = place.share.engine, setup.model.quantization
     options = RankOptions(num_ranks, num_shards, threads, quantization, cores)
@@ -366,7 +367,8 @@ def _rank_options(setup: Setup, place: InstancePlace, threads: int) -> RankOptio
 
 
 def _stage_options(setup: Setup, place: InstancePlace, threads: int) -> StageOptions:
-    """Also pins the caller's thread, which measures as the first stage, to that stage's cores."""
+    """Returns the options for pipeline stages. Pins the caller's thread, which measures as the
+    first stage, to that stage's cores."""
     chunk_tokens, quantization = setup.engine.chunk_tokens, setup.model.quantization
     num_stages, cores = place.degree.num_stages, place.share.engine
     device = setup.engine.device

@@ -89,7 +89,7 @@ class LayerWaits:
 
     @property
     def missed(self) -> tuple[int, ...]:
-        """Entries of which a layer did not arrive. What was computed after it is void."""
+        """Entries of which a layer did not arrive. All that was computed after it is void."""
         return tuple(sorted(self._missed))
 
     def before_attend(self, layer: int) -> Collection[int]:

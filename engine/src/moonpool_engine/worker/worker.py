@@ -332,7 +332,7 @@ class Worker(InstanceProcess):
 
 
 def make_worker(settings: WorkerSettings) -> Worker:
-    """Of the kind "moonpool" (`moonpool.plugins.workers`)."""
+    """Makes a worker of the kind "moonpool" (`moonpool.plugins.workers`)."""
     return Worker(settings)
 
 

@@ -70,7 +70,7 @@ class FrontDoor:
 
     @property
     def longest_tokens(self) -> int | None:
-        """Longest prompt and answer in tokens; None: the server does not say."""
+        """Longest prompt and answer in tokens, or None if the server does not say."""
         return self._facts.max_model_tokens
 
     def prompt(self, num_tokens: int) -> Prompt:

@@ -22,7 +22,7 @@ from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
-"""Shares of the time; the rest fills the cache."""
+"""Shares of the measuring time for each kind of measurement; the rest fills the cache."""
 SHORTEST_PROMPT = 16
 NUM_LENGTHS = 6
 MOST_REPEATS = 5

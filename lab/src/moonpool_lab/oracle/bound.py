@@ -33,7 +33,7 @@ ROUNDS = 40
 CLOSE = 1e-3
 """A constraint that is broken by less than this share of its capacity is not added."""
 MOST_ENDPOINTS = 300
-"""Beginnings and ends of intervals that are looked at, of each resource."""
+"""How many beginnings and ends of intervals are looked at for each resource."""
 PER_LENGTH = 2
 """Constraints added in a round, for each power of two of the interval's length."""
 SMALLEST_INTERVAL_S = 1e-6

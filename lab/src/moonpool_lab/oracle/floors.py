@@ -96,7 +96,7 @@ class CostFloor:
 
 
 def floor_of(cost: StepCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
-    """The floor of a cost model for steps of at most so many requests and tokens.
+    """The floor of a cost model for steps of at most this many requests and tokens.
 
     Raises ConfigError for a cost model whose floor is not known.
     """

@@ -6,8 +6,8 @@ therefore always a valid run, and only the list comes from knowing the future.
 
 The search starts from the effective requests of the policies' runs and from what the relaxed
 optimum (`bound`) serves on a cluster with somewhat less capacity. It drops the requests that miss
-their SLOs until none does, then adds requests in batches, most promising first. Of a batch that
-does not pay as a whole, it tries those parts again that did.
+their SLOs until none does, then adds requests in batches, most promising first. If a batch does not
+pay as a whole, the search tries the parts again that did pay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moonpool_lab.oracle.least_work import LeastWork
 
 SAMPLE_S = 3600.0  # of the simulation's own series, which nothing here uses
 CAPACITIES = (0.98, 0.94, 0.9, 0.86, 0.8, 0.7)
-"""Shares of the capacity for whose relaxed optimum the search begins with."""
+"""Shares of the capacity. The search begins with the relaxed optimum for each."""
 FIRST_SHARE = 0.25
 """Share of the requests left out that the first batch adds."""
 LEAST_BATCH = 4

@@ -197,7 +197,7 @@ def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, s
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # what the libraries print is not an answer
     peers, absent = start_all(Buffer())
     print(json.dumps({"peers": list(peers), "absent": absent}), file=answers, flush=True)
     stored: set[tuple[str, int, int]] = set()

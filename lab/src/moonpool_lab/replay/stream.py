@@ -15,7 +15,7 @@ from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import MALFORMED, Slo
 
 NO_SLO = Slo(ttft_s=1e6, tbt_s=1e6)
-"""Of a request that is only timed."""
+"""The SLO of a request that is only timed."""
 
 
 class _Choice(msgspec.Struct):
@@ -150,7 +150,7 @@ class CompletionReceiver:
 
 
 class TokenTimesReceiver(CompletionReceiver):
-    """Also keeps the time of each token."""
+    """A receiver that also keeps the time of each token."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__(record)

@@ -5,7 +5,7 @@ Three tests, none of which rounding passes or fails by chance:
 - differences that no near-tie explains, beyond a share that is granted to chance (binomial);
 - planted codes that the reference names and answers under load do not, against the same server's
   quiet repeats (Fisher's exact test).
-A difference as such is no proof: `p_differs` says only whether load changes answers.
+A difference as such is not a proof: `p_differs` says only whether load changes answers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Phase(msgspec.Struct):
 
     @property
     def unexplained(self) -> int:
-        """Answers with a difference that is no near-tie, except those for which nothing tells."""
+        """Answers with a difference that is not a near-tie, except those for which nothing
+        tells."""
         return sum(self.kinds[kind] for kind in ("wrong", "missing", "doubled"))
 
 

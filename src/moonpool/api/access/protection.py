@@ -22,14 +22,14 @@ def open_keys(config: Config) -> ApiKeys:
 
 
 def open_tls(config: Config) -> TlsFiles | None:
-    """Returns the files of the HTTP port; None: it speaks no TLS."""
+    """Returns the files of the HTTP port, or None if it speaks no TLS."""
     api = config.api
     files = api.ssl_certfile, api.ssl_keyfile, api.ssl_ca_certs
     return TlsFiles(*files) if api.ssl_certfile else None
 
 
 def open_peer_tls(config: Config) -> PeerTls | None:
-    """Returns the contexts of connections between machines; None: they speak no TLS."""
+    """Returns the contexts of connections between machines, or None if they speak no TLS."""
     own = config.tls
     return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
 

@@ -71,7 +71,7 @@ class CallLimits:
         signal.signal(signal.SIGPROF, self._on_time)
 
     def settle(self) -> None:
-        """From now on counts memory beyond what is used now."""
+        """Makes the memory that is used now the base: from here on, only growth counts."""
         self._own_bytes = _address_bytes()
 
     @property

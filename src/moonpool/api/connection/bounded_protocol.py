@@ -40,7 +40,7 @@ MAX_LINGER_BYTES = 4 << 20
 response: a connection that is closed with bytes unread is reset, and its response may be lost."""
 UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
-"""A client whose response waits reads so many bytes every UNREAD_S, or loses its connection."""
+"""A client whose response waits reads this many bytes every UNREAD_S, or loses its connection."""
 MAX_PIPELINED = 64
 """Most requests that may wait behind the one that is answered."""
 _BODY = '{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}'

@@ -23,7 +23,7 @@ class StreamKeeper(Protocol):
     as that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        """Holds duplicates of both. Returns their number; None: there is no room."""
+        """Holds duplicates of both. Returns their number, or None if there is no room."""
         ...
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:
@@ -65,8 +65,8 @@ class CallLog:
     def begin(
         cls, keeper: StreamKeeper, socket_fd: int | None, first: bytes, party: str
     ) -> Self | None:
-        """Starts a log with its first record; None: there is no room for it. Without a socket,
-        another head reads the log only when the client comes back."""
+        """Starts a log with its first record. Returns None if there is no room for it. Without a
+        socket, another head reads the log only when the client comes back."""
         if not keeper.take_memory(len(first), party):
             return None
         number = fd = None
@@ -89,7 +89,7 @@ class CallLog:
         return begun
 
     def read(self) -> None:
-        """Reads the records of an earlier head. One that it did not finish is removed. Raises
+        """Reads the records of an earlier head and removes an unfinished last record. Raises
         OSError."""
         self.records, num_bytes = _read(self._fd)
         if self.records:

@@ -31,7 +31,8 @@ class HalfRead:
     def begin(
         cls, keeper: StreamKeeper, socket_fd: int, base: int, party: str = ""
     ) -> HalfRead | None:
-        """Keeps a request of which nothing is logged yet; None: there is no room for it."""
+        """Keeps a request of which nothing is logged yet. Returns None if there is no room for
+        it."""
         call_log = CallLog.begin(keeper, socket_fd, _START.pack(_MARK, base), party)
         return None if call_log is None else cls(call_log, base)
 

@@ -38,7 +38,7 @@ class LimitedProtocol(BoundedProtocol):
     """Holds answers that must outlive this process."""
     answers: KeptAnswers
     mark: WorkMark | None = None
-    """Where the supervisor sees which call is worked on."""
+    """Shared memory in which the supervisor sees which call is being processed."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -222,7 +222,7 @@ class LimitedProtocol(BoundedProtocol):
 
     def _sent_bytes(self) -> int | None:
         """All bytes that this connection has sent, or has yet to send, as `accepted_bytes` counts
-        them; None: another head cannot go on with it."""
+        them, or None if another head cannot go on with it."""
         if self.transport.is_closing() or self.scheme == "https":
             return None
         try:

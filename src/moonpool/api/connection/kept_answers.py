@@ -53,7 +53,7 @@ class KeptAnswers:
         self.enders = Enders()
         self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
         self.cut: OrderedDict[int, KeptStream] = OrderedDict()
-        """Those whose clients have lost their connections, by number, the oldest first."""
+        """Answers whose clients have lost their connections, by number, the oldest first."""
         self._num_bytes: dict[int, int] = {}  # of those
         self._num_cut_bytes = 0
 

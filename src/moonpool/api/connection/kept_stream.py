@@ -124,7 +124,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
     """A further head continues from here. `num_ended`: heads that this call has hung or crashed
-    until now. `num_killed`: how many were killed while they worked on it, which may be chance."""
+    until now. `num_killed`: how many heads were killed while they processed it, which may be
+    chance."""
 
     num_ended: int = 0
     num_killed: int = 0
@@ -169,8 +170,8 @@ class KeptStream:
     def begin(
         cls, keeper: StreamKeeper, socket_fd: int | None, opening: Opening, party: str = ""
     ) -> KeptStream | None:
-        """Keeps a call; None: there is no room for it. Without a socket, its connection ends with
-        this process. `party`: as in `SharedBuffer`."""
+        """Keeps a call. Returns None if there is no room for it. Without a socket, its connection
+        ends with this process. `party`: as in `SharedBuffer`."""
         call_log = CallLog.begin(keeper, socket_fd, _encode(opening), party)
         return None if call_log is None else cls(call_log, opening, socket_fd is not None)
 

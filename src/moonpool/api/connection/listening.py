@@ -21,8 +21,7 @@ def listen(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def reserve(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Takes an address at which nobody is accepted until `listen` of the socket. Raises
-    PortError."""
+    """Binds an address. No connection is accepted until the socket's `listen`. Raises PortError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     try:

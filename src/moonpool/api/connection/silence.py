@@ -97,7 +97,7 @@ class Silence:
         """Notes that the increment has been sent. If it returns True, call `repeat` before the next
         one is awaited.
 
-        `has_sent`: it had bytes. Those of a tool call may be held back for long.
+        `has_sent`: it had bytes. The bytes of a tool call may be held back for long.
         """
         self._num_sent += has_sent
         self._listens = True

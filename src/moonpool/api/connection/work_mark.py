@@ -49,7 +49,7 @@ class WorkMark:
 
     @property
     def number(self) -> int | None:
-        """The number of the call that is worked on."""
+        """The number of the call that the event loop is processing."""
         return self._words[0] - 1 if self._words[0] else None
 
     def back_to(self, number: int | None) -> None:
@@ -60,7 +60,7 @@ class WorkMark:
             self.set(number)
 
     def read(self) -> MarkedStep | None:
-        """What the loop worked on when it ended; None if it was on no call."""
+        """The call that the loop was processing when it ended; None if there was none."""
         number, since_ns = self._words[0], self._words[1]
         return MarkedStep(number - 1, since_ns / 1e9) if number else None
 

@@ -34,7 +34,7 @@ _SURROGATES = range(0xD800, 0xE000)
 
 
 class GbnfError(ValueError):
-    """The text is no grammar in GBNF; one line says where and why."""
+    """The text is not a grammar in GBNF; one line says where and why."""
 
 
 def is_gbnf(text: str) -> bool:
@@ -134,7 +134,7 @@ class _Parser:
         return parts or ['""']
 
     def _item(self, depth: int) -> list[str] | None:
-        """One part of a sequence; None: it has ended."""
+        """One part of a sequence, or None if it has ended."""
         kind, text, _ = self._token
         if kind in ("rule", "end") or (kind == "mark" and text in "|)"):
             return None

@@ -34,7 +34,7 @@ class Helper(Generic[_Life]):
         return self.process is not None and not self.process.has_ended
 
     def current(self) -> _Life:
-        """Returns the process, perhaps a new one, which is not started yet. Raises
+        """Returns the process, or a new one, not started yet, if it has ended. Raises
         `RequestRefused` after `close`."""
         if self._closed:
             text = "The server is stopping. Send the request again."

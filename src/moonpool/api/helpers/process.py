@@ -1,8 +1,8 @@
 """A process that works for the API, where the work may take long or end whoever does it.
 
-The process gets frames and replies to each in order (`parent`), and keeps to its own limits. One
-that computes on after them, or stands still, is ended from here. When it ends, the oldest work is
-the one it ended with; the rest may go to another process.
+The process gets frames and replies to each in order (`parent`), and keeps to its own limits. This
+side ends a process that exceeds them or hangs. When it ends, the oldest work is the one it ended
+with; the rest may go to another process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonpool.framing import FrameTooLongError
 
 LOOK_S = 0.1
 LATE_S, LATE_FACTOR = 10.0, 4.0
-"""A process that takes this time, and so many times what it may compute, is stopped or stuck."""
+"""A process that takes this time, and this many times what it may compute, is stopped or stuck."""
 
 
 class HelperEndedError(Exception):
@@ -114,8 +114,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
         return reply
 
     async def ask(self, frame: bytes, limit_s: float) -> bytes:
-        """Returns the reply to a frame. `limit_s`: CPU time after which the process is ended, if it
-        does not end the work by itself. Raises HelperEndedError."""
+        """Returns the reply to a frame. `limit_s`: CPU time after which the process is ended,
+        unless it stops the work before. Raises HelperEndedError."""
         if self.has_ended:
             raise HelperEndedError(self._status, False, self._took_too_long)
         work = _Work(self._loop.create_future(), limit_s)
@@ -171,7 +171,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
             self._transport.close()
 
     def _lose(self, status: int | None) -> None:
-        """The process has ended, with this status; None: it was not its own doing."""
+        """Notes that the process has ended. `status`: its exit status, or None if this side ended
+        it."""
         if self.has_ended:
             return
         self.has_ended, self.is_ready, self._status = True, False, status

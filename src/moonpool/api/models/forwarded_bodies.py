@@ -150,12 +150,12 @@ class ForwardedReader:
         return self._estimate(body, tokens)
 
     def whole(self, raw: bytes, prompt: Sequence[int]) -> EstimatedPrompt:
-        """A body of an API with messages whose prompt is known."""
+        """Estimates a body with messages whose prompt is known."""
         found = self._estimate(decode_body(FORWARDED, raw), array("i", prompt))
         return replace(found, is_exact=True)
 
     def texts(self, raw: bytes) -> EstimatedPrompt:
-        """A body of an API with messages that cannot be rendered here."""
+        """Estimates the prompt of a body with messages that this process cannot render."""
         body = decode_body(_MEDIA, raw)
         said = [body.system or body.instructions, body.messages or body.input, body.prompt]
         tokens = _of_text("\n".join(_texts(said)))

@@ -360,7 +360,8 @@ def _is_whole(deliveries: Sequence[Delivered]) -> bool:
 
 
 def _was_forwarded(context: HttpContext) -> bool | None:
-    """Whether an earlier head has forwarded the call; None: none has sent any of its answer."""
+    """Whether an earlier head has forwarded the call, or None if none has sent any of its
+    answer."""
     deliveries = context.kept.deliveries() if context.kept is not None else []
     if not deliveries:
         return None

@@ -16,7 +16,8 @@ conversation, and the id that the model gave it or ""."""
 
 
 class CallWriter:
-    """Numbers the calls and writes their increments. A call of an unknown function is none."""
+    """Numbers the calls and writes their increments. A call of an unknown function does not count
+    as a call."""
 
     def __init__(
         self,

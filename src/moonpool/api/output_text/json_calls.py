@@ -1,7 +1,7 @@
 """Tool calls as JSON: `{"name": NAME, "arguments": {...}}`, alone or in a list.
 
 Arguments are passed on as they are written. `parameters` is another name for them, and some models
-write them as JSON in a string. JSON that names no function is no call.
+write them as JSON in a string. JSON that names no function is not a call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SCALAR_END = re.compile(r"[\s,}\]]")
 def read_calls(source: TextSource, calls: CallWriter, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Reads one call or a list of them. Returns False, and reads nothing, if there is none.
 
-    What follows in a list behind something that is no call is not read. `ends`: marks that end a
-    call which is not complete.
+    Reading of a list stops at the first item that is not a call. `ends`: marks that end a call
+    which is not complete.
     """
     yield from source.skip_space()
     if (yield from source.peek()) == "[":

@@ -90,6 +90,6 @@ def read_python(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
 
 
 def _take_end(source: TextSource, ends: Marks) -> Steps[bool]:
-    """Reads a closing mark, also behind a bracket too many."""
+    """Reads a closing mark, including behind a bracket too many."""
     yield from source.skip(_STRAY)
     return bool((yield from source.take(*ends.texts)))

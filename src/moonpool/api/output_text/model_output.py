@@ -29,7 +29,7 @@ from moonpool.api.output_text.source import OutputReader, Script, Steps, TextSou
 from moonpool.text.tokenizer import Tokenizer
 
 _LAST_TOKENS = 16
-"""So many tokens of a prompt hold the opening tag at its end."""
+"""The opening tag at the end of a prompt lies within this many tokens."""
 
 
 class CallRules(NamedTuple):
@@ -186,7 +186,7 @@ class _Plan:
             source.rest()
 
     def _whole(self, source: TextSource, steps: Steps[bool]) -> Steps[bool]:
-        """Reads calls. What is left of one that a limit has cut is no text."""
+        """Reads calls. What is left of one that a limit has cut is not a text."""
         is_call = yield from source.attempt(steps)
         if is_call and source.end == "cut":
             source.rest()

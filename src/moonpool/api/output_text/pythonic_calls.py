@@ -32,7 +32,7 @@ NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 def read_pythonic(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
     """Reads calls up to `end`, a bracket or a tag. Returns False, and reads nothing, if the first
-    is none. What follows something that is no call is not read."""
+    item is not a call. What follows something that is not a call is not read."""
     num_calls = 0
     while (yield from source.attempt(_pass_call(source, calls, comma=num_calls > 0))):
         num_calls += 1

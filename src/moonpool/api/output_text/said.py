@@ -92,7 +92,7 @@ def _rank(said: Said, last_of: bool) -> int:
 def _joined(
     first: Sequence[ToolCallDelta], then: Sequence[ToolCallDelta]
 ) -> Sequence[ToolCallDelta]:
-    """Both, where more of one call's arguments is one increment."""
+    """Joins the increments. Arguments of one call that follow each other become one increment."""
     if not first or not then:
         return first or then
     (delta,), last = then, first[-1]

@@ -130,7 +130,7 @@ class TextSource:
             self._at += 1
 
     def run(self, character: re.Pattern[str], most: int) -> Steps[str]:
-        """Reads characters that match, at most so many. Returns them."""
+        """Reads characters that match, at most this many. Returns them."""
         found = ""
         while len(found) < most and character.match((yield from self.peek())):
             found += self._text[self._at]
@@ -175,7 +175,7 @@ class TextSource:
             yield
 
     def before(self, marks: Marks, most_chars: int) -> Steps[tuple[str, str] | None]:
-        """Reads a text of at most so many characters, and the mark behind it. Returns both.
+        """Reads a text of at most this many characters, and the mark behind it. Returns both.
 
         None, and nothing is read, if there is no such mark.
         """

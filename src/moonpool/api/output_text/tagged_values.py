@@ -56,11 +56,11 @@ def _definition(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def value_as_json(text: str, kinds: Kinds, is_json: bool) -> str:
-    """Returns the JSON of a value. `is_json`: the tag says that it is none of text."""
+    """Returns the JSON of a value. `is_json`: the tag says that the value is not text."""
     value = _value(text, kinds, is_json)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (RecursionError, ValueError):  # it nests too deeply, or is no number of JSON
+    except (RecursionError, ValueError):  # it nests too deeply, or is not a number of JSON
         return json.dumps(text, ensure_ascii=False)
 
 

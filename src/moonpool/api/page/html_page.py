@@ -1,4 +1,4 @@
-"""Pages of this folder: each is one file that asks nobody but this server."""
+"""The pages of this folder. Each is one file, which sends requests to this server only."""
 
 from __future__ import annotations
 

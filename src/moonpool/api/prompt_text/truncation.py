@@ -44,8 +44,8 @@ def truncation_of(
 ) -> Truncation | None:
     """Returns how prompts are shortened; None if they are not. Raises ApiError.
 
-    `num_output_tokens`: the tokens that the call asks for; None: it generates none. -1 keeps as
-    many tokens as fit beside them.
+    `num_output_tokens`: the tokens that the call asks for, or None if it generates none. -1 keeps
+    as many tokens as fit beside them.
     """
     wanted = body.truncate_prompt_tokens
     if wanted is None:

@@ -20,7 +20,7 @@ _COUNTS = re.compile(rb"\d{1,9}(,\d{1,9}){0,255}")
 
 
 def resume_tokens(headers: dict[bytes, bytes]) -> tuple[int, ...] | None:
-    """Returns how many tokens the client has of each choice; None: it does not say. Raises
+    """Returns how many tokens the client has of each choice, or None if it does not say. Raises
     ApiError."""
     raw = headers.get(HEADER.lower().encode())
     if raw is None:

@@ -14,7 +14,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Generic, Protocol, TypeVar
 
 _NETWORK_BITS = 64
-"""An IPv6 client has a whole network of so many bits to choose its address from."""
+"""An IPv6 client has a whole network of this many bits to choose its address from."""
 
 
 class SharedBuffer:

@@ -13,7 +13,8 @@ from moonpool.server_events import DONE, ServerEventReader
 
 Message = dict[str, str]
 USUAL_TEMPERATURE = 0.8
-"""Of a model that states none. The API takes 1, as OpenAI's does; small models then ramble."""
+"""The temperature for a model that states none. The API takes 1, as OpenAI's does; small models
+then ramble."""
 
 
 class ChatError(RuntimeError):

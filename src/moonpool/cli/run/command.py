@@ -134,14 +134,14 @@ def _served_name(model: str) -> str:
 
 
 def _is_missing(model: str) -> bool:
-    """Whether the name can only be that of a file or folder, and there is none."""
+    """Whether the name can only be that of a file or folder, which does not exist."""
     path = Path(model)
     is_path = model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf"
     return is_path and ":" not in model and not path.expanduser().exists()
 
 
 def _disk_folder(name: str) -> Path:
-    """Where the KVCache of this model lies."""
+    """Returns the folder for the KVCache of this model."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "moonpool" / "run" / re.sub(r"[^\w.-]+", "-", name)
 

@@ -27,7 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_URL = "http://127.0.0.1:8000"
 OWN_KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 KEYS_FOR_ANYBODY = ("OPENAI_API_KEY",)
-"""For a server that may be anybody's: moonpool's own keys are not sent there."""
+"""Variables whose key may be sent to any server. Moonpool's own keys are sent to its servers
+only."""
 NO_KEY = (
     "the API key is missing or invalid: give --api-key, or set MOONPOOL_ADMIN_KEY or"
     " MOONPOOL_API_KEY in the environment"

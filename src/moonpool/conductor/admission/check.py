@@ -1,5 +1,5 @@
-"""Whether a placement that was found may be booked: what admission expects of it, the policy, and
-the exceptions from it."""
+"""Checks whether a placement may be booked: computes what admission needs to know, asks the policy,
+and applies the exceptions."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class AdmissionCheck:
     def _with_decode_wait(
         self, tracked: TrackedRequest, context: AdmissionContext
     ) -> tuple[AdmissionContext, bool]:
-        """The context with what `goodput` expects, and a placement with the wait for room in the
-        decode batch; and whether the request should wait before it is placed. One that goes on
-        never waits."""
+        """Returns the context with the expectation of `goodput` and with the placement's wait for
+        room in the decode batch; and whether the request should wait before it is placed. A request
+        that continues after a fault never waits."""
         by_goodput = self._config.admission == "goodput"
         if context.budget.slo is UNLIMITED or not (by_goodput or self._config.decode_wait):
             return context, False
@@ -97,15 +97,16 @@ class AdmissionCheck:
         return context, load.is_full
 
     def _holds_back(self, budget: SloBudget) -> bool:
-        """Whether a request still waits for a batch with room. Without admission control it is
-        never refused: it waits as long as its first token can be in time."""
+        """Whether the request should go on waiting for a batch with room. Without admission control
+        it is never refused, and waits as long as its first token can be in time."""
         return (
             self._config.admission != "none"
             or budget.waited_s < BATCH_SHARE * budget.yardstick.ttft_s
         )
 
     def _may_probe(self, context: AdmissionContext) -> bool:
-        """As `CostEstimator.may_probe`; never against an operator's own policy."""
+        """Like `CostEstimator.may_probe`, but False where the operator has chosen a policy of their
+        own."""
         if self._policy is not None:
             return False
         placement, limit = context.placement, self._config.load_limit
@@ -119,9 +120,9 @@ def goes_on(tracked: TrackedRequest) -> bool:
 
 
 def _long_queue(context: AdmissionContext) -> Rejection | None:
-    """A request whose TTFT nobody has stated is not refused for it. But the queue of an instance
-    gets no longer than an assumed one allows: others have stated theirs. The rest waits at the
-    Conductor, which keeps the order of priorities and tenants."""
+    """A request without a stated TTFT SLO is not refused for its TTFT. But the queue of an instance
+    grows only as long as an assumed SLO allows, because other requests have stated theirs. Further
+    requests wait at the Conductor, which keeps the order of priorities and tenants."""
     budget, placement = context.budget, context.placement
     if budget.slo is UNLIMITED or budget.slo.ttft_s < inf:
         return None

@@ -1,4 +1,4 @@
-"""What an admission policy is told of a request."""
+"""The input of an admission policy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from moonpool.types import Slo
 
 
 class SloBudget(msgspec.Struct, frozen=True):
-    """A request's SLO, and how long it has waited already.
-
-    `slo` is infinite if nobody has stated one. `assumed` is what is assumed in its place, as a
-    measure of load; None if all was stated.
+    """A request's SLO, and how long it has already waited. `slo` is infinite if nobody has stated
+    one. `assumed` is the SLO that is assumed instead, as a measure of load; None if all levels were
+    stated.
     """
 
     slo: Slo
@@ -44,8 +43,8 @@ class AdmissionContext(msgspec.Struct, frozen=True):
 
     @property
     def rest_prefill_s(self) -> float:
-        """The shortest time of the prefill on an instance at rest. What takes longer than the SLO
-        even so is hopeless; else time may help."""
+        """The shortest time of the prefill on an idle instance. If even that exceeds the SLO,
+        waiting cannot help."""
         table, placement = self.table, self.placement
         rest_s = table.rest_prefill_s(self.footprint.num_tokens, float(placement.hit_tokens))
         return float(rest_s[table.prefills].min(initial=placement.prefill_s))

@@ -29,18 +29,18 @@ LONGEST_FIRST_GAP = 2.0
 meet the TBT SLO, requests join at once."""
 
 FULL_SHARE = 0.98
-"""The part of its TBT SLO up to which the longest gaps may be predicted where prompts fill the
-steps: contexts grow, and prompts are longer than those before."""
+"""Where prompts fill the steps, the longest gaps may be predicted up to this share of the TBT SLO.
+The rest is a margin, because contexts grow and later prompts may be longer."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
     """The decode pool at the time when an answer can begin."""
 
-    others: float  # decodes beside it on its instance, if it could make them late
+    others: float  # other decodes on its instance, if it could make them late
     without_s: float  # predicted step time without it
     with_s: float
     wait_s: float  # from the end of the prefill until then
-    max_step_s: float | None  # the step time to wait for; None: it joins at once
+    max_step_s: float | None  # the step time to wait for, or None if it joins at once
     lasts: bool = False  # the instance remains as full as that
     is_full: bool = False  # it should get no prompt before an answer ends (`InstanceTable.fills`)
 
@@ -66,7 +66,7 @@ class DecodeWait:
         return self.tbt_mixed if is_mixed(table, row) else self.tbt_decode
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:
-        """The step time beyond which a decode instance serves fewer effective requests."""
+        """Returns the step time above which a decode instance serves fewer effective requests."""
         base_s = table.decode_base_s.item(row) + table.prompt_stall_s.item(row)
         return self.chances(table, row).best_step_s(base_s, slo_tbt_s)
 
@@ -106,16 +106,16 @@ class DecodeWait:
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
     def _filled(self, context: AdmissionContext, own_s: float) -> DecodeLoad:
-        """The load of an instance that fills its steps with prompts: what is booked there now, for
-        the prompt is computed at once."""
+        """Returns the load of an instance that fills its steps with prompts. It is what is booked
+        there now, because such an instance computes the prompt immediately."""
         table, row = context.table, context.placement.decoder_row
         limit_s = FULL_SHARE * context.budget.slo.tbt_s
         stall_s, others = table.prompt_stall_s.item(row), table.booked_batch.item(row)
         with_s = context.placement.tbt_s + stall_s
         if not self._waits:
             return DecodeLoad(others, with_s - own_s, with_s, 0.0, None)
-        # A request is placed only when there is room, so it harms nobody. One that would be late
-        # alone waits for nothing.
+        # A request is placed only when there is room, so it harms nobody. A request that would be
+        # late even alone does not wait.
         alone_s = table.decode_base_s.item(row) + stall_s + own_s
         is_full = others > 0 and with_s > limit_s >= alone_s
         expected_s = min(with_s, max(limit_s, alone_s))
@@ -123,16 +123,16 @@ class DecodeWait:
 
 
 def full_step_s(table: InstanceTable, row: int, record: RequestRecord) -> float:
-    """How long the longest gaps of an answer that ends should have been where prompts fill the
-    steps; 0: nothing is known of the prompts yet."""
+    """Returns how long the longest gaps of an ended answer should have been on an instance whose
+    steps prompts fill, or 0 if nothing is known of the prompts yet."""
     stall_s = table.prompt_stall_s.item(row)
     return table.decodes_beside_s(row, record.predicted_tbt_s) + stall_s if stall_s else 0.0
 
 
 def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s: float) -> float:
-    """Time until the batch has room for a request, behind all that are booked before it. At
-    full load, so much of the load ends in each second as one lifetime has seconds. The request
-    adds `own_s` to each step, and its prefill ends in `ttft_s`."""
+    """Returns the time until the batch has room for a request, behind all that are booked before
+    it. At full load, the share of the load that ends in a second is one over the mean lifetime in
+    seconds. The request adds `own_s` to each step, and its prefill ends in `ttft_s`."""
     table, row = context.table, context.placement.decoder_row
     per_sequence_s = table.decode_s_per_sequence.item(row)
     per_token_s = table.decode_s_per_context_token.item(row)

@@ -8,16 +8,16 @@ LEAST_TTFT_CHANCE = 0.5
 """Below this chance to meet the TTFT SLO a request is rejected: a longer queue serves no more
 requests in time than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
-"""The limit for requests that wait for no decode: their prompts wait only for other prompts, so the
-queue soon grows as deep as this permits. Both limits apply to a TTFT of which at least
-`WAITING_SHARE` is waiting. If nothing is waited for, a rejection leaves the instance idle, so the
-limits fall with the share of waiting."""
+"""The limit for requests that need not wait for a decode batch: their prompts wait only for other
+prompts, so the queue soon grows as deep as this permits. Both limits apply to a TTFT of which at
+least `WAITING_SHARE` is waiting. If nothing is waited for, a rejection leaves the instance idle, so
+the limits fall with the share of waiting."""
 WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 REST_CHANCE = 0.05
-"""The chance of a TTFT that would be in time as was measured at rest, and not as was learned since.
-If nothing is waited for and nobody else is harmed, a rejection would free nothing."""
+"""The chance of a TTFT that is in time by the costs measured at rest, but not by those learned
+since. If nothing is waited for and nobody else is harmed, a rejection would free nothing."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
@@ -26,14 +26,14 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     worth: float  # its chance to meet both SLOs if no prefill waited
     ttft_chance: float
     tbt_chance: float
-    harm: float  # loss of chance of the answers that decode beside it
+    harm: float  # by how much it lowers the chances of the answers in its batch
     prefill_cost: float
     decode_cost: float
     step_s: float  # predicted, with the request
     wait_s: float = 0.0  # from the end of the prefill until its decode can begin
     waiting_share: float = 1.0  # of the predicted TTFT, in queues
-    delay: float = 0.0  # loss of chance of requests that arrive while its prompt is computed
-    rest_chance: float = 0.0  # `REST_CHANCE` where that holds
+    delay: float = 0.0  # effective requests lost because their prefill waits for its own
+    rest_chance: float = 0.0  # `REST_CHANCE` where that applies
 
     @property
     def least_ttft_chance(self) -> float:

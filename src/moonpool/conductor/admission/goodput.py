@@ -8,10 +8,10 @@ of its TBT, given the decode load at the end of its prefill and through its answ
 * on a mixed instance, the chances of the other requests that decode there: one more lengthens all
   steps.
 
-Where the rule `decode_wait` is on, the load of a decode instance follows from it: nobody is slowed
-down, and the wait counts in the TTFT. Where it is off, one more answer harms the others there too.
-The same holds for a server that fills its steps with prompts, where the wait comes before the
-prefill.
+With the rule `decode_wait`, the load of a decode instance follows from that rule: no other answer
+is slowed down, and the wait counts in the TTFT. Without that rule, one more answer lengthens the
+gaps of the others there too. The same holds for a server that fills its steps with prompts, where
+the wait comes before the prefill.
 
 The chances are learned from the answers that have ended (`slo_chances`). Nothing here books load.
 """
@@ -78,7 +78,7 @@ class AnswerLengths:
 
 class GoodputModel(ClusterObserver):
     """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
-    the first guesses of the chances remain in use; the prices follow the arrivals in any case."""
+    the first guesses of the chances stay in use, while the prices still follow the arrivals."""
 
     def __init__(self, table: InstanceTable, learning: bool = True, waits: bool = True) -> None:
         self._table, self._learning = table, learning
@@ -105,7 +105,7 @@ class GoodputModel(ClusterObserver):
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 
     def first_token(self, tracked: TrackedRequest, now: float) -> None:
-        """Learns from the first token of a request; not if it had several attempts."""
+        """Learns from the first token of a request, unless it had several attempts."""
         record = tracked.record
         ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
         if self._learning and record.attempts == 1 and ttft_s is not None and predicted_s:
@@ -153,7 +153,7 @@ class GoodputModel(ClusterObserver):
         capacity = self._capacity(context, load.max_step_s)
         prefill_cost, decode_cost = self.prices.cost(need, capacity, context.now)
         ttft_chance = self.ttft.chance(placement.ttft_s + load.wait_s, left_s)
-        # A request whose TTFT nobody has stated may wait. So it takes nobody's place.
+        # A request without a stated TTFT SLO may wait, so it displaces no other.
         return ExpectedGoodput(
             worth,
             ttft_chance,
@@ -169,8 +169,8 @@ class GoodputModel(ClusterObserver):
         )
 
     def _rest_chance(self, context: AdmissionContext, load: DecodeLoad, left_s: float) -> float:
-        """See `REST_CHANCE`. On another instance than ours, such as vLLM, what slows prompts down
-        is not all in the model of the load, so it is learned as a slower instance."""
+        """See `REST_CHANCE`. On an instance with another engine, such as vLLM, the model of the
+        load does not include all that slows prompts down, so that instance is learned as slower."""
         table, placement = context.table, context.placement
         factor = table.prefill_factor.item(table.ids.index(placement.prefill))
         if factor <= 1.0 or placement.queue_s + load.wait_s > 0.0:
@@ -181,7 +181,7 @@ class GoodputModel(ClusterObserver):
     def _need(self, context: AdmissionContext, own_prefill_s: float, worth: float) -> RequestNeed:
         footprint, table = context.footprint, context.table
         prefill_s = context.placement.prefill_s
-        # On a mixed instance a long prompt delays the decodes, whoever shares it later.
+        # On a mixed instance a long prompt delays the decodes, even if later requests share it.
         if not is_mixed(table, context.placement.decoder_row):
             prefill_s = own_prefill_s
         decode = 0.0
@@ -225,8 +225,8 @@ class GoodputModel(ClusterObserver):
             self._usual_step_s.add(added_step_s(context.table, row, tokens))
 
     def _capacity(self, context: AdmissionContext, max_step_s: float | None) -> ClusterCapacity:
-        """Uses the waits of a usual request: one with a very long prompt waits for itself, which
-        says nothing about the pools."""
+        """Uses the waits of a usual request. A very long prompt waits mostly for itself, which says
+        nothing about the pools."""
         table, slo = context.table, context.budget.yardstick
         row = context.placement.decoder_row
         base_s = table.decode_base_s.item(row)

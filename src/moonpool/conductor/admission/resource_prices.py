@@ -1,14 +1,14 @@
 """What a second of prefill and a second of decode are worth, in effective requests.
 
-Under overload somebody has to be rejected, and an admitted request takes the place of others. The
-recent requests tell which: ordered by need, those that need least are served first until the
+Under overload some requests must be rejected, and an admitted request takes the place of others.
+The recent requests tell which: ordered by need, those that need least are served first until the
 capacity is used up. The need of the last one is the price. A request that needs more than its worth
 at this price would cost more effective requests than it adds. Without overload the prices are 0,
-and nobody is rejected for what he needs.
+and no request is rejected for what it needs.
 
 Prefill has a queue, and a decode waits for room behind its prefill. Either may wait for
-`QUEUE_SHARE` of the TTFT SLO: so much work must be waiting that no instance idles when arrivals
-pause. A shorter queue permits more than the capacity, a longer one less.
+`QUEUE_SHARE` of the TTFT SLO: that much work must be waiting, so that no instance idles when
+arrivals pause. A shorter queue permits more than the capacity, a longer one less.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW_S = 120.0
-"""Arrivals of the last so many seconds are the demand."""
+"""Arrivals of the last this many seconds are the demand."""
 MAX_ARRIVALS = 512
 MIN_ARRIVALS = 16
 """With fewer arrivals in the window, all prices are 0."""
@@ -111,7 +111,7 @@ class ResourcePrices:
             0.0  # effective requests per second and per `RequestNeed.decode_s`
         )
         self._updated_s = float("-inf")
-        # Of the recent arrivals, for `delay`.
+        # Parts of the recent arrivals that `delay` needs.
         self._worth = self._alone_s = np.zeros(0)
         self._all_alone_s = 0.0
         self._elapsed_s = 1.0
@@ -149,10 +149,10 @@ class ResourcePrices:
         """How many effective requests come too late because an instance computes a prompt from
         `begin_s` to `begin_s + prefill_s` from now. Call `cost` before.
 
-        Arrivals are assumed to go on as in the recent past. One that needs `alone_s` comes too late
-        if this instance is busy for more than the rest of the TTFT SLO when it arrives. It waits
-        here if all others are busy, and each of them is equally likely to be free first. No more
-        are counted than the instances could compute.
+        Arrivals are assumed to go on as in the recent past. An arrival that needs `alone_s` is late
+        if this instance is then busy for more than the rest of its TTFT SLO. It waits here if all
+        others are busy, and each of them is equally likely to be free first. No more are counted
+        than the instances could compute.
         """
         if not len(self._worth) or not num_prefills:
             return 0.0
@@ -197,8 +197,9 @@ def _pace(waiting: float) -> float:
 
 
 def _price(worth: Floats, need: Floats, supply: float) -> float:
-    """The worth of the last unit: requests are served by falling worth per need until the supply is
-    used up. 0 if it suffices for all that are worth something."""
+    """Returns the worth of the last unit when requests are served in falling order of worth per
+    unit of need until the supply is used up. 0 if the supply suffices for all requests with a
+    positive worth."""
     wanted = worth > 0.0
     worth, need = worth[wanted], np.maximum(need[wanted], 1e-9)
     if not len(need) or float(need.sum()) * ROUNDING <= supply:

@@ -17,7 +17,7 @@ from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.types import BlockKey
 
 SAMPLE_TOKENS = 512
-"""One block of so many tokens is counted. The sampled positions are the same in all prompts."""
+"""One block of this many tokens is counted. The sampled positions are the same in all prompts."""
 HORIZON_S = 300.0
 """Later requests are expected for no longer than this."""
 LONG_PAUSE = 4.0

@@ -68,8 +68,8 @@ class TbtChances:
 
     def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
         """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`.
-        `predicted_s`: the step time that was predicted when it was admitted; 0 if there is none
-        that would last."""
+        `predicted_s`: the step time that was predicted when it was admitted, or 0 if no lasting one
+        was predicted."""
         if num_tokens < LENGTH_CLASSES[0]:
             self._no_gap += 1.0
         else:
@@ -93,8 +93,8 @@ class TbtChances:
         return share_at(self._shares, slo_s / step_s)
 
     def best_step_s(self, base_s: float, slo_s: float) -> float:
-        """The step time with which most answers meet the SLO. A longer step serves more requests at
-        once, of which fewer meet it. `base_s`: the step time without any request.
+        """The step time with which most answers meet the SLO. A longer step serves more requests
+        together, but fewer of them meet the SLO. `base_s`: the step time without any request.
 
         The load of a step is its time above `base_s`; the result maximises load times chance.
         """
@@ -129,9 +129,9 @@ class TtftChances:
     """The chance that a TTFT is within a multiple of the predicted one.
 
     A TTFT near the SLO is mostly a queue, whose prompts' errors cancel out; a short one depends on
-    the step under way. So ratios are learned apart by the predicted share of the SLO. Where they
-    are few, those of all shares stand in for them, scaled: the relative error of a sum falls with
-    the square root of its length.
+    the step under way. So ratios are learned separately for each class of predicted TTFT as a share
+    of the SLO. A class with few ratios uses those of all classes, scaled, because the relative
+    error of a sum falls with the square root of its length.
     """
 
     def __init__(self) -> None:

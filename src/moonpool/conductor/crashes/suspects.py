@@ -88,14 +88,16 @@ class Suspects:
             self._since_s = now if self._since_s is None else self._since_s
 
     def end_long_turn(self, now: float) -> bool:
-        """Returns whether a turn has lasted long enough, so that the next one may be placed."""
+        """Returns whether the present turn has lasted long enough, so that the next request may be
+        placed."""
         if self._since_s is None or now - self._since_s < ALONE_S:
             return False
         self.forget(next(iter(self._line)))
         return True
 
     def note_tokens(self, tracked: TrackedRequest) -> bool:
-        """Returns whether the turn of a request ends, so that the next one may be placed."""
+        """Returns whether the turn of this request has ended, so that the next request may be
+        placed."""
         proof = self._line.get(tracked.request.request_id)
         if proof is None or len(tracked.generated) < proof:
             return False
@@ -119,8 +121,9 @@ def culprit_rejection(instance_id: InstanceId) -> Rejection:
 
 
 def _candidates(state: InstanceState) -> dict[RequestId, int]:
-    """The requests that were under way there, and how many tokens each had of its attempt. What had
-    run for the shortest time is the likeliest cause, and comes first."""
+    """Returns the requests that were under way there, with the tokens that each had from its
+    attempt. The request that had run for the shortest time is the likeliest cause, and comes
+    first."""
     instance_id = state.info.instance_id
     running = [work for key, work in state.prefills.items() if key in state.started]
     queued = [work for key, work in state.prefills.items() if key not in state.started]

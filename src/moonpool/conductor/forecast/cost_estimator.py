@@ -77,7 +77,7 @@ class CostEstimator(ClusterObserver):
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
-            # Its begin is unknown, or it shares the steps of answers: it is no sample.
+            # Its begin is unknown, or it shares the steps of answers: it is not a sample.
             attempt.expected_s = 0.0
         elif state.row in self._table.beside_decodes:
             new_tokens = attempt.num_tokens - report.cached_tokens
@@ -98,8 +98,8 @@ class CostEstimator(ClusterObserver):
         self._learn(state, state.transfer_factor, report.fetch_s, expected_s)
 
     def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
-        """Prefills run one after another: the oldest has had all the time since its predecessor
-        ended; one out of turn counts as 0."""
+        """Prefills run one after another, so the oldest one has had all the time since its
+        predecessor ended. A prefill that ends out of turn counts as 0 s."""
         attempt = tracked.attempt
         assert attempt is not None
         state = self._cluster_state.instances.get(attempt.prefill)
@@ -114,9 +114,9 @@ class CostEstimator(ClusterObserver):
         self.learn_first_prefills(now)
 
     def learn_first_prefills(self, now: float) -> None:
-        """Called before a request is placed: the first dozen prompts of an instance make no
-        sample, but one that takes three times as long as predicted says much about those behind it.
-        An instance is looked at again only when its factor may have changed.
+        """Called before a request is placed. The first dozen prompts of an instance are too few for
+        a sample, but if one takes three times as long as predicted, those behind it will be late,
+        too. An instance is looked at again only when its factor may have changed.
         """
         for name, state in list(self._beginners.items()):
             if now < state.teaches_at_s:
@@ -175,8 +175,8 @@ class CostEstimator(ClusterObserver):
             self._table.ttft_tail = max(self.ttft_tail.value, 1.0)
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        """Learns from an answered request. One with several attempts says nothing about its first
-        placement, and is ignored, as is an embedding."""
+        """Learns from an answered request. A request with several attempts says nothing about its
+        first placement, and is ignored, as is an embedding."""
         record = tracked.record
         if record.attempts != 1 or tracked.request.is_embedding:
             return
@@ -208,8 +208,8 @@ class CostEstimator(ClusterObserver):
             table.prompt_stall_s[row] = stall_s
 
     def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
-        """The instance has measured its times, and joined with assumed ones. What was learned is
-        about those."""
+        """The instance joined with assumed times and has now measured them. The factors learned so
+        far relate to the assumed times."""
         state.info = structs.replace(state.info, cost=cost)
         state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
         state.transfer_factor = LearnedFactor()
@@ -264,8 +264,9 @@ class CostEstimator(ClusterObserver):
                 self._pass_on(state.info.cost)
 
     def _pass_on(self, profile: FittedCost) -> None:
-        """Instances of this profile that have computed no prompt yet begin with what the others
-        have learned. Otherwise they would seem the fastest of a slow machine."""
+        """Instances with this profile that have computed no prompt yet begin with the factors that
+        the others have learned. Otherwise they would seem faster than all others on a slow
+        machine."""
         states = self._cluster_state.instances.values()
         alike = [state for state in states if state.info.cost == profile]
         known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)

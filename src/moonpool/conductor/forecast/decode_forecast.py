@@ -34,7 +34,7 @@ FIRST_GUESS_BUCKETS = 40
 FIRST_GUESS_WEIGHT = 8.0
 """The first guess weighs as much as this number of answers."""
 MEMORY_ANSWERS = 1024
-"""At twice this number, the weights of all answers so far are halved."""
+"""When the weights of all answers reach twice this number, they are halved."""
 RELEARN_EVERY = 16
 RARE = 1e-4
 """Keeps the survival of durations beyond any seen before above zero."""
@@ -62,13 +62,13 @@ class Forecast(Protocol):
 
     @property
     def mean_s(self) -> float | None:
-        """Running mean of the durations of finished decodes; None: there is none yet."""
+        """Running mean of the durations of finished decodes, or None if none has finished yet."""
         ...
 
     @property
     def lifetime_s(self) -> float | None:
-        """Mean duration of a decode, with what is known of those that have not ended; None: nothing
-        is known yet."""
+        """Mean duration of a decode, with what is known of those that have not ended, or None if
+        nothing is known yet."""
         ...
 
     def enter(
@@ -388,8 +388,8 @@ class SurvivalForecast(_Measured):
 
 
 def _pour(ring: Floats, start: int, count: int, rest: Floats) -> None:
-    """Moves `count` columns of the ring, from `start` on, into `rest`. All at once: after a long
-    silence, that is the whole ring."""
+    """Moves `count` columns of the ring, from `start` on, into `rest`. Removes them in one
+    operation: after a long silence, that is the whole ring."""
     places = np.arange(start, start + count) % NUM_SURVIVAL_BUCKETS
     rest += ring[:, places].sum(axis=1)
     ring[:, places] = 0.0

@@ -16,7 +16,7 @@ OUTLIVED = 1.5
 
 
 class OutputPredictor(ClusterObserver):
-    """Predicts by the distribution of durations."""
+    """Predicts how long an answer decodes from the durations of earlier ones."""
 
     def __init__(self, cluster_state: ClusterState) -> None:
         self.lengths = OutputLengths()

@@ -66,7 +66,7 @@ class PlacementCandidate(NamedTuple):
 
 
 class ChosenPlacement(NamedTuple):
-    """Why a request was placed as it was: the best candidates, the chosen one first."""
+    """The reasons for a placement: the best candidates, the chosen one first."""
 
     candidates: tuple[PlacementCandidate, ...]
     num_others: int
@@ -113,7 +113,7 @@ class Placement(msgspec.Struct, frozen=True):
     """Prefill and decode instance of a request, chosen together, before any work."""
 
     prefill: InstanceId
-    decode: InstanceId | None  # None: the prefill instance goes on (mixed), or nothing is left
+    decode: InstanceId | None  # None if it is the prefill instance (mixed), or nothing is left
     fetch_from: InstanceId | None
     fetch_tokens: int
     hit_tokens: int  # usable at the prefill instance, the fetched ones included
@@ -149,8 +149,8 @@ LONG_QUEUE = "long_queue"
 BATCH_FULL = "batch_full"
 """The reason of a rejection because one more answer in the batch would make the others late."""
 BATCH_SHARE = 0.7
-"""The part of its SLO of TTFT that a request may wait for that: how long its prompt takes after the
-wait is less certain on a server that fills its steps."""
+"""The share of its TTFT SLO that a request may wait for room in a batch. The rest is a margin: on a
+server whose steps prompts fill, the time of the prompt after the wait is less certain."""
 TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
 """Reasons for which it is predicted how long a request would wait."""
 
@@ -165,8 +165,8 @@ class Rejection(msgspec.Struct, frozen=True):
     status: int  # of HTTP
     reason: str  # for machines
     message: str  # for people
-    retry_after_s: float  # at least; infinite if waiting cannot help
-    projection: dict[str, float] | None = None  # the numbers behind it, by name and unit
+    retry_after_s: float  # the least time; infinite if waiting cannot help
+    projection: dict[str, float] | None = None  # the numbers behind the decision, by name and unit
     room_tokens: int = 0  # of KVCache that the request needs where it decodes
     prefill_s: float = 0.0  # predicted from its placement to its first token, without queues
 
@@ -233,8 +233,8 @@ def place(
 
 
 def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
-    """Leaves out instances whose remaining answers, from their time as decode instances, would
-    break the TBT SLO beside a prompt; not if there are no others."""
+    """Leaves out instances that still have answers from their time as decode instances, if a prompt
+    in the same step would break the TBT SLO. Keeps all if there are no others."""
     rows = np.array(table.remainders)
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
@@ -280,8 +280,8 @@ def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePref
     """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: TTFT by the
     prefill pool.
 
-    Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of one that
-    sends without pause would be in the steps of all others.
+    Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of a tenant
+    that sends without pause would be in the steps of all others.
     """
     hit_tokens = context.hit_tokens()
     prefill_s = context.table.prefill_s(context.footprint.num_tokens, hit_tokens)
@@ -370,7 +370,7 @@ def _describe(
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
     candidates = [_candidate(context, scores, best)]
-    # A decode instance that computes the prompt is listed, but not one of the possible ones.
+    # The list has the decode instance that computes the prompt, which is not in `possible`.
     num_others = num_possible - int(context.possible[best])
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):

@@ -43,8 +43,8 @@ from moonpool.kvcache.prefix_index import PrefixMatch
 
 MAX_SOURCES = 3
 ANSWER_SHARE = 0.2
-"""The part of an answer during which the batch that it joins stays as it is: batches of several
-instances level out while it lasts, as others are placed and end."""
+"""The part of an answer during which the batch that it joins stays about the same. After that, the
+batches of several instances have levelled out, because other answers begin and end."""
 _MASK = (1 << 64) - 1
 _Result = TypeVar("_Result")
 
@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 class RequestFootprint(msgspec.Struct, frozen=True):
     """What placement and admission know of a request."""
 
-    number: int  # of this decision: the n-th of this Conductor
+    number: int  # the number of this decision
     num_tokens: int  # of the prompt; after a retry, with the tokens generated so far
     expected_tokens: int  # KVCache to book where it decodes: prompt and answer, in whole blocks
     decodes: bool  # False if the first token is also the last
@@ -71,8 +71,8 @@ class RequestFootprint(msgspec.Struct, frozen=True):
 
 
 class LocalPrefixHits(msgspec.Struct, frozen=True):
-    """Predictions by row, without any fetch. `near_tokens` of the `hit_tokens` are in DRAM, the
-    others take `load_s` from the SSD; None: all are in DRAM."""
+    """Predictions by row, without any fetch. `near_tokens` of the `hit_tokens` are in DRAM, and
+    loading the others from the SSD takes `load_s`. Both are None if all are in DRAM."""
 
     hit_tokens: Floats
     prefill_s: Floats
@@ -140,7 +140,7 @@ class SelectionContext(msgspec.Struct, frozen=True):
 
 class WorkerScores(msgspec.Struct, frozen=True):
     """A policy's result by row: the lowest `rank` prefills. `sources`: rows to fetch the prefix
-    from, -1 for none; None: no fetch."""
+    from, with -1 for none, or None without any fetch."""
 
     rank: Floats
     ttft_s: Floats
@@ -347,7 +347,7 @@ def _consider_fetch(
     prefill_s: Floats,
     sources: Rows,
 ) -> None:
-    """Improves the last three where a fetch from this source shortens the TTFT. Returns
+    """Updates the last three arguments where a fetch from this source shortens the TTFT. Returns
     early if no such fetch could change the best instance."""
     table, footprint = context.table, context.footprint
     depth = float(context.usable_tokens(context.match.held.item(source)))

@@ -52,7 +52,7 @@ class _Session:
     num_turns: int
     of: SessionClass
     num_prefetches: int = 0
-    demoted: bool = False  # its last block left the DRAM of some instance
+    demoted: bool = False  # its last block has left the DRAM of an instance
     waiting: bool = True
 
 
@@ -65,14 +65,14 @@ class Prefetching(ClusterObserver):
         self._instances = cluster_state.instances
         self._waiting: OrderedDict[BlockKey, _Session] = OrderedDict()  # by its last full block
         self._num_blocks = 0
-        # By range of ages, in the order in which they reach its end; some wait no more.
+        # By range of ages, in the order in which they reach its end. Some of them no longer wait.
         self._by_age: list[deque[_Session]] = [deque() for _ in AGE_LIMITS_S]
         self._to_examine: deque[_Session] = deque(maxlen=MAX_TO_EXAMINE)
         self._demoted_rate = RunningMean(0.0)
         self._demoted_age_s = RunningMean(0.0)
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """A session that the prompt continues waits no more."""
+        """The session that the prompt continues no longer waits."""
         keys = tracked.keys
         if not keys or self._waiting.keys().isdisjoint(keys):
             return
@@ -86,7 +86,7 @@ class Prefetching(ClusterObserver):
                 return
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        """Its session waits from now on."""
+        """Its session now waits for its next turn."""
         keys = tracked.keys
         if not keys:
             return

@@ -1,10 +1,11 @@
 """Copies a hot prefix to another prefill instance before a request has to fetch it there.
 
 A prefix that many sessions begin with (a system prompt, a document) causes prefill work wherever it
-is cached. When the work of its sessions is more than its holders should bear, Algorithm 1 will soon
-send one of them elsewhere, which then waits for a fetch. So the Conductor measures the work that
-the sessions of each prefix bring per second, and lets one more instance take the prefix over while
-no request waits for it. Takers replace blocks that are used less (`scheduler.loading.handover`).
+is cached. When its sessions bring more work than its holders should have, Algorithm 1 will soon
+send one of the sessions elsewhere, where it waits for a fetch. So the Conductor measures the work
+that the sessions of each prefix bring per second, and lets one more instance take the prefix over
+while no request waits for it. Takers replace blocks that are used less
+(`scheduler.loading.handover`).
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class Replication(ClusterObserver):
         self._instances = cluster_state.instances
         self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()  # by the last key
         self._busy: dict[BlockKey, None] = {}  # prefixes to examine at the next tick
-        self._fetches: dict[int, tuple[BlockKey, float]] = {}  # until when they are waited for
+        self._fetches: dict[int, tuple[BlockKey, float]] = {}  # when the wait for them ends
         self._last_number = 0
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """Notes the work of a request that was placed at once. Only the first turn of a session
-        counts: later turns follow the session's own blocks."""
+        """Notes the work of a request that was placed without waiting. Only the first turn of a
+        session counts: later turns follow the session's own blocks."""
         attempt = tracked.attempt
         if attempt is None or tracked.num_turns:
             return
@@ -110,7 +111,7 @@ class Replication(ClusterObserver):
         self._busy.clear()
 
     def prefix_taken(self, report: PrefixTakenOver, now: float) -> Sequence[ConductorAction]:
-        """Notes that a copy has ended, or it is one of a departure."""
+        """Notes that a copy has ended. Ignores prefixes of a departure."""
         if self._fetches.pop(report.number, None) is not None:
             self.num_blocks += report.num_blocks
         return ()

@@ -48,7 +48,7 @@ class Door:
         return sum(len(waiting) for waiting in self._outside.values())
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
-        """Why a call waits because of its program; None: it need not."""
+        """The reason why a call waits for its program, or None if it need not wait."""
         program = tracked.program
         if program is None or program.root.has_begun:
             return None
@@ -67,7 +67,7 @@ class Door:
             self._outside.pop(program.tenant, None)
 
     def note_begun(self, program: Program, num_tokens: float) -> None:
-        """Notes that a program goes on, and needs so many tokens more."""
+        """Notes that a program has begun, and needs this many tokens more."""
         self.leave(program)
         at = program.instance
         self._held[at] = self._held.get(at, 0.0) + num_tokens
@@ -83,7 +83,7 @@ class Door:
 
     def crowded(self, tracked: TrackedRequest, now: float) -> list[int]:
         """Rows of instances that a call should not move to: programs need their KVCache. Its own
-        instance is none of them."""
+        instance is never among them."""
         program, table = tracked.program, self._table
         if program is None:
             return []

@@ -63,7 +63,7 @@ class ProgramKeeper(ClusterObserver):
             self._mark(program, leaves_first=False)
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
-        """Why the call waits because of its program; None: it need not."""
+        """The reason why the call waits for its program, or None if it need not wait."""
         if tracked.program is None:
             return None
         why = self.door.why_wait(tracked, now)

@@ -3,8 +3,8 @@
 A program pauses from the end of an answer until its next call arrives: its tool runs, or a person
 thinks. The curves are those of sessions (`conductor.forecast.turn_forecast`). A pause belongs to
 the class of its tool if the client names one, to that of programs of its kind, and to that of the
-last pause of the program itself. One that lasts longer than all ranges of ages is the program's
-end.
+last pause of the program itself. A pause that lasts longer than all ranges of ages counts as the
+program's end.
 """
 
 from __future__ import annotations

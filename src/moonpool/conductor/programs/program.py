@@ -56,8 +56,8 @@ class Program:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its calls wait where new requests would be refused. Many calls at once are no
-        agent's, but those of clients that share one name."""
+        """Whether its calls wait where new requests would be refused. Many parallel calls do not
+        come from one agent, but from clients that share one name."""
         return self.root.has_begun and self.num_running <= MAX_AT_ONCE
 
     @property

@@ -25,8 +25,8 @@ from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_PROGRAMS = 4096
-"""Programs that are remembered; of the tenant with most, those that have paused for longest are
-forgotten first."""
+"""The most programs that are remembered. The tenant with the most programs loses those that have
+paused for longest."""
 HORIZON_S = 30.0
 """If a pause should be shorter than this, the blocks stay in place."""
 PARK_CHANCE = 0.1
@@ -75,7 +75,8 @@ class Programs:
     # Calls
 
     def arrive(self, tracked: TrackedRequest, now: float) -> Program | None:
-        """Notes that a call has arrived; None: it is a request by itself."""
+        """Notes that a call has arrived and returns its program, or None for a standalone
+        request."""
         context = tracked.request.program
         if context is None:
             return None
@@ -90,8 +91,8 @@ class Programs:
         return program
 
     def recognise(self, tracked: TrackedRequest, now: float) -> Program | None:
-        """Finds the program of a request without a name whose blocks are known: the one whose
-        last prompt it goes on after, else a new one."""
+        """Finds the program of an unnamed request by its blocks: the program whose last prompt it
+        continues, or else a new one."""
         for key in reversed(tracked.keys):
             program = self._by_leaf.get(key)
             if program is not None and not program.num_running:
@@ -197,8 +198,8 @@ class Programs:
     # Time
 
     def tick(self, now: float) -> list[Program]:
-        """Takes the programs whose blocks should be the first to leave from now on; those that have
-        paused for longer than all others did are forgotten, and are among them."""
+        """Returns the programs whose blocks should be evicted first from now on. They include those
+        that have paused for longer than all ranges of ages, which are forgotten."""
         leaving: list[Program] = []
         for program in self._next_to_look_at():
             if program.since_s is None or program.num_running:
@@ -214,7 +215,8 @@ class Programs:
         return leaving
 
     def _next_to_look_at(self) -> list[Program]:
-        """All of them, or as many as a tick may look at, from where the last one ended."""
+        """Returns all of them, or as many as a tick may look at, starting where the last tick
+        ended."""
         programs = list(self._programs.values())
         if len(programs) <= MAX_LOOKS_PER_TICK:
             return programs

@@ -5,8 +5,8 @@ each step has a fixed time. Under a tight TBT SLO this is most of what a step ma
 Then a prompt breaks the SLO of all answers on its instance, or hardly advances.
 
 So the mixed instances of a cluster become prefill and decode instances then, by their profiles,
-before there is any demand: a change under load costs the answers under way. The roles are the
-Conductor's alone. The instances take both kinds of work, and are told nothing. `role_balance` moves
+before there is any demand: a change under load costs the answers under way. Only the Conductor
+knows these roles. The instances accept both kinds of work and get no command. `role_balance` moves
 them between the roles by the demand.
 """
 
@@ -30,9 +30,9 @@ a step may take. The built-in A800 node has 19 ms of it, which means a TBT SLO b
 def assign_roles(
     table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int, tbt_slo_s: float
 ) -> bool:
-    """Sets the roles of the instances that are mixed by themselves, none of which drains.
-    `num_switching` of these are to get another role. Returns whether mixed instances have separate
-    roles."""
+    """Sets the roles of the instances that were started as mixed, none of which drains.
+    `num_switching` of these are about to get another role. Returns whether mixed instances have
+    separate roles."""
     enough = len(mixed) + num_switching >= 2
     if not mixed or not enough or not all(_is_tight(state.info, tbt_slo_s) for state in mixed):
         for state in mixed:
@@ -49,8 +49,8 @@ def assign_roles(
 
 
 def _is_tight(info: InstanceInfo, tbt_slo_s: float) -> bool:
-    """Whether decodes alone keep the SLO and leave too little room for prompts, by the profile:
-    neither load nor what is learned may change it."""
+    """Whether decodes alone keep the SLO, but leave too little room for prompts. Uses the profile
+    only, so that neither load nor learned factors change the result."""
     begin_s, s_per_token, *_ = info.cost.prefill
     empty_s, s_per_decode, _ = info.cost.decode
     limit_s, tile = CHUNKED_STEP_SHARE * tbt_slo_s, info.cost.tile_tokens
@@ -62,7 +62,7 @@ def _is_tight(info: InstanceInfo, tbt_slo_s: float) -> bool:
 
 
 def _smaller_pool(table: InstanceTable) -> Role:
-    """The role that fewer instances have; mixed ones are yet to be given one."""
+    """Returns the role that fewer instances have. Instances that are still mixed do not count."""
     only_prefill = int(np.count_nonzero(table.prefills & ~table.decodes))
     only_decode = int(np.count_nonzero(table.decodes & ~table.prefills))
     return Role.PREFILL if only_prefill <= only_decode else Role.DECODE

@@ -25,8 +25,8 @@ The length of an answer is predicted from the length of its prompt, and from whe
 is cached: long documents get short answers, the next turn of a long conversation does not, and it
 is their mix that shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
 take the lengths that are known when they are used: what is learned later corrects earlier requests,
-and is no shift. Advice must also hold if the answers that exceed all known lengths end at once (or
-last long, if prefill is short).
+and is not a shift. Advice must also hold if the answers that exceed all known lengths end at once
+(or last long, if prefill is short).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PART_S = 2.0
 `MOST_PARTS` of them."""
 LEAST_PARTS, MOST_PARTS = 32, 256
 LEAST_SEEN_S = 20.0
-"""Time since a change before which nothing is advised: a burst is no shift."""
+"""Time since a change before which nothing is advised: a burst is not a shift."""
 LEAST_CHANGED = 5
 """Parts before and after a change, at least."""
 CHANGED = 4.5
@@ -202,8 +202,8 @@ class OfferedLoad:
 
 
 class _Part:
-    """The requests of a short time. Those whose answers end at their limit have their tokens in
-    `sums`; of all others there are the number and the prompts' tokens, by kind."""
+    """The requests of a short time. Requests whose answers end at their limit have their tokens in
+    `sums`. Of all others, it keeps the number and the prompts' tokens, by kind."""
 
     __slots__ = ("prompts", "requests", "sums")
 
@@ -233,7 +233,7 @@ class PresentLoad:
         self._part: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, most_tokens: float, now: float) -> None:
-        """Adds a request, whose answer has at most so many tokens after the first."""
+        """Adds a request, whose answer has at most this many tokens after the first."""
         self.advance(now)
         part, load = self._newest, LoadSums()
         kind = kind_of(new_tokens + cached_tokens, cached_tokens)
@@ -395,9 +395,9 @@ class RoleBalance:
         now: float,
         movable: Sequence[int] | None = None,
     ) -> RoleAdvice | None:
-        """The advice, if it is sure. `losses`: attempts under way and blocks cached, by row; the
-        instances that lose least switch first. `movable`: the rows that may; None: all. The caller
-        follows it, or asks again."""
+        """Returns the advice, if it is certain enough. `losses`: attempts under way and blocks
+        cached, by row; the instances that lose least switch first. `movable`: the rows that may
+        switch, or None for all. The caller follows the advice, or asks again."""
         present = self._present
         present.advance(now)
         if present.load.seen_s < self._least_seen_s:
@@ -550,7 +550,7 @@ class _PoolCapacities:
         self._decode_capacity -= sign / self._decode_s[row]
 
     def move_back(self, row: int, role: Role) -> None:
-        """Takes a move to this role back."""
+        """Undoes a move to this role."""
         self.move(row, Role.DECODE if role is Role.PREFILL else Role.PREFILL)
 
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:

@@ -1,5 +1,5 @@
-"""Switches instances between prefill and decode, as `role_balance` advises: all that it names at a
-time, and no others before these have ended.
+"""Switches instances between prefill and decode, as `role_balance` advises. It switches all
+instances of one advice together, and no others before these have ended.
 
     serving --lasting advice--> draining --prefills over--> SwitchRole --RoleChanged--> new role
                                  \\--time is up, or a pool lost its last instance--> old role
@@ -114,7 +114,7 @@ class RoleSwitching(ClusterObserver):
         return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
-        """Drains an instance that is to become a `role` one."""
+        """Drains an instance that will get the role `role`."""
         state = self._cluster_state.instances[instance_id]
         assert state.drain is None
         until_s = now + max(self._window_s, LEAST_DRAIN_S)
@@ -190,7 +190,7 @@ class RoleSwitching(ClusterObserver):
         return [self._announce(f"{text}; to become {advice.role}, these drain: {names}")]
 
     def _mixed(self) -> list[InstanceState]:
-        """The instances that are mixed by themselves and stay."""
+        """The instances that were started as mixed and do not leave."""
         states = self._cluster_state.instances.values()
         return [each for each in states if each.info.role is Role.MIXED and each.drain is None]
 

@@ -2,8 +2,8 @@
 
 The answers that have ended are the short ones, all the more while a kind is new: where answers take
 a minute, none of the usual ones has ended after half of it. An answer under way is at least as long
-as it is now. So the means are those of Kaplan and Meier, over bins of lengths. What is left when
-all known lengths are exceeded is a guess; a lower and an upper one state how much depends on it.
+as it is now. So the means are those of Kaplan and Meier, over bins of lengths. How far answers
+exceed all known lengths is a guess. A lower and an upper guess show how much depends on it.
 
 A kind of prompt is its length, by octaves, and whether a part of it is cached.
 """
@@ -20,7 +20,7 @@ NUM_KINDS = 2 * NUM_OCTAVES
 BINS_PER_OCTAVE = 4
 NUM_BINS = BINS_PER_OCTAVE * 20
 MEMORY_ANSWERS = 256.0
-"""At twice this number of ended answers of a kind, the weights of all until then are halved."""
+"""When a kind has twice this weight of ended answers, all its weights are halved."""
 LEAST_SEEN = 8.0
 """Answers of a kind, ended or under way, without which those of all kinds stand in for it."""
 RELEARN_EVERY = 16
@@ -135,7 +135,7 @@ class _Lengths:
         return LengthRange(mean + left, mean + LEFT * left, mean + LEFT_AT_MOST * left)
 
     def _at_risk(self) -> list[float]:
-        """Answers that have reached each bin. Those that are in it count half."""
+        """Returns how many answers have reached each bin. An answer within the bin counts half."""
         at_risk = [0.0] * NUM_BINS
         ended, reached = 0.0, 0.0
         for place in range(NUM_BINS - 1, -1, -1):

@@ -1,8 +1,8 @@
 """The share of the recent requests that pools with these loads could serve.
 
-Under overload somebody is rejected. Admission by expected goodput serves those that need least, so
-that two splits with equal loads may serve different numbers of requests: where a few long prompts
-make most of the prefill load, more prefill instances serve hardly any more requests.
+Under overload some requests are rejected. Admission by expected goodput serves those that need
+least, so that two splits with equal loads may serve different numbers of requests: where a few long
+prompts make most of the prefill load, more prefill instances serve hardly any more requests.
 """
 
 from __future__ import annotations

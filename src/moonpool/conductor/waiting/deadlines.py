@@ -31,7 +31,7 @@ class Deadlines:
         heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
 
     def trim(self) -> None:
-        """Forgets ended requests once they are more than the others."""
+        """Forgets ended requests once they outnumber the others."""
         if len(self._ends) > 2 * len(self._requests) + 64:
             self._ends = [end for end in self._ends if end[1] in self._requests]
             heapq.heapify(self._ends)

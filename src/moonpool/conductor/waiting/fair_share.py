@@ -2,14 +2,14 @@
 
 A tenant's level is the KVCache that its requests hold now, and the tokens that were computed for it
 lately, over its weight. So an answer counts for as long as it runs, and for some time afterwards.
-Tenants compete while they have requests under way, and for some time after a request. One below the
-mean level of the competitors is owed a place:
+Tenants compete while they have requests under way, and for some time after a request. A tenant
+below the mean level of the competitors is owed a place:
 
 * Its requests wait for one instead of being refused, and the others come after them.
-* One that is far below claims it: it is not refused for load that others cause, and where they hold
-  the room, their youngest answers give way (`waiting.preemption`).
+* A tenant far below its share claims it: its requests are not refused for load that others cause,
+  and where others hold the room, their youngest answers give way (`waiting.preemption`).
 
-A tenant alone is never affected. Time is the caller's.
+A tenant alone is never affected. The caller supplies the time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from moonpool.conductor.observers import ClusterObserver
-from moonpool.conductor.state import TrackedRequest
-from moonpool.conductor.waiting.share_account import ShareAccount
+from moonpool.conductor.state import ShareAccount, TrackedRequest
 from moonpool.types import payer_of
 
 ACTIVE_S = 20.0
-"""A tenant competes for so long after its last request."""
+"""A tenant competes for this long after its last request."""
 MAX_TENANTS = 4096
 MAX_OWED_WAITING = 64
 """Requests of one tenant that wait because it is owed; further ones are refused as usual."""
 QUICK_SHARE = 0.5
-"""A tenant claims a place at once up to this part of the mean, its request included."""
+"""A tenant claims a place immediately while it has at most this share of the mean, its request
+included."""
 PATIENT_SHARE = 0.125
-"""Part of its TTFT SLO that a request waits before it claims more, up to the mean."""
+"""The share of its TTFT SLO that a request waits before its tenant may claim up to the mean."""
 
 
 class FairShare(ClusterObserver):

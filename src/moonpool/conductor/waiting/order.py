@@ -66,8 +66,9 @@ class WaitingOrder:
                 del self._classes[priority]
 
     def due(self, now: float) -> Iterator[TrackedRequest]:
-        """Yields those that may be placed now, by what was placed since the last one. They may
-        leave meanwhile, and none may enter."""
+        """Yields the requests that may be placed now. The order takes into account what was placed
+        since the last one was yielded. During the iteration requests may leave, and none may
+        enter."""
         self._look(now)
         if not self._aged:
             for priority in sorted(self._classes):

@@ -1,9 +1,10 @@
 """Which answers give way where a tenant claims its share of the room (`fair_share`).
 
 The youngest answer of the tenant farthest above its share goes first. It goes on later with the
-same tokens, so its client sees a pause. No tenant gives more than what brings it down to the one
-that claims, so that two tenants never take the room from each other in turn. Answers past half of
-their time go last: they have been under way for long, and must end. Books nothing.
+same tokens, so its client sees a pause. No tenant gives up more than what brings it down to the
+level of the claiming tenant, so that two tenants never take the room from each other in turn.
+Answers past half of their time go last: they have been under way for long, and must end. Books
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Preemption:
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
         """The answers whose end gives this request room for `num_tokens` on one instance: as few
-        tokens as possible. Empty if there are none to whose room it has a claim."""
+        tokens as possible. Empty if it has a claim to the room of no answer."""
         best: list[TrackedRequest] = []
         least = float("inf")
         for state in self._instances.values():
@@ -70,8 +71,8 @@ class Preemption:
         lacking: float,
         now: float,
     ) -> list[TrackedRequest]:
-        """Answers of one instance that hold what is lacking there; none if they hold less. None
-        gives way to its own tenant."""
+        """Returns answers of one instance that together hold the missing room, or none if they hold
+        less. No answer gives way to a request of its own tenant."""
         shares, tenant = self._shares, payer_of(tracked.request.tenant)
         claimed = shares.level(tenant, now) + num_tokens / shares.weight(tenant)
         queues = _by_tenant(holding, tracked, now)

@@ -1,6 +1,7 @@
-"""Requests that wait for an instance, for room or for their share: they have no attempt meanwhile.
+"""Requests that wait for an instance, for room or for their share. They have no attempt while they
+wait.
 
-`rules` says who waits. The queue is bounded, and every tenant that comes has a part of it.
+`rules` says who waits. The queue is bounded, and every tenant has a part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_WAITING_TOKENS = 1 << 24
 """Limits for requests that were not admitted before; the others always wait."""
 MAX_LOST = 256
 RETRIES = RetryDelays((0.0, 0.5, 1.5, 3.0, 5.0))
-"""Of attempts, after faults in a row."""
+"""Pauses between attempts after consecutive faults."""
 
 
 class WaitNeed(NamedTuple):
@@ -74,7 +75,7 @@ class WaitingRequests:
         return len(self._waits)
 
     def __iter__(self) -> Iterator[_Wait]:
-        """Those that wait, in the order in which they came."""
+        """The waiting requests in the order of their arrival."""
         return iter(self._waits.values())
 
     def __contains__(self, request_id: RequestId) -> bool:
@@ -82,7 +83,7 @@ class WaitingRequests:
 
     @property
     def line(self) -> int:
-        """The place of one that comes now, in the order of those that wait."""
+        """The place in the order that a request gets if it comes now."""
         return self._order.num_entered
 
     def expect(self, roles: Mapping[InstanceId, Role]) -> None:
@@ -99,7 +100,7 @@ class WaitingRequests:
         self.expect({state.info.instance_id: state.info.role})
 
     def note_joined(self, instance_id: InstanceId) -> None:
-        """Nobody waits for it any more."""
+        """Requests no longer wait for it."""
         self.lost.pop(instance_id, None)
 
     def need(self, tracked: TrackedRequest) -> WaitNeed:
@@ -109,7 +110,7 @@ class WaitingRequests:
     # Who may wait
 
     def awaits(self, reason: str) -> bool:
-        """Whether an instance is expected back whose lack is the reason of a rejection."""
+        """Whether an instance is expected back whose absence caused a rejection."""
         roles = self.lost.values()
         if reason == "no_instance":
             return bool(roles)
@@ -118,8 +119,8 @@ class WaitingRequests:
         return reason == "no_decode_instance" and any(role.decodes for role in roles)
 
     def has_place(self, tracked: TrackedRequest) -> bool:
-        """Whether the queue takes this request. One that was admitted before always has a place,
-        and one that waits already keeps its own. Of the places for others, a tenant gets one part,
+        """Whether the queue takes this request. A request that was admitted before always has a
+        place, and a waiting one keeps its own. Of the places for others, a tenant gets one part,
         and leaves one for each other tenant that waits, and one for the next that comes."""
         request = tracked.request
         if tracked.num_attempts or self._is_waiting(tracked):
@@ -136,7 +137,7 @@ class WaitingRequests:
         )
 
     def ahead(self, tracked: TrackedRequest, now: float) -> WaitNeed:
-        """What the requests that wait, and would be placed before this one, take in all."""
+        """Returns what all waiting requests that would be placed before this one need together."""
         tenant = payer_of(tracked.request.tenant)
         level = self._shares.level(tenant, now)
         room_tokens, prefill_s = 0, 0.0
@@ -156,8 +157,8 @@ class WaitingRequests:
         is_owed: bool = False,
         limit_s: float | None = None,
     ) -> None:
-        """A request that waits already keeps its place. `limit_s`: it is to be looked at then, by
-        `over`; None: its deadline is the only limit."""
+        """A request that waits already keeps its place. `limit_s`: when `over` checks it again;
+        None if its deadline is the only limit."""
         request = tracked.request
         if self._is_waiting(tracked):
             return
@@ -200,7 +201,7 @@ class WaitingRequests:
         return self._order.due(now)
 
     def is_due(self, wait: _Wait, now: float) -> bool:
-        """Whether the delay of one that waits is over."""
+        """Whether the delay of a waiting request is over."""
         return self._order.is_due(wait.number, now)
 
     def _is_waiting(self, tracked: TrackedRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Forecasts when an instance has room for so many more tokens of KVCache.
+"""Forecasts when an instance has room for this many more tokens of KVCache.
 
 The answers that hold the room free it when they end. Each is predicted from its own length so far:
 
@@ -74,9 +74,9 @@ class RoomForecast(ClusterObserver):
     def wait_s(
         self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float, decodes: bool
     ) -> float:
-        """Time until some instance has room for `num_tokens`, after those who wait for
-        `ahead_tokens` in all have got theirs. `answer_s`: how long an answer lasts in the mean.
-        `decodes`: whether the request needs an instance that decodes; else one for its prompt."""
+        """Time until some instance has room for `num_tokens`, after the waiting requests ahead have
+        got their `ahead_tokens`. `answer_s`: how long an answer lasts in the mean. `decodes`:
+        whether the request needs an instance that decodes; else one for its prompt."""
         if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
             self._update(now)
         table = self._table
@@ -133,7 +133,7 @@ class _Ends:
         self._ends_s, self._freed = ends_s, freed
 
     def wait_s(self, lacking: float, capacity_tokens: float, answer_s: float, now: float) -> float:
-        """Time until so many tokens are free."""
+        """Time until this many tokens are free."""
         if lacking <= 0.0:
             return 0.0
         place = int(np.searchsorted(self._freed, lacking))
@@ -141,7 +141,7 @@ class _Ends:
             return max(float(self._ends_s[place]) - now, 0.0)
         if not len(self._ends_s):
             return answer_s
-        # Those who wait fill the instance again, more than once.
+        # The waiting requests fill the instance again, more than once.
         last_s = max(float(self._ends_s[-1]) - now, 0.0)
         rounds = (lacking - float(self._freed[-1])) / max(capacity_tokens, 1.0)
         return last_s + rounds * max(answer_s, last_s)

@@ -89,8 +89,8 @@ class WaitRules:
     def worth_trying(
         self, must_wait: Callable[[TrackedRequest], bool], now: float
     ) -> Iterator[TrackedRequest]:
-        """Yields the waiting requests that may find a place now. Those that do leave the queue
-        before the next one is asked for."""
+        """Yields the waiting requests that may find a place now. A request that finds one leaves
+        the queue before the next one is asked for."""
         waiting, most_tokens = self.waiting, self._table.most_room_tokens()
         num_failures = 0
         least_tokens: float = inf  # for which there was no room
@@ -192,8 +192,8 @@ class WaitRules:
     def _is_in_time(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
     ) -> bool:
-        """Whether time removes the reason soon enough. One that waits already was in time, and its
-        limit is kept."""
+        """Whether time removes the reason soon enough. A request that already waits was in time
+        when it came, and its limit is kept."""
         request = tracked.request
         if rejection.reason == POLICY or (
             request.slo.ttft_stated and rejection.reason not in TIME_HELPS

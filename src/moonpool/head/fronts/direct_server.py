@@ -1,4 +1,4 @@
-"""Where a front takes tokens from instances: a port for those that prove the cluster's secret."""
+"""The port at which a front takes tokens from instances that prove the cluster's secret."""
 
 from __future__ import annotations
 

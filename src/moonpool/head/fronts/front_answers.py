@@ -27,7 +27,7 @@ _KNOWN = msgspec.msgpack.Decoder(Known)
 
 
 class FrontAnswers(KeptAnswers):
-    """As `KeptAnswers`. An answer that another front holds moves here when its client comes back
+    """Like `KeptAnswers`. An answer that another front holds moves here when its client comes back
     here."""
 
     def __init__(self, head: RemoteHead) -> None:

@@ -13,7 +13,8 @@ from moonpool.types import InstanceId, Role
 
 
 class FrontCalls:
-    """From `begin` until `hand_over` or `end`. The supervisor starts and ends the fronts."""
+    """The calls of fronts, each from `begin` until `hand_over` or `end`. The supervisor starts and
+    ends the fronts."""
 
     def __init__(self, link: SupervisorLink, head: ClusterHead, options: ApiOptions) -> None:
         self._link = link

@@ -11,6 +11,7 @@ import msgspec
 from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse
+from moonpool.head.answers import ResponseStream
 from moonpool.head.fronts.channel import FrontChannel
 from moonpool.head.fronts.messages import (
     FROM_FRONT,
@@ -41,7 +42,6 @@ from moonpool.head.fronts.messages import (
     ToldRefusal,
 )
 from moonpool.head.models.served_model import ServedModel
-from moonpool.head.response_stream import ResponseStream
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import AttemptId, TokenRoute
@@ -96,7 +96,7 @@ class FrontAnswer(ResponseStream):
         return parts
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly."""
+        """The address to which the tokens of an attempt go directly."""
         if attempt_id not in self._attempts:
             self._attempts.append(attempt_id)
         return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)

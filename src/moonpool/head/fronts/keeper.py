@@ -57,7 +57,7 @@ class Front:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         name, held = self.serving.name, self.serving.held
         fronts = Successors(name, self._run_once, self._after, RESTARTS, log)
         await fronts.run(kept=lambda: f", and goes on with {len(held)} answers")

@@ -83,14 +83,14 @@ class CloseAnswer(_Message, frozen=True, tag=True):
 
 
 class AbortAnswer(_Message, frozen=True, tag=True):
-    """As `ModelBackend.abort`."""
+    """Like `ModelBackend.abort`."""
 
     number: int
     reason: str
 
 
 class FinishAnswer(_Message, frozen=True, tag=True):
-    """As `ModelBackend.finish`."""
+    """Like `ModelBackend.finish`."""
 
     number: int
     reason: FinishReason
@@ -112,7 +112,7 @@ class CountRefused(_Message, frozen=True, tag=True):
 
 
 class CountAnswered(_Message, frozen=True, tag=True):
-    """As `ModelBackend.note_answered`."""
+    """Like `ModelBackend.note_answered`."""
 
     model: str
     lengths: tuple[int, ...]
@@ -191,7 +191,7 @@ class AnswerFetched(_Message, frozen=True, tag=True):
 
 
 class ModelKnown(_Message, frozen=True, tag=True):
-    """A model of the head, and its place among them. `offer`: what it is read from; None: the
+    """A model of the head, and its place among them. `offer`: what it is read from, or None if the
     configuration names it. `no_forwarding`: as `ModelBackend.why_not_forwarded`."""
 
     model: str
@@ -236,7 +236,7 @@ class AnswerPlaced(_Message, frozen=True, tag=True):
 
 
 class ToldRefusal(Refusal, frozen=True):
-    """As `RequestRefused`."""
+    """Like `RequestRefused`."""
 
     is_counted: bool = False
 

@@ -56,7 +56,7 @@ from moonpool.types import FinishReason, Request, RequestId
 log = limited_logger("moonpool.front")
 
 LACK_S = 3.0
-"""How long the tokens before others are awaited, which may come over another connection."""
+"""How long to wait for missing earlier tokens, which may come over another connection."""
 NO_HEAD = "the head process is being replaced"
 
 
@@ -92,7 +92,7 @@ class RemoteHead:
         self._answers: dict[int, RemoteAnswer] = {}
         self._named: dict[RequestId, RemoteAnswer] = {}
         self.listens: FrontListens | None = None
-        """Where instances may send tokens directly."""
+        """The address to which instances may send tokens directly."""
         self._asked: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
         self._spent: dict[str, int] = {}
         self._arrivals: asyncio.Queue[ModelKnown | HeadState] = asyncio.Queue()

@@ -100,7 +100,7 @@ class RemoteModel:
 
 
 class RemoteModels:
-    """In the order of the head's."""
+    """The head's models, in its order."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -16,8 +16,8 @@ _SUMS = ("answers_paused", "requests_under_way", "requests_waiting", "indexed_bl
 
 
 def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]:
-    """As `describe_cluster`. Parts about one model are those of the first model; `models` has them
-    for each."""
+    """Like `describe_cluster`. Parts about one model are those of the first model; `models` has
+    them for each."""
     each = [describe_cluster(model.conductor, now) for model in models]
     described = _together(models, each)
     described["drains"] = {

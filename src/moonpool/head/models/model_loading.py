@@ -52,9 +52,9 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class ApiModel:
-    """`source` names the tokenizer, `parts` are what it is made from if its file is no folder, and
-    `chat_template` is the template to use in place of its own: for processes that read bodies.
-    `reader` is such a process, which has loaded them; None: there is none yet."""
+    """`source` names the tokenizer, `parts` are what it is made from if its file is not a folder,
+    and `chat_template` is the template to use in place of its own: for processes that read bodies.
+    `reader` is such a process, which has loaded them, or None if there is none yet."""
 
     card: ModelCard
     tokenizer: Tokenizer

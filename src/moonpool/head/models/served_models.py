@@ -159,7 +159,8 @@ class ServedModels:
             await asyncio.wait_for(self._has_first.wait(), FIRST_S)
 
     async def expect_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
-        """As `of_offer`, for what an earlier head has left; before any server joins."""
+        """Like `of_offer`, for an offer that an earlier head has left. Must be called before any
+        server joins."""
         model = self._known(offer)
         if model is None:
             model = await self._load(offer, is_new=False)

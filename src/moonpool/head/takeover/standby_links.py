@@ -40,7 +40,8 @@ class StandbyLinks:
         self._links: dict[WorkerLink, ApplyStandby] = {}
         self._feeds: dict[WorkerLink, AnswerFeed] = {}
         self.answers = KeptAnswers()
-        """Those under way and those whose clients may come back: a standby has copies."""
+        """Answers under way, and those whose clients may come back. A standby has copies of
+        them."""
 
     def note(self, link: WorkerLink, apply: ApplyStandby, workers: Iterable[WorkerLink]) -> bool:
         """Returns True if the standby is taken, and new. If it has replaced this head, the workers

@@ -1,4 +1,4 @@
-"""Which call a head ended with: the one that its loop worked on."""
+"""Finds the call that a head's event loop was processing when the head ended."""
 
 from __future__ import annotations
 

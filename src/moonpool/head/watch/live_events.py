@@ -21,9 +21,9 @@ from moonpool.types import FinishReason, InstanceId
 MAX_EVENTS = 100
 LOOK_S = 1.0
 REFUSALS_S = 10.0
-"""Requests without an answer are one event for this long."""
+"""Refused requests within this time are shown as one event."""
 FAULTS = {"lost", "damaged", "refused", "disk"}
-"""Kinds that the page shows as wrong."""
+"""Kinds of events that the page shows as faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class LiveEvents:
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         if record.outcome in ANSWERED or record.outcome == FinishReason.ABORT.value:
-            return  # an orderly departure is no fault
+            return  # an orderly departure is not a fault
         if not self._refused:
             self._refused_s = now
         self._refused[record.outcome] += 1

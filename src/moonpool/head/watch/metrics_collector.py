@@ -51,7 +51,7 @@ CLASS_COUNTERS = (
     "moonpool:slo_class_effective_requests",
     "moonpool:slo_class_rejections",
 )
-"""By class of service levels: all that ended, those within their SLOs, those refused."""
+"""Counters by SLO class: requests that ended, requests within their SLOs, refused requests."""
 MAX_INSTANCES = 4096
 """Names of instances that are remembered; beyond that, the one that joined first is dropped."""
 
@@ -98,7 +98,7 @@ class MetricsCollector:
             self.note_refused(record.outcome)
 
     def _note_class(self, record: RequestRecord) -> None:
-        """Counts what its class got. A client that left has not judged it."""
+        """Counts the request in its SLO class. A request whose client has left is not counted."""
         name = record.slo.class_name
         if not name or record.outcome == FinishReason.ABORT.value:
             return

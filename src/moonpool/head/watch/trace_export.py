@@ -65,7 +65,7 @@ def open_exporter(endpoint: str) -> TraceExporter | None:
         text = "--otlp-traces-endpoint needs OpenTelemetry, which is not installed"
         if isinstance(error, ModuleNotFoundError):
             raise ConfigError(f"{text}: {install_command('otel')}") from None
-        # xds-protos (the extra epp) has older files of a package of OpenTelemetry's.
+        # xds-protos (in the extra epp) brings older files of one of OpenTelemetry's packages.
         raise ConfigError(
             "--otlp-traces-endpoint needs files of OpenTelemetry that another package has replaced:"
             " pip install --force-reinstall --no-deps opentelemetry-proto"

@@ -209,7 +209,7 @@ class LfuEviction:
         return self._num_uses[block_id], 0
 
     def _drop(self, block_id: BlockId) -> None:
-        """Ends what is kept of a block that is no longer cached."""
+        """Drops the data of a block that is no longer cached."""
         del self._num_uses[block_id]
 
 

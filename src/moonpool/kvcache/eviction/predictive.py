@@ -6,10 +6,10 @@ prompts); how many new blocks the visit added; and whether the prompt came back 
 block (it was left behind). `survival` learns online how soon blocks of a class are used again, also
 from blocks that were evicted and missed: their keys (ghosts) are remembered for a while.
 
-A visit's consecutive blocks of one class are a segment. There is one queue of segments for each
-class and range of ages (a cell). The cell with the least worth loses the last block of its oldest
-segment. Only ends of cached prompts are in queues: a segment that other segments continue enters
-its queue when those are gone, so no block stays cached whose predecessor was evicted.
+Consecutive blocks of a visit that have one class are a segment. There is one queue of segments for
+each class and range of ages (a cell). The cell with the least worth loses the last block of its
+oldest segment. Only ends of cached prompts are in queues: a segment that other segments continue
+enters its queue when those are gone, so no block stays cached whose predecessor was evicted.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PredictiveEviction:
         self._queues: list[OrderedDict[_Segment, None]] = []  # by class and range of ages
         self._ranks: list[int] = []  # by cell
         self._order: list[int] = []  # the ranks of all cells, least first
-        self._ordered = True  # whether both follow from what was learned
+        self._ordered = True  # whether both are up to date with what was learned
         self._first = LEAST_RANK  # no cell with a smaller rank has a segment
 
     def store(
@@ -199,7 +199,7 @@ class PredictiveEviction:
         try:
             return self._segment_of[block_id] is not None  # type: ignore[call-overload]
         except (IndexError, TypeError):
-            return False  # no block, or one that was never used
+            return False  # not a block, or never used
 
     # Segments
 

@@ -42,7 +42,7 @@ class ReplicaAwareEviction(WrappedEviction):
         self._num_tight: list[int] = []  # blocks that continue it here and are tight
 
     def mark(self, block_ids: Iterable[BlockId], spare: bool) -> None:
-        """Marks cached blocks as spare, or takes the mark, as the Conductor reports."""
+        """Marks cached blocks as spare, or removes the marks, as the Conductor reports."""
         marked, num_tight = self._spare, self._num_tight
         change = marked.add if spare else marked.discard
         for block_id in block_ids:
@@ -52,7 +52,7 @@ class ReplicaAwareEviction(WrappedEviction):
                     self._turn(block_id, spare)
 
     def forget_marks(self) -> None:
-        """Takes all marks."""
+        """Removes all marks."""
         self.mark(sorted(self._spare), spare=False)
 
     def assign(self, block_ids: Sequence[BlockId], tenant: str, share: float) -> None:
@@ -77,7 +77,7 @@ class ReplicaAwareEviction(WrappedEviction):
         return parent if life != NO_LIFE and self._lives[parent] == life else None
 
     def let_go_at(self, block_id: BlockId) -> int:
-        """When a cached block was released last, counted in blocks released since the start."""
+        """When a cached block was last released, counted in blocks released since the start."""
         return self._let_go_at[block_id]
 
     def store(
@@ -141,7 +141,7 @@ class ReplicaAwareEviction(WrappedEviction):
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if evict(block_id):
-                # As `_end_all`: a loose block counts nowhere, and no tight one continues it.
+                # As `_end_all`: a loose block is in no count, and no tight block continues it.
                 self._parent[block_id] = NO_LIFE
                 self._lives[block_id] += LIFE
                 popped.append(block_id)

@@ -1,4 +1,5 @@
-"""Which instance owns each replicated block, and which instances must be notified of changes.
+"""Decides which instance owns each replicated block, and which instances must be notified of
+changes.
 
 Of several holders of a block, one is its *owner* and keeps it; to the others the block is spare
 (`kvcache.eviction.replica_aware`). Each holder owns a share of the blocks in proportion to its
@@ -91,7 +92,7 @@ class ReplicaTracker:
                 notified_of[key] = notified ^ bit
 
     def note_all_dropped(self, key: BlockKey, bit: int) -> None:
-        """Notes as `note_dropped` does, for a block that may never have been spare."""
+        """Like `note_dropped`, for blocks that may never have been spare."""
         if self._notified.get(key, 0) & bit:
             self.note_dropped((key,), bit)
 

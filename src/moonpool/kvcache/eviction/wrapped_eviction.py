@@ -1,4 +1,4 @@
-"""What eviction policies around another one have in common."""
+"""The common part of eviction policies that wrap another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool.types import BlockId
 
 
 class WrappedEviction(ABC):
-    """An `EvictionPolicy` that asks another one for all that it does not decide itself."""
+    """An `EvictionPolicy` that passes on to another one what it does not decide itself."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
@@ -40,4 +40,4 @@ class WrappedEviction(ABC):
 
     @abstractmethod
     def _end(self, block_id: BlockId) -> None:
-        """Ends what is kept of a block that lost its key."""
+        """Drops the data of a block that lost its key."""

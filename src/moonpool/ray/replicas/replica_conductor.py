@@ -75,8 +75,8 @@ Decision = PlacedCall | RefusedCall
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: so many tokens, or its end. `replica`: where
-    from; "": the one where the call is."""
+    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: the
+    replica that reports; "" for the one that has the call."""
 
     call_id: str
     now: float
@@ -91,7 +91,7 @@ class _Replica:
     name: str
     instance: VllmInstance
     times: ReplicaTimes = field(default_factory=ReplicaTimes)
-    step_s: float | None = None  # when the step began that is under way
+    step_s: float | None = None  # the time when the step under way began
     in_step: set[str] = field(default_factory=set)
 
 
@@ -168,7 +168,7 @@ class ReplicaConductor:
 
     def _lose(self, name: str, now: float) -> None:
         """Calls that were sent there are over: their routers place them again, or their clients do.
-        Those that were only placed there are placed again."""
+        Calls that were only placed there are placed again."""
         for call_id in [id_ for id_, each in self._calls.items() if each.replica == name]:
             if self._calls[call_id].num_tokens:
                 self._cancel(call_id, now)
@@ -304,7 +304,7 @@ class ReplicaConductor:
                     replica.times.starts(call_id, action.report.cached_tokens)
                 self._post(Reported(InstanceId(replica.name), action.report), self._now)
             case _:
-                pass  # routers see steps and ends by themselves
+                pass  # routers see steps and ends without it
 
     def _submit(self, replica: _Replica, submit: SubmitRequest) -> None:
         call_id = request_of(submit.attempt.attempt_id)

@@ -1,4 +1,4 @@
-"""Which arenas of an instance are lost, and when one that has come back can be used.
+"""Keeps track of which arenas of an instance are lost, and when a returned arena can be used.
 
 An arena is used again only once no request holds blocks of the lost one. Requests that no other
 instance can take wait for it.
@@ -15,7 +15,7 @@ from moonpool.types import BlockId, BlockKey
 
 
 class BlockUser(Protocol):
-    """What `ArenaTracker` reads of a request."""
+    """The part of a request that `ArenaTracker` reads."""
 
     @property
     def block_ids(self) -> Sequence[BlockId]: ...
@@ -25,7 +25,7 @@ class BlockUser(Protocol):
 
     @property
     def target(self) -> object | None:
-        """Where its KVCache is streamed to; None if nowhere."""
+        """The target to which its KVCache is streamed, or None."""
         ...
 
     @property

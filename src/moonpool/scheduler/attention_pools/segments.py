@@ -56,8 +56,8 @@ class SegmentedPool(PartitionedPool):
         return sum(self.sizes) - sum(rests) + max(rests)
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Of each segment, the longest run from its start that one arena has; ends at the first
-        gap."""
+        """Returns, for each segment, the longest run from its start that one arena has. Ends at the
+        first gap."""
         found: list[BlockId] = []
         for first in range(0, len(keys), self.segment_blocks):
             segment = keys[first : first + self.segment_blocks]

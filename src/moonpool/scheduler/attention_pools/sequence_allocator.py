@@ -32,7 +32,7 @@ class SequenceAllocator(Protocol):
 
     def can_extend(self, extensions: Iterable[tuple[Sequence[BlockId], int]]) -> bool:
         """Whether all of these sequences, given by their blocks, could get the given number of
-        further blocks at once."""
+        further blocks together."""
         ...
 
     def makes_room(self, victim: Sequence[BlockId], sequence: Sequence[BlockId]) -> bool:

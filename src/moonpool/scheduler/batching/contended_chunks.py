@@ -1,8 +1,8 @@
-"""Shorter chunks while another tenant's prompt may come that would go first.
+"""Makes chunks shorter while another tenant's prompt may come that would be served first.
 
 A prompt that comes waits for the step under way, for half of it on average. So a step of one tenant
-takes at most a share of the time that the other's last prompts take alone. The one that comes does
-not share its step with more of the others' tokens than that either.
+takes at most a share of the time that the other's last prompts take alone. Nor does the new prompt
+share its step with more of the others' tokens than that.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from moonpool.types import payer_of
 WINDOW_S = 15.0
 """A tenant that has sent no prompt for this long is not waited for."""
 STEP_SHARE = 0.35
-"""Longest step of others over the time of a tenant's prompt alone: half of it is its mean delay."""
+"""The longest step of others, relative to the time that a tenant's prompt takes alone. Half of it
+is the prompt's mean delay."""
 FLOOD = 4
 """Prompts of others that together are at most this many times as long are computed without limit:
-they are no flood, and each extra step delays them more."""
+they are not a flood, and each extra step delays them more."""
 LEAST_TOKENS = 32
 """A step has at least this many tokens: shorter ones would make all tenants wait for the fixed time
 of steps."""
@@ -47,7 +48,7 @@ class ContendedChunks:
     def __init__(self, chunk_tokens: int, cost: CostModel) -> None:
         self._chunk_tokens = chunk_tokens
         self._cost = cost
-        self._seen: dict[str, _Seen] = {}  # the one seen longest ago first
+        self._seen: dict[str, _Seen] = {}  # ordered by when they were last seen, the oldest first
 
     def budget(
         self,

@@ -1,4 +1,4 @@
-"""Which of an instance's requests is served before which.
+"""Orders the requests of an instance.
 
 The lower priority value is first; within a priority, the tenant with the least tokens served
 (`tenant_accounts`); within a tenant, the older request. After half of its time a request counts as
@@ -78,9 +78,9 @@ class QueueOrder:
         return self.priority(request), request.account.served
 
     def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
-        """Whether the tenant of an attempt that needs room was served so much less than that of
-        another request, no more urgent, that this one should give way to it: by more than both have
-        tokens, so that two tenants do not take the room from each other in turn."""
+        """Whether another request, which is no more urgent, should give way to an attempt that
+        needs room. It should if the attempt's tenant was served less by more tokens than both
+        requests have, so that two tenants do not take the room from each other in turn."""
         if self.priority(other) < attempt.priority or other.account is None:
             return False
         lead = other.account.served - self.served(payer_of(attempt.tenant))
@@ -93,8 +93,9 @@ class QueueOrder:
             request.account.charge(num_tokens)
 
     def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
-        """Returns the one to preempt of requests with the youngest first: of the worst priority and
-        the tenant with the most tokens served, the first one. None if there are no requests."""
+        """Returns the request to preempt, or None if there are none: among those of the worst
+        priority, the first one of the tenant with the most tokens served. `requests`: the youngest
+        first."""
         if self.is_plain:
             return next(iter(requests), None)
         return max(requests, key=self.key, default=None)

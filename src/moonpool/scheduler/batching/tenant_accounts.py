@@ -2,8 +2,8 @@
 
 A counter is that of the Virtual Token Counter of Sheng et al. (OSDI'24): prompt and output tokens
 over the tenant's weight. The tenant with the least is next. A tenant that returns after a pause is
-moved to within `credit_tokens` of those that were present, so that nobody saves up service while
-idle, and nobody pays for what was served long ago.
+moved to within `credit_tokens` of those that were present, so that no tenant saves up service while
+idle, or pays for what was served long ago.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TenantAccounts:
         return tenant in self._present
 
     def served(self, tenant: str) -> float:
-        """Returns what was served to a tenant, as if it came now; 0 if it is unknown."""
+        """Returns what was served to a tenant, as it would count if the tenant came now; 0 if it is
+        unknown."""
         account = self._present.get(tenant) or self._absent.get(tenant)
         return 0.0 if account is None else account.served
 

@@ -25,10 +25,10 @@ MAX_SHARE = 4
 def hottest(
     kv_cache: KVCacheManager, num_blocks: int, lost_with_it: bool = False
 ) -> tuple[HotPrefix, ...]:
-    """Returns the most used prefixes, of `num_blocks` blocks in all. Among equals, the one used
+    """Returns the most used prefixes, of `num_blocks` blocks in total. Among equals, the one used
     last comes first. A continuation that is used as often is part of the same entry.
 
-    With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Mutates nothing.
+    With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Changes nothing.
     """
     pool, spares = kv_cache.pool, kv_cache.spares
 
@@ -158,7 +158,7 @@ class KvHandover:
             if not victims:
                 break
             if pool.num_uses(victims[0]) >= num_uses:
-                pool.acquire(EVICTION, victims)  # so that it stays cached
+                pool.acquire(EVICTION, victims)  # it then stays cached
                 pool.release(EVICTION)
                 break
             pool.release(EVICTION)

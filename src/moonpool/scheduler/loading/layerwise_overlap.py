@@ -165,7 +165,8 @@ class LayerwiseOverlap:
         return False
 
     def take_out_of_blocks(self) -> list[RequestState]:
-        """Returns requests that lack the blocks to be computed again; the caller fails them."""
+        """Returns the requests that cannot get blocks to compute the invalid part again. The caller
+        fails them."""
         requests, self._out_of_blocks = self._out_of_blocks, []
         return requests
 
@@ -178,8 +179,8 @@ class LayerwiseOverlap:
         return request.num_overlap_blocks
 
     def _settle(self, request: RequestState, num_valid: int) -> None:
-        """All transfers and steps of the request have ended. It continues after its valid blocks,
-        with new blocks in place of the others."""
+        """Called when all transfers and steps of the request have ended. The request continues
+        after its valid blocks, with new blocks in place of the others."""
         invalid = request.block_ids[num_valid : request.num_overlap_blocks]
         if invalid:
             self._pool.release_some(request.owner, invalid)

@@ -96,8 +96,8 @@ class DraftModel:
         limit_s: float,
     ) -> tuple[dict[AttemptId, int], float]:
         """Chooses whose KVCache it computes further. `requests`: each with the most drafts that it
-        may have. Those that are not ready are served if they are in `wanted`, until the step's time
-        `limit_s` is used up.
+        may have. Requests that are not ready are served if they are in `wanted`, until the step's
+        time `limit_s` is used up.
 
         Returns the requests that can have drafts in this step or get at least a chunk, each with
         the position up to which its KVCache will then be complete, and the time for the chunks.

@@ -14,7 +14,7 @@ UNKNOWN = -1
 
 
 class Source(IntEnum):
-    """Where a draft comes from."""
+    """The source of a draft."""
 
     OWN_TEXT = 0
     CACHED_BLOCKS = 1

@@ -159,7 +159,7 @@ class Speculation:
     def end_draft_task(
         self, request: RequestState, drafted: Sequence[int] | None, num_right: int
     ) -> None:
-        """Takes what the draft model guessed for a request; None: it has failed. Must be called
+        """Takes the draft model's guesses for a request, or None if it has failed. Must be called
         before `judge`."""
         task, request.draft_task = request.draft_task, None
         if task is None or self._model is None:

@@ -31,7 +31,7 @@ class StepTimes:
         self.saved_s = cost.decode_step_s(self._batch, self._context_tokens) / self._batch
 
     def seconds(self, num_drafts: int) -> float:
-        """The step's time with so many drafts."""
+        """The step's time with this many drafts."""
         batch = self._batch + num_drafts
         return self._cost.step_s(self._chunks, batch, self._context_tokens)
 

@@ -88,7 +88,8 @@ class DomainCost:
         return self._batch_departure_s(batch) + min(ends)
 
     def _departure_s_per_token(self, chunk: Chunk) -> float:
-        """By how much a computed token of the chunk's prompt departs from the roofline."""
+        """Returns how far a computed token of the chunk's prompt departs from the roofline, in
+        seconds."""
         num_tokens = max(chunk.prompt_tokens, chunk.start + chunk.num_tokens)
         key = num_tokens, chunk.cached_tokens
         found = self._prompt_memo.get(key)

@@ -43,7 +43,7 @@ def group_cost(
 ) -> StepCost:
     """The cost of `num_nodes` nodes as one instance, from the cost `base` of a node alone.
 
-    Raises ValueError if the model cannot be divided among so many nodes.
+    Raises ValueError if the model cannot be divided among this many nodes.
     """
     if num_nodes == 1:
         return base

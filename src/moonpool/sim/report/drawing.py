@@ -1,4 +1,4 @@
-"""A chart by itself, as notebooks and files show it: SVG with its own style."""
+"""A standalone chart for notebooks and files: SVG with its own style."""
 
 from __future__ import annotations
 

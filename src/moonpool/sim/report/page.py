@@ -212,7 +212,8 @@ def _price(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _settings(config: Config) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """For each table of the configuration: (key, TOML value, differs from the default)."""
+    """Returns (key, TOML value, differs from the default) for each setting, by table of the
+    configuration."""
     given = msgspec.to_builtins(config)
     default = msgspec.to_builtins(parse_config("", defaults=DEFAULTS))
     keys = {name: list(given[name]) for name in CONFIG_TABLES} | {"api": ["request_timeout_s"]}

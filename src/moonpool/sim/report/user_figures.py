@@ -169,4 +169,4 @@ CHARTS: dict[str, Callable[[Simulation], ReportFigure]] = {
     "tbt": _tbt,
     "requests": _requests,
 }
-"""Charts that notebooks draw by themselves, by name."""
+"""Charts that notebooks draw one by one, by name."""

@@ -1,7 +1,7 @@
 """Dynamo's own request traces, as `DYN_REQUEST_TRACE` writes them: a line at each answer's end.
 
-A line without a session is a request by itself. Of a session, a request waits for the one before it
-if that had ended, for the last request of its parent that came before its session began, and for
+A line without a session is a standalone request. Of a session, a request waits for the one before
+it if that had ended, for the last request of its parent that came before its session began, and for
 sub-agents that ended since the request before it. It starts as long after them as it did in the
 file. Lines about tools are left out: their time is in between.
 """

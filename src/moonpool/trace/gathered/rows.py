@@ -1,4 +1,4 @@
-"""Forms of which no line by itself tells what a call waits for: their rows are kept in memory.
+"""Forms in which no single line tells what a call waits for. Their rows are kept in memory.
 
 * AIPerf's `dag_jsonl`: sessions that fork and spawn others, which stand in other lines.
 * Dynamo's own request traces (`dynamo.request.trace.v1`): a line for each answer, at its end.

@@ -41,7 +41,7 @@ class _Context:
     blocks: list[int] = field(default_factory=list)
 
     def copy(self) -> _Context:
-        """Of a fork: full blocks are the same."""
+        """Returns the context of a fork, which shares the full blocks."""
         return _Context(self.num_tokens, self.blocks[: self.num_tokens // SESSION_BLOCK_TOKENS])
 
     def grow(self, text: str, name: str) -> tuple[int, tuple[int, ...]]:

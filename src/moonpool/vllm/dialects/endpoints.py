@@ -10,8 +10,8 @@ from moonpool.vllm.dialect import REFUSALS
 
 
 async def offered_paths(client: VllmClient, surely: Sequence[str] = ()) -> tuple[str, ...]:
-    """Those `surely`, and each endpoint with messages that refuses an empty body as one that it
-    reads. Raises VllmError if the server fails."""
+    """Returns the paths in `surely`, and those of endpoints with messages that read an empty body
+    before they refuse it. Raises VllmError if the server fails."""
     found = list(surely)
     for path in MEDIA_PATHS:
         if await takes_body(client, path):

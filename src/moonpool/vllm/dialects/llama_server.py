@@ -25,10 +25,10 @@ from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
 
 BLOCK_TOKENS = 16
-"""It has no blocks; keys are made of so many tokens."""
+"""It has no blocks; keys are made of this many tokens."""
 COMPUTE = "/completion"
 SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
-"""In vLLM's order. What a server was started with beside them is off."""
+"""Samplers in vLLM's order. Any other sampler that a server was started with is switched off."""
 UNFINISHED, UNFINISHED_BYTES = "\ufffd", 3
 """Stands for a character that is not whole."""
 _SEED_MASK = (1 << 31) - 1

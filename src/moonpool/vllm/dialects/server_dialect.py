@@ -17,7 +17,7 @@ from moonpool.vllm.known_cache import PrefixCounts
 @dataclass(slots=True)
 class SlotUse:
     """The slot that a request has to itself, and whether it may use what is in it. `found_tokens`:
-    of its prompt, as the server then says; None: it has not said it."""
+    of its prompt, as the server then says, or None if it has not said it."""
 
     slot: int
     reuses: bool
@@ -70,5 +70,5 @@ class ServerDialect(ABC):
         """The body of a forwarded call, as this make takes it."""
 
     async def counts(self) -> PrefixCounts | None:
-        """The hits of its prefix cache; None: it does not tell."""
+        """The hits of its prefix cache, or None if it does not tell."""
         return None

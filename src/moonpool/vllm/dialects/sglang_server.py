@@ -36,7 +36,7 @@ _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class Info(msgspec.Struct):
-    """Of `/server_info`."""
+    """Fields of `/server_info`."""
 
     model_path: str
     page_size: int | None = None

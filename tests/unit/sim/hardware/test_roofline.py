@@ -46,7 +46,7 @@ def linear_flops(shape: ModelShape, num_tokens: int, logit_rows: int) -> int:
 
 
 def attention_flops(shape: ModelShape, num_tokens: int, start: int) -> int:
-    """Counts so many causal queries behind `start` tokens of context; each pair counts once."""
+    """Counts this many causal queries behind `start` tokens of context; each pair counts once."""
     keys = num_tokens * start + num_tokens * (num_tokens + 1) // 2
     return 4 * shape.layers * shape.heads * shape.head_dim * keys
 

@@ -41,7 +41,7 @@ KV_BYTES_PER_TOKEN = {
 }
 
 
-# Billions of parameters in all and per token, gigabytes as published checkpoints have them, and
+# Billions of parameters in total and per token, gigabytes as published checkpoints have them, and
 # bytes of KVCache per token.
 MIXTURES = {
     "deepseek-v3": (671, 37, 671, 70_272),

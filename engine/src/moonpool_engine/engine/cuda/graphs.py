@@ -53,7 +53,7 @@ class GraphedModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `DecoderModel.forward`."""
+        """Like `DecoderModel.forward`."""
         rows = meta.num_rows
         decodes = wanted is not None and rows == meta.num_sequences == len(wanted)
         announced = on_layer is not None or before_attend is not None

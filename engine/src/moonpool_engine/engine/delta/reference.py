@@ -35,7 +35,7 @@ def state_view(blocks: Tensor, layer: int, block: int, spec: DeltaSpec) -> Delta
 
 
 def delta_rows(x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
-    """As `Ops.delta_rule`."""
+    """Like `Ops.delta_rule`."""
     spec, cache, layer, meta = args
     size, tables = cache.layout.block_tokens, meta.block_tables
     out = x.new_empty(len(x), spec.values)

@@ -96,4 +96,4 @@ DENSE: dict[str, Family] = {
         ),
     ),
 }  # fmt: skip
-"""By the `model_type` of their configs."""
+"""Dense families by the `model_type` of their configs."""

@@ -92,4 +92,4 @@ MIXTURES: dict[str, Family] = {
         ),
     ),
 }  # fmt: skip
-"""By the `model_type` of their configs."""
+"""Mixtures of experts by the `model_type` of their configs."""

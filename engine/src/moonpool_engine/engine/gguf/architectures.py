@@ -51,7 +51,7 @@ class Architecture:
     baked_norms: bool = False  # what the family adds to the weights of norms is in the file
     fused: Literal["", "qkv", "gate_up"] = ""  # gate and up are one tensor, and q, k and v too
     partial_rope: bool = False
-    big_layers: int = 0  # a model of so many layers scales scores by hidden size over heads
+    big_layers: int = 0  # a model of this many layers scales scores by hidden size over heads
     truncates_yarn: bool = True
     latent: bool = False  # attention over latents: its keys and tensors are in `latent`
     delta: bool = False  # linear attention: its keys and tensors are in `delta`

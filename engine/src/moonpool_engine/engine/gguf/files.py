@@ -21,7 +21,7 @@ _IN_HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+):(?P<file>[\w./-]+\.gguf)")
 
 
 def names_gguf(name: str) -> bool:
-    """Whether the name stands for a GGUF file, which may be missing. It looks for none."""
+    """Whether the name stands for a GGUF file. Does not check that the file exists."""
     is_hub = _IN_HUB.fullmatch(name) is not None
     return is_hub or name in PACKAGED or Path(name).suffix == GGUF_SUFFIX
 

@@ -33,7 +33,7 @@ class AdapterRows:
         self._set(torch.tensor(meta.adapters).repeat_interleave(counts))
 
     def keep(self, wanted: Tensor) -> None:
-        """From now on the step has only these of its rows."""
+        """Keeps only the `wanted` rows for the rest of the step."""
         if self._of_rows is not None:
             self._set(self._of_rows[wanted])
 

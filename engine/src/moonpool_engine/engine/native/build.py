@@ -1,7 +1,7 @@
 """Compiles the kernels into one shared library: `python -m moonpool_engine.engine.native.build`.
 
-That compiles for this machine's best instruction set alone, a fifth of the work; with `--all`, for
-every one, as a library for other machines needs.
+That compiles only for this machine's best instruction set, which is a fifth of the work. With
+`--all` it compiles for every instruction set, as a library for other machines needs.
 
 The library's name carries a hash of sources and flags, so a stale library is never loaded. That
 hash is also part of the block names: an edit of a source, even of a comment, makes other blocks.
@@ -75,7 +75,7 @@ def architecture() -> str | None:
 
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = ARCHITECTURES.get(architecture() or "", {})
-"""Of this machine."""
+"""Flags of this machine's instruction sets."""
 # No contraction: the source decides whether a * b + c is fused, not the compiler.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 STEM = "_kernels-"

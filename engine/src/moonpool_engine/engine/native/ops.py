@@ -112,8 +112,8 @@ class NativeOps:
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As `Ops.add_rms_norm`. Raises ValueError if shapes or dtypes differ, or if `residual` is
-        not contiguous."""
+        """Like `Ops.add_rms_norm`. Raises ValueError if shapes or dtypes differ, or if `residual`
+        is not contiguous."""
         rows, width = x.shape
         x = x.contiguous()
         same_width(weight, width)
@@ -151,8 +151,8 @@ class NativeOps:
         return y
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """As `Ops.soft_cap`. Raises ValueError for another dtype than float32, and a cap not above
-        0."""
+        """Like `Ops.soft_cap`. Raises ValueError for another dtype than float32, and a cap not
+        above 0."""
         x = x.contiguous()
         if x.dtype is not torch.float32 or not cap > 0:
             raise ValueError(f"soft_cap takes float32 and a cap above 0, got {x.dtype} and {cap}")
@@ -163,7 +163,7 @@ class NativeOps:
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """As `Ops.rope_store`. Raises ValueError for tensors that fit neither heads nor step, and
+        """Like `Ops.rope_store`. Raises ValueError for tensors that fit neither heads nor step, and
         IndexError for a position outside its block table or the angles of `rope`."""
         heads, cache, layer, meta, *_ = args
         qkv = qkv.contiguous()
@@ -221,7 +221,7 @@ class NativeOps:
         )
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """As `Ops.attend`. Raises ValueError for tensors that fit neither heads nor step, and
+        """Like `Ops.attend`. Raises ValueError for tensors that fit neither heads nor step, and
         IndexError for a context outside its block table."""
         heads, meta = args.heads, args.meta
         out = torch.empty(meta.num_rows, heads.num_heads * heads.value_dim, dtype=q.dtype)
@@ -262,7 +262,7 @@ class NativeOps:
         )
 
     def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
-        """As `Ops.delta_rule`. Raises ValueError for tensors that fit neither heads nor step, and
+        """Like `Ops.delta_rule`. Raises ValueError for tensors that fit neither heads nor step, and
         IndexError for a position outside its block table."""
         spec, cache, layer, meta = args
         layout, blocks = cache.layout, cache.blocks

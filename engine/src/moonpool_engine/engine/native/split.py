@@ -41,7 +41,7 @@ class NativeSplitOps(NativeOps):
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor]:
-        """As `SplitOps.rope`. Raises ValueError for tensors that do not fit, and IndexError for a
+        """Like `SplitOps.rope`. Raises ValueError for tensors that do not fit, and IndexError for a
         position outside the angles of `rope`."""
         qkv = qkv.contiguous()
         q = torch.empty(meta.num_rows, heads.num_heads, heads.head_dim, dtype=qkv.dtype)
@@ -53,8 +53,8 @@ class NativeSplitOps(NativeOps):
         return q, kv
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
-        """As `SplitOps.store`. Raises ValueError for K and V of another shape, and IndexError for a
-        position outside its block table."""
+        """Like `SplitOps.store`. Raises ValueError for K and V of another shape, and IndexError for
+        a position outside its block table."""
         call = self.store_call(kv, args)
         if self._of(kv).store(call, torch.get_num_threads()):
             raise IndexError("store: a row's position lies outside its block table")
@@ -117,7 +117,7 @@ class NativeSplitOps(NativeOps):
         dtype: torch.dtype,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `SplitOps.merge`. Raises ValueError for tensors of another dtype or with gaps, and
+        """Like `SplitOps.merge`. Raises ValueError for tensors of another dtype or with gaps, and
         IndexError for a row that names a partial that is not there."""
         num_partials, num_heads, size = partials.shape
         rows = starts.shape[0] - 1

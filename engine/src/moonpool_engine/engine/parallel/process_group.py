@@ -227,7 +227,7 @@ def run_peer(
 
 
 def _end_with(control: socket.socket) -> None:
-    """Ends this process as soon as the first one ends, also in the middle of a step."""
+    """Ends this process as soon as the first one ends, even in the middle of a step."""
     poll = select.poll()
     poll.register(control, select.POLLRDHUP)
     poll.poll()

@@ -43,7 +43,7 @@ class SpareProcess(ForkedChild):
 def fork_spares(
     count: int, end_with: Callable[[int], object], run_line: Callable[[list[str]], object]
 ) -> None:
-    """Forks so many processes. Each calls `end_with` with this process's id at once, and later
+    """Forks this many processes. Each calls `end_with` with this process's id at once, and later
     `run_line` with the command line that it is given. Forks none if torch is not imported yet, or
     if there are threads: a fork would copy only one."""
     if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:

@@ -206,7 +206,7 @@ class ShardedModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `DecoderModel.forward`. Raises RankLostError; the other ranks have ended then."""
+        """Like `DecoderModel.forward`. Raises RankLostError; the other ranks have ended then."""
         normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
         return None if normed is None else self.logits(normed)
 
@@ -223,7 +223,7 @@ class ShardedModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """As `DecoderModel.hidden`. Raises RankLostError; the other ranks have ended then."""
+        """Like `DecoderModel.hidden`. Raises RankLostError; the other ranks have ended then."""
         try:
             return self._lead(token_ids, cache, meta, wanted, on_layer, before_attend)
         except RankLostError:

@@ -27,7 +27,7 @@ Kind = Literal["awq", "gptq", "packed", "float8", "mxfp4"]
 Shape = tuple[int, ...]
 Reader = Callable[[str], Tensor]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ puts column i of eight in a word."""
+"""The place in a word where AWQ stores column i of eight."""
 STORED_TYPES = frozenset({"F32", "BF16", "F16"})
 """The types of tensors that are not packed."""
 INTEGERS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
