@@ -39,7 +39,7 @@ function chart(title, binS, lines, text, limit, least) {
   svg.setAttribute("aria-label", `${title}, last ${spanMin.toFixed(0)} minutes: ` + lines.map(([name, v]) => (named ? name + " " : "") + "last " + said(lastOf(v))).join(", ") + ", highest " + (known.length ? text(most) : "–"));
   for (const share of [0, .5, 1]) {
     svg.append(shape("path", { d: `M${LEFT} ${y(share * top)}H${W - RIGHT}`, class: share ? "grid" : "base" }));
-    svg.append(shape("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, share ? text(share * top).replace(/\.0+(?= |$)/, "") : "0"));
+    svg.append(shape("text", { x: LEFT - 6, y: y(share * top) + 4, "text-anchor": "end" }, share ? text(share * top).replace(/\.0+(?=\s|$)/, "") : "0"));
   }
   const every = spanMin > 40 ? 15 : spanMin > 20 ? 10 : spanMin > 8 ? 5 : spanMin > 3 ? 2 : 1;
   for (let minute = 0; minute <= spanMin + 1e-9; minute += every) {
