@@ -19,7 +19,8 @@ from benchmarks.checkout import ROOT
 from benchmarks.cli.page_section import PageSection
 from benchmarks.markdown import measured_by, plain, table
 
-RESULT = ROOT / "benchmarks" / "results" / "routers.json"
+FOLDER = ROOT / "benchmarks" / "results"
+RESULTS = (FOLDER / "routers.json", FOLDER / "routers-agents.json")
 PAGE = ROOT / "docs" / "routers.md"
 SECTION = PageSection(
     "<!-- bench routers: begin -->",
@@ -162,11 +163,12 @@ def _tails(each: Sequence[dict[str, float]]) -> str:
     return ", ".join(f"{value:,.0f}" for value in shown) + " ms"
 
 
-def main(page: Path = PAGE, result: Path = RESULT) -> int:
-    """Writes the tables, or checks them; returns the exit status."""
+def main(page: Path = PAGE, results: Sequence[Path] = RESULTS) -> int:
+    """Writes the tables of each result that exists, or checks them; returns the exit status."""
 
     def section() -> str:
-        return routers_section(json.loads(result.read_text())) if result.exists() else UNMEASURED
+        texts = [result.read_text() for result in results if result.exists()]
+        return "\n".join(routers_section(json.loads(text)) for text in texts) or UNMEASURED
 
     return SECTION.main(page, section)
 

@@ -198,14 +198,14 @@ def test_the_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     page, result = tmp_path / "page.md", tmp_path / "found.json"
     page.write_text(f"before\n{SECTION.begin}\n{SECTION.end}\nafter\n")
     monkeypatch.setattr(sys, "argv", ["page_routers"])
-    assert page_routers.main(page, result) == 0 and "Not measured yet" in page.read_text()
+    assert page_routers.main(page, [result]) == 0 and "Not measured yet" in page.read_text()
     result.write_text(json.dumps(found()))
     monkeypatch.setattr(sys, "argv", ["page_routers", "--check"])
-    assert page_routers.main(page, result) == 1
+    assert page_routers.main(page, [result]) == 1
     monkeypatch.setattr(sys, "argv", ["page_routers"])
-    assert page_routers.main(page, result) == 0 and "does not run" in page.read_text()
+    assert page_routers.main(page, [result]) == 0 and "does not run" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["page_routers", "--check"])
-    assert page_routers.main(page, result) == 0
+    assert page_routers.main(page, [result]) == 0
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["page_routers", "--check"])
     assert page_routers.main() == 0  # the page of this repository
