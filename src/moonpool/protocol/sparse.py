@@ -34,16 +34,16 @@ def without_defaults(value: Any) -> Any:
         form = value.__struct_config__
         if form.array_like:
             return [
-                without_defaults(getattr(value, name))
-                for name in value.__struct_fields__
-                if name not in DISPENSABLE
+                without_defaults(getattr(value, field.name))
+                for field in msgspec.structs.fields(value)
+                if not _is_dispensable(field)
             ]
         found: dict[str, Any] = {}
         if form.tag_field is not None:
             found[form.tag_field] = form.tag
         for field in msgspec.structs.fields(value):
             own = getattr(value, field.name)
-            if own != _default(field) and field.name not in DISPENSABLE:
+            if own != _default(field) and not _is_dispensable(field):
                 found[field.encode_name] = without_defaults(own)
         return found
     if isinstance(value, list | tuple):
@@ -51,6 +51,11 @@ def without_defaults(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_defaults(one) for key, one in value.items()}
     return value
+
+
+def _is_dispensable(field: Any) -> bool:
+    # Other structs may have a required field of the same name.
+    return field.name in DISPENSABLE and not field.required
 
 
 def _default(field: Any) -> Any:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from moonpool.config.tables import AttentionConfig, Config, PoolConfig
+from moonpool.cost.domain import CostDomain
 from moonpool.protocol.frames import DownFrame, Joined, Setup, Stop
 from moonpool.protocol.messages import Abort, AttemptId, AttemptSpec, AttemptTokens, StartPrefill
 from moonpool.protocol.sparse import without_defaults
@@ -70,3 +71,8 @@ def test_a_rank_does_not_reach_a_peer_that_lacks_it() -> None:
     assert msgspec.msgpack.decode(body) == ["r", [[3, former, [former], b""]], None]
     (token,) = msgspec.msgpack.decode(body, type=AttemptTokens).tokens
     assert token.logprobs == TokenLogprobs(-1.0, ((3, -0.5),))
+
+
+def test_a_required_field_reaches_a_peer_whatever_its_name() -> None:
+    domain = CostDomain((1, 2), 0.5, (1, 2), (3, 4))
+    assert without_defaults(domain)["context_tokens"] == [3, 4]
