@@ -363,9 +363,9 @@ def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
         attributes = span.get("attributes") or {}
         if isinstance(attributes, list):  # as OTLP writes them
             attributes = {
-                one.get("key"): _plain(one.get("value"))
+                one["key"]: _plain(one.get("value"))
                 for one in attributes
-                if isinstance(one, dict)
+                if isinstance(one, dict) and isinstance(one.get("key"), str)
             }
         attributes = {**span, **attributes}
         if not _tokens(attributes, _INPUT) and not _tokens(attributes, _OUTPUT):

@@ -123,6 +123,13 @@ def test_exports_of_spans(tmp_path: Path) -> None:
     assert rows["t#1"].after == ("t#0",) and rows["t#1"].delay_s == pytest.approx(3.0)
 
 
+def test_an_attribute_without_a_name_is_skipped(tmp_path: Path) -> None:
+    nameless = span("1", "", 0, 2)
+    nameless["attributes"] += [{"ke": "gen_ai.request.model"}, {"key": 3}]
+    _, rows = read(tmp_path, batch(nameless))
+    assert list(rows) == ["t#0"]
+
+
 def test_plain_prompts_and_sharegpt(tmp_path: Path) -> None:
     kind, rows = read(tmp_path, {"text": "x" * 400}, {"texts": ["y" * 40], "timestamp": 100})
     assert kind == "prompts" and [row.input_tokens for row in rows.values()] == [100, 10]
