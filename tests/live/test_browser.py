@@ -27,6 +27,7 @@ TOOLS = ("chromium", "node", "npm")
 ABSENT = [tool for tool in TOOLS if shutil.which(tool) is None]
 BAD_PAGE = """<!DOCTYPE html><html><head><title>bad</title></head><body style="width: 3000px">
 <img src="http://127.0.0.2:9/a.png"><p style="color: #eee; background: #fff">pale</p>
+<svg width="99" height="20"><text x="3" y="9" text-anchor="end">cut off</text></svg>
 <script>throw new Error("planted")</script></body></html>"""
 
 pytestmark = [
@@ -51,7 +52,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    with LocalServer(["moonpool/induction"]) as server:
+    long_name = "an-organisation-with-a-long-name/" + "a-model-with-a-long-name-" * 4
+    with LocalServer(["moonpool/induction", "--served-model-name", long_name]) as server:
         for _ in range(4):
             body = {"prompt": "one two one two " * 20, "max_tokens": 8}
             fresh.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status()
@@ -88,7 +90,7 @@ def test_a_page_is_accessible_and_asks_nobody_else(
         assert view["passes"] > 20
         assert not view["violations"], view
         assert not view["outside"] and not view["errors"], view
-        assert view["wide"] <= 0, view
+        assert view["wide"] <= 0 and not view["cut"], view
 
 
 def test_the_documentation_is_accessible_and_asks_nobody_else(tools: Path, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
         assert {"image-alt", "color-contrast", "html-has-lang"} <= kinds
         assert view["outside"] == ["http://127.0.0.2:9/a.png"]
         assert any("planted" in error for error in view["errors"])
-        assert view["wide"] > 0
+        assert view["wide"] > 0 and view["cut"] == ["cut off"]
 
 
 def use(tools: Path, url: str, key: str, others_request: str) -> dict[str, Any]:

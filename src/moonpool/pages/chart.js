@@ -18,7 +18,7 @@ function shape(tag, attributes, text) {
 const lastOf = values => { const known = values.filter(v => v != null); return known.length ? known[known.length - 1] : null; };
 function roundUp(v) { const unit = 10 ** Math.floor(Math.log10(v)); return [1, 2, 5, 10].map(m => m * unit).find(m => v <= m * (1 + 1e-9)); }
 // Coordinates of a chart: a plot of W x H with room for the axes' labels.
-const W = 420, H = 150, LEFT = 60, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const W = 420, H = 150, LEFT = 70, RIGHT = 8, TOP = 8, BOTTOM = 22;
 function stepPath(values, x, y) {  // each sample is a step; an unknown one leaves a gap
   let d = "", open = false;
   values.forEach((v, i) => {

@@ -30,6 +30,10 @@ for (const scheme of ["light", "dark"]) for (const width of [1400, 390]) {
   seen.violations = found.violations.map((each) => `${each.id}: ${each.nodes.map((n) => n.target).join(", ")}`);
   seen.passes = found.passes.length;
   seen.wide = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+  seen.cut = await page.evaluate(() => [...document.querySelectorAll("svg text")].filter((text) => {
+    const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
+    return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+  }).map((text) => text.textContent));
   await page.screenshot({ path: `${folder}/${scheme}-${width}.png` });
   views.push(seen);
   await page.close();
