@@ -2,10 +2,11 @@
 
     python -m benchmarks.front_scale --streams 256 --tokens 64 [--router-python PATH] [--json FILE]
 
-The same load goes to moonpool with one process (`--fronts 1`), with fronts, and to vllm-router, one
-after the other: many streams of many tokens, then short calls. CPU time is read from the kernel for
-each kind of process, so what more fronts on more cores would bear follows: a front's share falls
-with their number, and the Conductor's does not. Load and stubs take CPU of the same machine.
+The same load goes to one of the servers itself, to moonpool with one process (`--fronts 1`), with
+fronts, and to vllm-router, one after the other: many streams of many tokens, then short calls. CPU
+time is read from the kernel for each kind of process, so what more fronts on more cores would bear
+follows: a front's share falls with their number, and the Conductor's does not. Load and stubs take
+CPU of the same machine.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
 from benchmarks.suite.live.idle import cpu_s, family
 from benchmarks.suite.live.vllm_router import RouterServer
+from moonpool.cli.output import origin, write_json
 from moonpool_lab.demo.local_server import LocalServer
 
 PAPER_FRONTS = (1, 2, 16)
 LOAD_S = 1200.0
+Figures = dict[str, Any]
+DIRECT = "no front"
 KINDS = ("front", "head", "worker", "supervisor", "router")
 
 
@@ -68,10 +73,9 @@ def spent_s(server: LocalServer) -> defaultdict[str, float]:
     return found
 
 
-def load(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str, Any]:
-    """Runs the load. Returns its figures and the CPU seconds that it took. Raises BenchError."""
-    line = [sys.executable, "-m", "benchmarks.suite.live.token_load", str(server.port)]
-    before = spent_s(server)
+def load(port: int, streams: int, tokens: int, calls: int) -> dict[str, Any]:
+    """Runs the load and returns its figures. Raises BenchError."""
+    line = [sys.executable, "-m", "benchmarks.suite.live.token_load", str(port)]
     done = subprocess.run(
         [*line, str(streams), str(tokens), str(calls)],
         capture_output=True,
@@ -83,22 +87,31 @@ def load(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str
         raise BenchError(f"the load failed: {done.stderr.strip().splitlines()[-1:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     if found["errors"]:
-        error = f"{found['errors']} calls failed: {found['first_error']}"
-        raise BenchError(f"{error}; {server.last_words()}")
+        raise BenchError(f"{found['errors']} calls failed: {found['first_error']}")
+    return found
+
+
+def load_server(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str, Any]:
+    """The same, with the CPU seconds that the server's processes took. Raises BenchError."""
+    before = spent_s(server)
+    try:
+        found = load(server.port, streams, tokens, calls)
+    except BenchError as error:
+        raise BenchError(f"{error}; {server.last_words()}") from None
     after = spent_s(server)
     return found | {"cpu_s": {kind: after[kind] - before[kind] for kind in KINDS if after[kind]}}
 
 
-def measure(server: LocalServer, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(run: Callable[[int, int, int], dict[str, Any]], asked: argparse.Namespace) -> Figures:
     """Tokens and requests a second, and the CPU of each by kind of process."""
-    load(server, 8, 8, 4)  # what is imported late is imported now
-    short = load(server, asked.connections, 1, asked.calls)
-    long = load(server, asked.streams, asked.tokens, 1)
+    run(8, 8, 4)  # what is imported late is imported now
+    short = run(asked.connections, 1, asked.calls)
+    long = run(asked.streams, asked.tokens, 1)
     num_tokens = asked.streams * asked.tokens
-    request_ms = {kind: 1e3 * s / short["calls"] for kind, s in short["cpu_s"].items()}
+    request_ms = {kind: 1e3 * s / short["calls"] for kind, s in short.get("cpu_s", {}).items()}
     token_us = {
         kind: max(1e6 * (s - request_ms[kind] / 1e3 * asked.streams) / num_tokens, 0.0)
-        for kind, s in long["cpu_s"].items()
+        for kind, s in long.get("cpu_s", {}).items()
     }
     return {
         "requests_per_s": short["calls"] / short["seconds"],
@@ -145,6 +158,8 @@ def show(name: str, found: dict[str, Any]) -> None:
         f"{name:12} {found['tokens_per_s']:10,.0f} tokens/s {found['requests_per_s']:8,.0f}"
         f" requests/s  TTFT P50 {ttft:.1f} ms"
     )
+    if not found["cpu_us_per_token"]:
+        return
     print(f"{'':12} CPU us a token: {costs('cpu_us_per_token')}")
     print(f"{'':12} CPU ms a request: {costs('cpu_ms_per_request')}", flush=True)
 
@@ -159,25 +174,29 @@ def main() -> None:
     parser.add_argument("--stubs", type=int, default=2, help="Servers that compute nothing.")
     parser.add_argument("--gap", type=float, default=0.02, help="Seconds of a stub's step.")
     parser.add_argument("--router-python", default="", help="Python with vllm-router.")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json")
     asked = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    figures: dict[str, Any] = {"asked": {**vars(asked), "json": None}}
+    shape = ("streams", "tokens", "connections", "calls", "stubs", "gap")
+    figures: Figures = {"asked": {name: getattr(asked, name) for name in shape}}
     with token_stubs(asked.stubs, asked.gap) as urls:
+        port = int(urls[0].rpartition(":")[2])
+        figures[DIRECT] = measure(partial(load, port), asked)
+        show(DIRECT, figures[DIRECT])
         for name, server in servers(asked, urls):
             with server:
                 time.sleep(1.0)
-                found = figures[name] = measure(server, asked)
+                found = figures[name] = measure(partial(load_server, server), asked)
                 show(name, found)
     measured = figures[name_of(max(asked.fronts))]
     paper = {f"{count} fronts": on_paper(measured, count) for count in PAPER_FRONTS}
     for name, found in paper.items():
         tokens, requests = found["tokens_per_s"], found["requests_per_s"]
         print(f"on paper, {name}: {tokens:,.0f} tokens/s, {requests:,.0f} requests/s")
-    figures["on_paper"] = paper
-    if asked.json:
-        asked.json.write_text(json.dumps(figures, indent=2))
+    command = " ".join(["python -m benchmarks.front_scale", *sys.argv[1:]])
+    figures |= {"on_paper": paper, "origin": origin() | {"command": command}}
+    write_json(asked.json, figures)
 
 
 if __name__ == "__main__":

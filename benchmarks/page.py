@@ -29,6 +29,7 @@ from benchmarks.page_live import (
     plan_rows,
     start_rows,
 )
+from benchmarks.page_peers import FRONT_SECTION, SIMULATOR_PEER_SECTION
 from benchmarks.page_programs import PROGRAM_SECTION
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -424,6 +425,8 @@ SECTIONS = (
         ("instances", "requests", "wall time", "per request", "memory"),
         simulator_rows,
     ),
+    Section(*SIMULATOR_PEER_SECTION),
+    Section(*FRONT_SECTION),
     Section(
         "Plans",
         "Clusters that `moonpool plan` names for generated workloads, beside an exhaustive search"

@@ -1,6 +1,6 @@
 """CPU time and memory of `moonpool simulate` beside NVIDIA Dynamo's offline replay of one trace.
 
-    python -m benchmarks.simulator_peer TRACE --dynamo-python PYTHON [--rounds N]
+    python -m benchmarks.simulator_peer TRACE --dynamo-python PYTHON [--rounds N] [--json FILE]
 
 Both replay the same requests on as many instances with KV-aware placement, in turns, each run in a
 process of its own. Counted is the whole process: imports, reading the trace, simulating. The least
@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.checkout import ROOT
+from moonpool.cli.output import origin, write_json
 
 ROWS = ((8, 8, 1.0), (500, 500, 50.0))
 """Prefill instances, decode instances, times the trace's speed."""
@@ -50,16 +51,20 @@ def main() -> int:
     parser.add_argument("trace", type=Path, help="in Mooncake's format")
     parser.add_argument("--dynamo-python", required=True, help="a Python that has Dynamo")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each (default: 1)")
+    parser.add_argument("--json", help="keep the figures in this file")
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
+    rows = []
     try:
         for size in ROWS:
-            row = compare(arguments.trace, arguments.dynamo_python, size, arguments.rounds)
-            print("\n".join(lines_of(row)), flush=True)
+            rows.append(compare(arguments.trace, arguments.dynamo_python, size, arguments.rounds))
+            print("\n".join(lines_of(rows[-1])), flush=True)
     except PeerError as error:
         print(f"simulator_peer: {error}", file=sys.stderr)
         return 2
+    command = " ".join(["python -m benchmarks.simulator_peer", *sys.argv[1:]])
+    write_json(arguments.json, {"rows": rows, "origin": origin() | {"command": command}})
     return 0
 
 
