@@ -36,7 +36,7 @@ from moonpool.api.serving_backend import ApiOptions, ModelCard
 from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.discovery.endpoint import Endpoint, Listing
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
 from moonpool.epp.picked_call import Picked

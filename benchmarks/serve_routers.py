@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 
 PREFILL_S_PER_CHAR = 5e-5
 STEP_S, STEP_S_PER_ANSWER = 0.02, 0.001

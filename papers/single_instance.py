@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StepTokens
 from moonpool.scheduler.actions import RunStep

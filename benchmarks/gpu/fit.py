@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 
 Array = NDArray[np.float64]
 

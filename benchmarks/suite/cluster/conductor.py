@@ -24,7 +24,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptSpec,

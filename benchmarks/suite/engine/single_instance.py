@@ -18,8 +18,7 @@ from moonpool.config.tables import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill, StepTokens
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.sim.solo import solo_attempt

@@ -39,9 +39,9 @@ from moonpool.config.tables import (
     PoolConfig,
     SloConfig,
 )
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 from moonpool.gc_tuning import settle_memory, settle_threads
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import (
     Abort,
@@ -65,7 +65,7 @@ from moonpool.scheduler.actions import (
     StepEnded,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
+from moonpool.scheduler.instance import InstanceDriver, Performers
 from moonpool.sim.solo import solo_attempt
 from moonpool.types import InstanceId, Role, SamplingParams
 from moonpool_engine.engine.device_choice import resolve_dtype

@@ -16,7 +16,7 @@ from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
 from moonpool.gc_tuning import settle_memory
 from moonpool.kvcache.block_owner import BlockOwner
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,
@@ -32,8 +32,7 @@ from moonpool.scheduler.actions import (
     SendReport,
     StepFailed,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool_lab.demo.client import ClientResponse, CompletionClient
 from moonpool_lab.demo.local_server import LocalServer
 

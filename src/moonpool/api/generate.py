@@ -24,6 +24,7 @@ from moonpool.api.call_headers import (
     TimeLimits,
     beside,
     limits_of,
+    program_of,
     read_traceparent,
     tenant_of,
 )
@@ -38,19 +39,16 @@ from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.preparation import PreparedCall
-from moonpool.api.program_identity import program_of
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
+    INSTEAD,
     EventPosition,
     NumberedEvents,
+    ResumedEvents,
     another_call,
+    check_resumption,
     digest_of_call,
     last_event_id,
-)
-from moonpool.api.resume.resumed_events import (
-    INSTEAD,
-    ResumedEvents,
-    check_resumption,
     resume_tokens,
 )
 from moonpool.api.sampling import Ending, ending_of, max_tokens_of, num_logprobs, sampling_of

@@ -22,7 +22,7 @@ from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, digest_
 from moonpool.api.connection.poison import MAX_ENDED, poison_error
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.serving_backend import ModelCard, RequestRefused
-from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
+from moonpool.api.sharing.shared_buffer import BodyMemory, HeldBody
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"

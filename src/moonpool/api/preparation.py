@@ -26,8 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.models.forwarded_bodies import EstimatedPrompt, ForwardedReader
-from moonpool.api.prompt_text.truncation import truncation_of
-from moonpool.api.prompts import InThread, PromptReader
+from moonpool.api.prompts import InThread, PromptReader, truncation_of
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moonpool.api.connection.work_mark import WorkMark
+from moonpool.api.connection.poison import WorkMark
 from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from moonpool.config.tables import Config, ConfigError
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,

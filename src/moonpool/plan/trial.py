@@ -16,7 +16,7 @@ from math import ceil
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.plan.confidence import Attainment
 from moonpool.plan.latency_table import ClassOutcome, LatencyTable
 from moonpool.request_record import RequestRecord

@@ -37,15 +37,14 @@ from moonpool.scheduler.actions import (
     StepFailed,
     StepsEnded,
 )
-from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
+from moonpool.scheduler.attention_pools.partitions import ArenaTracker
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler, Step
 from moonpool.scheduler.speculation.speculation import Speculation
-from moonpool.scheduler.tokens import Tokens
-from moonpool.types import Token, TokenLogprobs
+from moonpool.types import Token, TokenLogprobs, Tokens
 
 
 class AttemptLifecycle:

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.distributions.histogram import Histogram
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import Histogram, rounded
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 

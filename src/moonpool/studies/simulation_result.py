@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moonpool.config.tables import Config
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.pages.units import duration
 from moonpool.studies.result_table import ResultTable
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.protocol.block_hash import KEY_BYTES, extend_keys, root_key
+from moonpool.protocol.block_layout import KEY_BYTES, extend_keys, root_key
 from moonpool.types import BlockKey, Struct, salt_part
 
 ForeignHash = bytes | int

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from moonpool.kvcache.block_owner import BlockOwner
-from moonpool.protocol.block_hash import extend_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, extend_keys, root_key
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,

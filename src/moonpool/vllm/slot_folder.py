@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.protocol.block_hash import KEY_BYTES, block_keys
+from moonpool.protocol.block_layout import KEY_BYTES, block_keys
 from moonpool.types import MALFORMED, BlockKey
 from moonpool.vllm.slot_table import Held, name_of
 

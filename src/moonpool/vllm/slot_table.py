@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moonpool.protocol.block_hash import block_keys
+from moonpool.protocol.block_layout import block_keys
 from moonpool.types import BlockKey
 from moonpool.vllm.block_names import Changes, ForeignEvent
 

@@ -9,7 +9,7 @@ from conductor_desk import Desk, of
 
 from moonpool.conductor.actions import ConductorAction, Send, Tick
 from moonpool.conductor.forecast.turn_forecast import AGE_LIMITS_S, TurnForecast, session_class
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cost.derived import scaled
-from moonpool.cost.fitted import DecodeSample, FittedCost
+from moonpool.cost.fitted import DecodeSample, FittedCost, scaled
 from moonpool.cost.step_curves import (
     NUM_RATIOS,
     equally_likely,

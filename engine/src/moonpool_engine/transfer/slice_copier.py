@@ -15,8 +15,7 @@ from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from moonpool_engine.transfer.arena import Arena, ArenaError, PeerArena
-from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.arena import Arena, ArenaError, Checksum, PeerArena, checksum_slice
 from moonpool_engine.transfer.errors import PeerGoneError, ProtocolError, TransportError
 from moonpool_engine.transfer.frame_socket import FrameSocket
 from moonpool_engine.transfer.slice_receiver import GROUP_BYTES, SliceReceiver

@@ -26,7 +26,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import Performers
+from moonpool.scheduler.instance import Performers
 from moonpool_engine.storage.tier_store import SharedStore, TierStore
 from moonpool_engine.transfer.block_messenger import BlockMessenger
 from moonpool_engine.transfer.gate import LayerGate

@@ -42,8 +42,7 @@ from moonpool.scheduler.actions import (
     WorkerAction,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool_engine.attention_offload.remote_messenger import Event, RemoteAttentionMessenger
 from moonpool_engine.engine.gguf.shared_weights import SharedWeights
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine

@@ -17,7 +17,7 @@ import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
 from moonpool.cost.step_curves import with_decode_curve
-from moonpool.distributions.quantiles import rank_above
+from moonpool.distributions import rank_above
 from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 

@@ -19,7 +19,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moonpool.api.connection.connection_limit import MAX_LINGERING, ConnectionLimit
-from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.kept_stream import accepted_bytes
 from moonpool.api.sharing.shared_buffer import party_of
 from moonpool.log_limit import limited_logger
 

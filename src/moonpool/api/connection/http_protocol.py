@@ -16,11 +16,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from moonpool.api.connection.bounded_protocol import BoundedProtocol
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.connection_limit import ConnectionLimit, most_connections
-from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_answers import KeptAnswers, Known
-from moonpool.api.connection.kept_stream import KeptStream, Opening, StreamFacts
-from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
-from moonpool.api.connection.work_mark import MarkedWork, WorkMark
+from moonpool.api.connection.kept_stream import (
+    HalfRead,
+    KeptStream,
+    Opening,
+    ResumedTransport,
+    StreamFacts,
+    accepted_bytes,
+    request_bytes,
+)
+from moonpool.api.connection.poison import MarkedWork, WorkMark
 from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 

@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moonpool.distributions.quantiles import nearest_bin
-from moonpool.distributions.ratio_histogram import place_of, ratio_at
+from moonpool.distributions import nearest_bin, place_of, ratio_at
 from moonpool.types import BlockKey
 
 FIRST_GUESS_TOKENS = 256.0

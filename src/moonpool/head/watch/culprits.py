@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from moonpool.api.connection.work_mark import MarkedStep, WorkMark
+from moonpool.api.connection.poison import MarkedStep, WorkMark
 from moonpool.protocol.supervision import HUNG_STATUS, HeadsEnded
 
 LONG_S = 5.0

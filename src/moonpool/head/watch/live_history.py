@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.conductor.conductor import Conductor, PoolLoads
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, payer_of
 

@@ -15,7 +15,7 @@ from typing import Any
 from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.head.watch.hot_list import HotList
 from moonpool.head.watch.live_events import LiveEvents
 from moonpool.head.watch.live_history import ANSWERED, LiveHistory, most_loaded

@@ -87,7 +87,7 @@ class ChunkBudget:
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
         """Seconds from begin to end. The cost model gives the time of prompts in one stage (see
-        `cost.derived`); a step passes all stages."""
+        `cost.fitted`); a step passes all stages."""
         seconds = self._cost.step_s(chunks, batch, context_tokens)
         further = self._config.micro_batches - 1
         return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds

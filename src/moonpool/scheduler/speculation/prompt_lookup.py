@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.scheduler.tokens import Tokens
+from moonpool.types import Tokens
 
 READ_TOKENS = 4096
 """Most tokens that one call reads, so that a long prompt delays no step by much."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moonpool.config.tables import Config, ConfigError, ModelConfig, SpeculativeConfig
-from moonpool.cost.derived import fit_to_ground_truth
+from moonpool.cost.fitted import fit_to_ground_truth
 from moonpool.cost.model import StepCost
 from moonpool.scheduler.speculation.draft_model import KVCACHE_SHARE, DraftModelPlace
 from moonpool.sim.hardware.catalogue import Catalogue
