@@ -43,14 +43,14 @@ from moonpool_engine.transfer.arena import Arena, Checksum, checksum_slice
 from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.transfer.slice_copier import PlainSliceCopier
-from moonpool_engine.worker.engine_thread import Drafting
-from moonpool_engine.worker.transfers import (
+from moonpool_engine.worker.engine_thread import (
+    Drafting,
     LayerGates,
     LayerWaits,
     begin_writing,
     send_layer,
-    transfers_by,
 )
+from moonpool_engine.worker.transfers import transfers_by
 
 SECRET = b"differential tests"
 MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"

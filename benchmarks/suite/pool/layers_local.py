@@ -47,9 +47,9 @@ from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger, TransferLimits
 from moonpool_engine.transfer.slice_copier import fastest_copier
-from moonpool_engine.worker.engine_thread import EngineThread
+from moonpool_engine.worker.engine_thread import EngineThread, LayerGates
 from moonpool_engine.worker.profile_store import best_of
-from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
+from moonpool_engine.worker.transfers import storage_by, transfers_by
 
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its

@@ -101,7 +101,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detokenize: Any = None
     spaces_between_special_tokens: Any = None
     kv_transfer_params: Any = None
-    # The program (agent) of the call; see `api.call_headers`.
+    # The program (agent) of the call; see `api.program_identity`.
     vllm_xargs: Any = None
     agent_hint: Any = None
 

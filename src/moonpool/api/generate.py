@@ -24,7 +24,6 @@ from moonpool.api.call_headers import (
     TimeLimits,
     beside,
     limits_of,
-    program_of,
     read_traceparent,
     tenant_of,
 )
@@ -39,6 +38,7 @@ from moonpool.api.output_text.model_output import ModelOutput
 from moonpool.api.output_text.said import ToolCallDelta
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.preparation import PreparedCall
+from moonpool.api.program_identity import program_of
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
     INSTEAD,

@@ -46,8 +46,8 @@ class TenantLimits:
     `share`: its part of an overloaded cluster's tokens, relative to 1. `cache`: its part of an
     instance's KVCache in memory, and of that on its SSD; blocks above it are evicted first.
     `priority`: the priority of requests without one, and the best that a request may ask for (the
-    lowest value is served first). The rates are means; up to `access.admission.BURST_S` of them may
-    come at once.
+    lowest value is served first). The rates are means; up to `rate_limits.BURST_S` of them may come
+    at once.
     """
 
     share: float = 1.0

@@ -72,7 +72,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: Any = None
     truncation: Any = None
     user: Any = None
-    # The program (agent) of the call; see `api.call_headers`.
+    # The program (agent) of the call; see `api.program_identity`.
     vllm_xargs: Any = None
     agent_hint: Any = None
     # Accepted only with a value that has no effect.

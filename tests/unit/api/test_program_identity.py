@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.api.call_headers import program_of
 from moonpool.api.errors import ApiError
+from moonpool.api.program_identity import program_of
 from moonpool.types import ProgramContext
 
 

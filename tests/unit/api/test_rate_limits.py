@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_head import ScriptedHead, Step, served, spoken
 
-from moonpool.api.access.admission import BURST_S, RateLimits
 from moonpool.api.errors import ApiError
 from moonpool.api.keys import TenantLimits
+from moonpool.api.rate_limits import BURST_S, RateLimits
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.types import Request
 

@@ -32,7 +32,7 @@ from benchmarks.suite.conversations.sessions import (
     reusable_share,
     trace_rows,
 )
-from moonpool.api.call_headers import program_of
+from moonpool.api.program_identity import program_of
 from moonpool.config.tables import ConfigError
 from moonpool.request_record import RequestRecord
 from moonpool.trace.reader import open_trace

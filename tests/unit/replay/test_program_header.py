@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.api.call_headers import program_of
+from moonpool.api.program_identity import program_of
 from moonpool.trace.row import TraceRow
 from moonpool.types import ProgramContext
 from moonpool_lab.replay.player import MAX_NAME, program_headers

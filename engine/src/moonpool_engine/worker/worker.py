@@ -53,11 +53,12 @@ from moonpool_engine.worker.engine_thread import (
     PATIENCE_S,
     DomainNotice,
     EngineThread,
+    LayerGates,
     PipelineThread,
     StepWatchdog,
 )
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
-from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
+from moonpool_engine.worker.transfers import storage_by, transfers_by
 
 log = logging.getLogger("moonpool.worker")
 

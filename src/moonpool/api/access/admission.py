@@ -1,19 +1,17 @@
-"""Admits a request to its route, or refuses it: keys, the operator, this machine, web pages, rates.
+"""Admits a request to its route, or refuses it: keys, the operator, this machine, web pages.
 
 A browser lets any page send requests to a server on the same machine, and a page whose name changes
 its address (DNS rebinding) also read the answers. A key stops both. Without keys, the names in
-`Host` and `Origin` do. `RateLimits` counts the calls and the tokens of tenants.
+`Host` and `Origin` do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from ipaddress import ip_address
 
@@ -21,8 +19,8 @@ from moonpool.api.access.local_client import why_not_local
 from moonpool.api.access.route_rules import CALL_BODY, RouteRule
 from moonpool.api.errors import ApiError
 from moonpool.api.http_context import HttpContext
-from moonpool.api.keys import NO_LIMITS, KeyRing, TenantLimits
-from moonpool.api.serving_backend import ApiOptions, RequestRefused
+from moonpool.api.keys import KeyRing
+from moonpool.api.serving_backend import ApiOptions
 from moonpool.api.turns import FairTurns
 
 _SINGLE = frozenset(
@@ -261,111 +259,3 @@ def _is_on_this_machine(context: HttpContext) -> bool:
     if client is None:
         return True
     return _is_loopback(client[0]) or (server is not None and client[0] == server[0])
-
-
-BURST_S = 10.0
-"""What a tenant did not use for this long may come at once."""
-RATE_LIMIT = "rate_limit"
-"""The reason of a refusal because a tenant's calls or tokens are used up."""
-
-
-@dataclass(slots=True)
-class _Bucket:
-    rate: float
-    least: float  # a call needs more than this
-    level: float
-    at_s: float = 0.0
-
-    @property
-    def capacity(self) -> float:
-        return max(self.rate * BURST_S, 1.0)
-
-    def wait_s(self, now: float) -> float:
-        """Returns when a call may come; 0 if now."""
-        self.level = min(self.level + (now - self.at_s) * self.rate, self.capacity)
-        self.at_s = now
-        lacking = self.least - self.level
-        return max(lacking / self.rate, 0.0)
-
-
-class RateLimits:
-    """Rates of tenants: calls and tokens a second, by buckets that fill up with time. Tenants
-    without limits have no buckets.
-
-    A bucket holds what BURST_S bring. A call takes one from the bucket of calls. Tokens are known
-    when they come, so a call needs a bucket of tokens that is not empty; its prompt and its answer
-    then take what they are, and may leave a debt. The caller passes the time.
-    """
-
-    def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
-        self._limits = limits
-        self._calls = _buckets({name: one.requests_per_s for name, one in limits.items()}, 1.0)
-        self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
-
-    async def admit(self, tenant: str, now: float) -> None:
-        """Like `begin`. The buckets may be in another process."""
-        self.begin(tenant, now)
-
-    def begin(self, tenant: str, now: float) -> None:
-        """Notes that a call of the tenant has come. Raises RequestRefused (429) with the time to
-        wait."""
-        calls, tokens = self._calls.get(tenant), self._tokens.get(tenant)
-        waits = [
-            (bucket.wait_s(now), unit, bucket.rate)
-            for unit, bucket in (("requests", calls), ("tokens", tokens))
-            if bucket is not None
-        ]
-        wait_s, unit, rate = max(waits, default=(0.0, "", 0.0))
-        if wait_s > 0.0:
-            text = (
-                f"This API key has used up its {rate:g} {unit} per second. Send the request again"
-                f" in {max(math.ceil(wait_s), 1)} s."
-            )
-            raise RequestRefused(429, RATE_LIMIT, text, wait_s)
-        if calls is not None:
-            calls.level -= 1.0
-
-    @contextmanager
-    def prompts(self, tenant: str, num_tokens: int) -> Iterator[None]:
-        """Counts the tokens of a call's prompts, unless the call is refused within it."""
-        self.spend(tenant, num_tokens)
-        try:
-            yield
-        except RequestRefused:
-            self.spend(tenant, -num_tokens)
-            raise
-
-    def counts(self, tenant: str) -> bool:
-        """Whether the tenant's tokens are counted."""
-        return tenant in self._tokens
-
-    def limits_calls(self, tenant: str) -> bool:
-        """Whether a call of the tenant may be refused."""
-        return tenant in self._calls or tenant in self._tokens
-
-    def spend(self, tenant: str, num_tokens: int) -> None:
-        """Counts tokens of the tenant; below 0: gives them back."""
-        bucket = self._tokens.get(tenant)
-        if bucket is not None:
-            bucket.level -= num_tokens
-
-    def priority(self, tenant: str, asked: int | None, is_operator: bool) -> int:
-        """Returns the priority of a tenant's request. Raises ApiError if it asked for a better one
-        than its key has; the operator may ask for any."""
-        best = self._limits.get(tenant, NO_LIMITS).priority
-        if asked is None:
-            return best
-        if asked < best and not is_operator:
-            text = f"'priority' must be at least {best} for this API key. A lower one is better."
-            raise ApiError(text, param="priority")
-        return asked
-
-
-def _buckets(rates: Mapping[str, float], least: float) -> dict[str, _Bucket]:
-    found = {}
-    for tenant, rate in rates.items():
-        if rate < math.inf:
-            bucket = _Bucket(rate, least, 0.0)
-            bucket.level = bucket.capacity
-            found[tenant] = bucket
-    return found

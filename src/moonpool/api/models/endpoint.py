@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moonpool.api.access.admission import RateLimits
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.http_context import ActiveCalls
+from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import ApiOptions, ModelBackend
 
 

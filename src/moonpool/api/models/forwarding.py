@@ -22,7 +22,7 @@ from msgspec import structs
 
 from moonpool.api.bodies import CompletionBody, decode_body
 from moonpool.api.body_process import Kind
-from moonpool.api.call_headers import TimeLimits, limits_of, program_of, read_traceparent, tenant_of
+from moonpool.api.call_headers import TimeLimits, limits_of, read_traceparent, tenant_of
 from moonpool.api.choice import REPLAYED_PER_TURN
 from moonpool.api.connection.kept_stream import Delivered
 from moonpool.api.connection.silence import Silence, comment_at
@@ -32,6 +32,7 @@ from moonpool.api.messages import error_payload
 from moonpool.api.models.endpoint import ModelEndpoint
 from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_hold_media
 from moonpool.api.preparation import PreparedCall
+from moonpool.api.program_identity import program_of
 from moonpool.api.resume.event_ids import HEADER as EVENT_ID
 from moonpool.api.resume.event_ids import RESUME as NUM_TOKENS
 from moonpool.api.resume.event_ids import resume_tokens

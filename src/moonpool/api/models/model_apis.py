@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from moonpool.api.access.admission import RateLimits
 from moonpool.api.body_pool import BodyReader
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.cluster_view import CallBackend, ClusterView
@@ -18,6 +17,7 @@ from moonpool.api.generate import Generator
 from moonpool.api.http_context import ActiveCalls, HttpContext
 from moonpool.api.models.forwarding import Forwarder
 from moonpool.api.preparation import check_model
+from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import ApiOptions, ModelBackend, RequestRefused
 from moonpool.protocol.model_offer import POOLING_PATHS
 from moonpool.types import MALFORMED

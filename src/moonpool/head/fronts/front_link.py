@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from moonpool.api.access.admission import RateLimits
+from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse
 from moonpool.head.answers import ResponseStream

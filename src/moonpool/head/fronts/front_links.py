@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from moonpool.api.access.admission import RateLimits
 from moonpool.api.cluster_view import OwnClusterView
 from moonpool.api.keys import TenantLimits
+from moonpool.api.rate_limits import RateLimits
 from moonpool.head.fronts.front_link import FrontLink
 from moonpool.head.fronts.messages import (
     AnswerFetched,

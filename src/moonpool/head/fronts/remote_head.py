@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moonpool.api.access.admission import RateLimits
 from moonpool.api.connection.kept_stream import MAX_FRUITLESS
 from moonpool.api.connection.poison import poison_error
 from moonpool.api.keys import TenantLimits
+from moonpool.api.rate_limits import RateLimits
 from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.head.fronts.channel import FrontChannel
 from moonpool.head.fronts.messages import (
