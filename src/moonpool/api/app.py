@@ -28,7 +28,7 @@ from uvicorn.server import ServerState
 from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
-from moonpool.api.cluster_view import CallBackend, ClusterView, OwnClusterView
+from moonpool.api.cluster_view import CallBackend, ClusterView, own_view
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.connection_limit import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
@@ -73,8 +73,7 @@ def make_app(
     answers_calls: bool = True,
 ) -> Starlette:
     """Makes an app as `make_front_app` does, for a head in this process."""
-    view = OwnClusterView(backend)
-    return make_front_app(backend, view, options, models, answers_calls)
+    return make_front_app(backend, own_view(backend), options, models, answers_calls)
 
 
 def make_front_app(

@@ -53,7 +53,7 @@ from moonpool.plan.offloading import with_rivals
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
 from moonpool.plan.time_left import share_done, time_words
-from moonpool.plugins.plots import plot_function
+from moonpool.plugins.entry_points import plot_function
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.planning import ClusterSearch, base_and_kinds, priced_workload
 from moonpool.studies.result_table import ResultTable

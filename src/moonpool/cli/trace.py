@@ -15,7 +15,7 @@ from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import check_folders, fail, one_line, write_json, writing
 from moonpool.cli.progress import follow, progress
-from moonpool.plugins.plots import plot_function
+from moonpool.plugins.entry_points import plot_function
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.catalogue import PUBLIC_TRACES
 from moonpool.trace.profile import GeneratorProfile, read_profile

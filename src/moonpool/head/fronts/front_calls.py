@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moonpool.api.serving_backend import ApiOptions
-from moonpool.head.fronts.front_links import FrontLinks
+from moonpool.head.fronts.front_link import FrontLinks
 from moonpool.head.head import ClusterHead
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.protocol.model_offer import ModelOffer

@@ -7,15 +7,14 @@ import os
 from secrets import token_hex
 
 from moonpool.api.app import make_front_app
+from moonpool.api.cluster_view import ClusterView
 from moonpool.api.models.model_apis import ModelApis
 from moonpool.config.tables import Config
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.fronts.direct_server import DirectServer
 from moonpool.head.fronts.front_answers import FrontAnswers
 from moonpool.head.fronts.messages import FrontListens
-from moonpool.head.fronts.remote_head import RemoteHead, RemoteRates
-from moonpool.head.fronts.remote_models import RemoteModels
-from moonpool.head.fronts.remote_view import RemoteView
+from moonpool.head.fronts.remote_head import RemoteHead, RemoteModels, RemoteRates
 from moonpool.head.serving import OwnCalls, serve_calls, start_serving
 from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.link.tls import PeerTls
@@ -37,7 +36,7 @@ async def serve_front(link: SupervisorLink) -> None:
     beat = asyncio.create_task(link.beat())
     await head.is_told.wait()
     models = ModelApis(head, options, RemoteRates(options.limits, head))
-    app = make_front_app(head, RemoteView(head), options, models)
+    app = make_front_app(head, ClusterView(head.question), options, models)
     calls = OwnCalls(link, start, app, models, answers, shares_port=True)
     settle_memory()
     await serve_calls(link, calls, head, (beat, following), config.api.drain_seconds)
