@@ -42,8 +42,7 @@ from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.models.model_apis import ModelApis, ModelCalls
 from moonpool.api.openapi import openapi_document
-from moonpool.api.page.html_page import HtmlPage
-from moonpool.api.page.live_page import LivePage
+from moonpool.api.page.live_page import HtmlPage, LivePage
 from moonpool.api.serving_backend import ApiOptions, RequestRefused, ServingBackend
 from moonpool.api.sharing.shared_buffer import BodyMemory
 from moonpool.protocol.model_offer import POOLING_PATHS

@@ -260,7 +260,7 @@ def priced_workload(
     """What candidates are simulated with, and what they cost. Raises ConfigError."""
     from moonpool.plan.trial import Workload
     from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
-    from moonpool.sim.hardware.formats import in_formats
+    from moonpool.sim.hardware.model_shapes import in_formats
 
     catalogue, profile = read_catalogue_and_profile(base, catalogue_file)
     if profile is not None and len(kinds) > 1:

@@ -4,7 +4,7 @@ The reader passes over a file twice. The first pass checks every row, so that no
 at a bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
 second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one an index
 (time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for later lines,
-a third pass finds an order first (`later_calls`).
+a third pass finds an order first (`CallGraph`).
 
 Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
 is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.
@@ -29,10 +29,9 @@ from moonpool.trace.agent_rows import AgentParser
 from moonpool.trace.gathered.rows import GatheredRows, Gatherer
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
-from moonpool.trace.later_calls import CallGraph, RowError
 from moonpool.trace.own_format import KEY as OWN_FORMAT
 from moonpool.trace.own_format import OwnParser
-from moonpool.trace.programs import CallOrder
+from moonpool.trace.programs import CallGraph, CallOrder, RowError
 from moonpool.trace.row import (
     OTHER_LINE,
     LaterCallError,

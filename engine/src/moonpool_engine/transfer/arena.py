@@ -207,7 +207,12 @@ class Arena:
         self.slice_bytes = layout.slice_bytes  # read too often to compute each time
         self.block_bytes = layout.block_bytes
         self._kept = kept_fd is not None
-        self.fd = _anonymous_file(self.num_bytes) if kept_fd is None else kept_fd
+        if kept_fd is None:
+            check_memory(self.num_bytes)
+            kind = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self.fd = os.memfd_create("moonpool-arena", kind)
+        else:
+            self.fd = kept_fd
         self.peer_fd = self.fd
         """The descriptor for peers, which cannot write through it once the arena is sealed."""
         try:
@@ -314,11 +319,6 @@ def _cgroup_left_bytes(folder: Path) -> int | None:
         return None
     cached = re.search(r"^inactive_file (\d+)$", stat, re.M)
     return max(0, int(limit) - used + (int(cached.group(1)) if cached else 0))
-
-
-def _anonymous_file(num_bytes: int) -> int:
-    check_memory(num_bytes)
-    return os.memfd_create("moonpool-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def check_memory(needed_bytes: int) -> None:

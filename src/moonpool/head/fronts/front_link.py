@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from moonpool.api.cluster_view import own_view
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import RateLimits
-from moonpool.api.serving_backend import RequestRefused
+from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse
 from moonpool.head.answers import ResponseStream
 from moonpool.head.fronts.channel import FrontChannel
@@ -48,11 +48,14 @@ from moonpool.head.fronts.messages import (
     Told,
     ToldRefusal,
 )
+from moonpool.head.head import ClusterHead
 from moonpool.head.models.served_model import ServedModel
+from moonpool.head.supervisor_link import SupervisorLink
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import AnswersCopied
 from moonpool.protocol.messages import AttemptId, Report, StepTokens, TokenRoute, request_of
-from moonpool.types import RequestId
+from moonpool.protocol.model_offer import ModelOffer
+from moonpool.types import InstanceId, RequestId, Role
 
 if TYPE_CHECKING:
     from moonpool.head.head import ClusterHead
@@ -503,3 +506,40 @@ class FrontLinks:
             return sum(link.num_calls for link in self._links.values())
         answer = getattr(self._view, question.question)  # one of `Question`, as decoded
         return await answer(*question.arguments)
+
+
+class FrontCalls:
+    """The calls of fronts, each from `begin` until `hand_over` or `end`. The supervisor starts and
+    ends the fronts."""
+
+    def __init__(self, link: SupervisorLink, head: ClusterHead, options: ApiOptions) -> None:
+        self._link = link
+        self._links = FrontLinks(head, options.limits)
+        head.fronts = self._links
+        head.on_tick = self._links.tick
+        know = head.on_instances
+
+        def on_instances(
+            roles: dict[InstanceId, Role], offers: dict[InstanceId, ModelOffer]
+        ) -> None:
+            know(roles, offers)
+            self._links.tell()
+
+        head.on_instances = on_instances
+
+    async def begin(self) -> asyncio.Task[None]:
+        """Starts to answer calls, and returns what runs."""
+        self._adding = asyncio.create_task(self._add_fronts())
+        return self._adding
+
+    async def hand_over(self, calls_s: float) -> None:
+        """Call it when the fronts have ended."""
+
+    async def end(self) -> None:
+        self._links.close()
+        self._adding.cancel()
+
+    async def _add_fronts(self) -> None:
+        while True:
+            number, sock = await self._link.fronts.get()
+            await self._links.add(number, sock)

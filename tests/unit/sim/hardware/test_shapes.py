@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.config.tables import ModelConfig, Quantization
 from moonpool.sim.hardware.catalogue import BUILT_IN
-from moonpool.sim.hardware.formats import in_formats
+from moonpool.sim.hardware.model_shapes import in_formats
 
 BILLIONS_OF_PARAMETERS = {
     "llama3-8b": 8.03,
