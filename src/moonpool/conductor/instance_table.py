@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, SHARED_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, SHARED_CHUNK_TOKENS
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import InstanceId, Slo
 

@@ -31,7 +31,7 @@ from moonpool.epp.call_headers import (
     SUBSET,
     dropped_reason,
 )
-from moonpool.epp.routed_call import Route
+from moonpool.epp.endpoint_worker import Route
 
 SUBSET_SPACE = "envoy.lb.subset_hint"
 LB_SPACE = "envoy.lb"

@@ -27,8 +27,8 @@ from ray.util.scheduling_strategies import (
 )
 
 from moonpool.conductor.actions import InstancesWanted
+from moonpool.config.parse import write_toml
 from moonpool.config.tables import Config
-from moonpool.config.toml import write_toml
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.launcher import worker_environment
 from moonpool.ray.demands import (
@@ -42,7 +42,7 @@ from moonpool.ray.demands import (
     total_of,
 )
 from moonpool.ray.head_actor import HeadActor, HeadActorSettings
-from moonpool.ray.head_place import HeadPlace
+from moonpool.ray.head_finder import HeadPlace
 from moonpool.ray.pool_actor import PoolActor
 from moonpool.ray.process_actor import LEAVE_S
 from moonpool.ray.worker_actor import VllmActor, WorkerActor

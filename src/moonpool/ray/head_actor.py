@@ -24,8 +24,7 @@ from moonpool.api.connection.listening import PortError, listen, reserve
 from moonpool.children.process import ChildProcess
 from moonpool.children.start import moonpool_line
 from moonpool.conductor.actions import InstancesWanted
-from moonpool.ray.head_finder import ASK_S, HeadFinder
-from moonpool.ray.head_place import HeadPlace, Standing
+from moonpool.ray.head_finder import ASK_S, HeadFinder, HeadPlace, Standing
 from moonpool.ray.process_actor import ProcessActor
 from moonpool.types import MALFORMED
 

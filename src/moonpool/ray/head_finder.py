@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from moonpool.ray.head_place import HeadPlace, Standing
+Standing = Literal["leads", "stands by", "starts"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlace:
+    """Where a head serves clients, and where workers join it."""
+
+    url: str
+    host: str
+    port: int
+
 
 log = logging.getLogger("moonpool.ray")
 

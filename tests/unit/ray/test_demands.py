@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moonpool.conductor.actions import InstancesWanted
-from moonpool.config.parse import parse_config
+from moonpool.config.parse import parse_config, write_toml
 from moonpool.config.tables import Config, ConfigError
-from moonpool.config.toml import write_toml
 from moonpool.ray.demands import added_group, first_groups, lacking, settled, total_of
 from moonpool.ray.deployment import changes
 from moonpool.types import Role

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import LEAST_CHUNK_TOKENS, Chunk
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded

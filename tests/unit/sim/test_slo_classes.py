@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import moonpool
-from moonpool.config.parse import parse_config
+from moonpool.config.parse import parse_config, write_toml
 from moonpool.config.tables import ConfigError
-from moonpool.config.toml import write_toml
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
 from tests.cli_runner import invoke, succeed

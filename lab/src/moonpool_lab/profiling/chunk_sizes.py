@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.cost.fitted import ChunkChoice, FittedCost, Profile
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import CHUNKED_STEP_SHARE, Chunk
 from moonpool.cost.step_curves import saturation_tokens
 from moonpool.scheduler.batching.chunk_budget import token_budget
 

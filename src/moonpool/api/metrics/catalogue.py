@@ -583,7 +583,7 @@ CACHE_COUNTS = (
     ),
 )
 OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
-"""Their samples are there where vLLM servers are (see `engine_caches`)."""
+"""Their samples are there where vLLM servers are (see `EngineCaches`)."""
 
 
 def catalogue_table() -> str:

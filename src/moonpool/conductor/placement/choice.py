@@ -29,7 +29,7 @@ from moonpool.conductor.placement.policies import (
     source_load_s,
 )
 from moonpool.config.tables import ConductorConfig
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.cost.model import CHUNKED_STEP_SHARE
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
 

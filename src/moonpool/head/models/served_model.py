@@ -15,7 +15,7 @@ from moonpool import __version__
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
-from moonpool.api.models.engine_caches import EngineCaches
+from moonpool.api.models.metrics_text import EngineCaches
 from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard, Output
 from moonpool.conductor.actions import ConductorAction, ConductorEvent
 from moonpool.conductor.conductor import Conductor

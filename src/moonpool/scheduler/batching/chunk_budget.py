@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
-from moonpool.cost.model import Chunk, CostModel
+from moonpool.cost.model import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, Chunk, CostModel
 from moonpool.cost.online import FactorsBySize
 from moonpool.scheduler.batching.policies import Share
 from moonpool.scheduler.instance_config import InstanceConfig
