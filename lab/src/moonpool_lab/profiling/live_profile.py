@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
-from moonpool.cost.step_curves import with_decode_curve
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.http_client.trust import untrusted_hint
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
+from moonpool_lab.profiling.decode_curve import with_decode_curve
 from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
