@@ -231,13 +231,8 @@ def plan(
             figures = job.plan(plot)
             interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
-            figures["run"] = {
-                "trace": Path(trace_file).name,
-                "speed": speed,
-                "scale_tokens": str(scale),
-                "devices": devices,
-                "layout": layout,
-            }
+            run = {"trace": Path(trace_file).name, "speed": speed, "scale_tokens": str(scale)}
+            figures["run"] = run | {"devices": devices, "layout": layout}
             if check and not interrupted:
                 figures["check"] = job.check()
             if (page or table) and not interrupted:
