@@ -63,7 +63,7 @@ class Slo(Struct, frozen=True, omit_defaults=True):
 
     If neither the client nor the operator has stated a level, it is assumed, as a yardstick for
     placement and reports. Nothing is refused for it. `class_name`: the class of requests that it
-    belongs to, by which it is counted; "": the configuration has no classes.
+    belongs to, by which it is counted; "" means that the configuration has no classes.
     """
 
     ttft_s: float
@@ -131,7 +131,7 @@ class SamplingParams(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
-    grammar: str = ""  # the answer must match it (see `text.grammar`); "": no constraint
+    grammar: str = ""  # the answer must match it (see `text.grammar`); "" means no constraint
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
     allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
     bad_words: tuple[BadWord, ...] = ()
@@ -151,7 +151,7 @@ SAMPLING_RANGES = {
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log-probability of the chosen token, and of the most likely ones as (token id, logprob).
-    `rank`: the place of a prompt's token among all, from 1 on; 0: it is not told."""
+    `rank`: the place of a prompt's token among all, from 1 on; 0 means that it is not told."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -175,8 +175,8 @@ class Token(Struct, frozen=True, array_like=True):
 class TraceContext(Struct, frozen=True):
     """The place of a request in a distributed trace (W3C Trace Context, ids in hexadecimal).
 
-    `span_id` is this server's own span, and `parent_id` the client's; "": it sent none. `exported`:
-    this server sends the spans of the request to a collector.
+    `span_id` is this server's own span, and `parent_id` the client's; "" means that it sent none.
+    `exported`: this server sends the spans of the request to a collector.
     """
 
     trace_id: str
@@ -221,12 +221,12 @@ class Request(Struct, frozen=True):
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text),
     or None if they follow from the tokens. `adapter` identifies the LoRA adapter that computes it;
     "": none. Block keys contain it. Requests with a lower `priority` are served first. `call` names
-    the call that this is one of several choices of; "": it is the only one.
+    the call that this is one of several choices of; "" means that it is the only one.
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None: all may. `program`: the program that this
-    request is a call of, or None if its client names none.
+    `within`: only these instances may serve it; None means that all may. `program`: the program
+    that this request is a call of, or None if its client names none.
     """
 
     request_id: RequestId
@@ -268,7 +268,8 @@ def paying(payer: str) -> str:
 
 
 def salt_part(tenant: str) -> str:
-    """Returns what of a tenant salts the names of its blocks; "": it shares those of everybody."""
+    """Returns what of a tenant salts the names of its blocks; "" means that it shares those of
+    everybody."""
     _, slash, salt = tenant.partition("/")
     return "" if slash and not salt else tenant
 

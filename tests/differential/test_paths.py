@@ -67,7 +67,7 @@ class Lab:
     dtype: str
     prompts: list[list[int]]
     clusters: list[MiniCluster]
-    model: dict[str, str]  # as an option; empty: the clusters' own
+    model: dict[str, str]  # as an option; empty means the clusters' own
 
     def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
         options = self.model | options

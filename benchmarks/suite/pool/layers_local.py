@@ -59,7 +59,7 @@ THREADS = 1
 
 @dataclass
 class LayerwiseTimes:
-    """Seconds since the command; 0: it did not happen."""
+    """Seconds since the command; 0 means that it did not happen."""
 
     prefill_s: float = 0.0
     load_s: float = 0.0  # of the fetch or the load itself

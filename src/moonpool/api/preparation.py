@@ -59,10 +59,10 @@ class PreparedCall:
     """A checked call. `prompts` holds token ids, `echoes` the text before each output, `bad_words`
     those of the body with their tokens.
 
-    `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
-    checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response. `num_tokens`: the tokens of the whole prompt of a forwarded call, whose `prompts` are
-    estimates unless `is_exact`.
+    `grammar` constrains the output; "" means that nothing does. `grammar_field` asks for it.
+    `grammars.check` checks it afterwards. `original` is the body of an API other than chat and
+    completions, for its response. `num_tokens`: the tokens of the whole prompt of a forwarded
+    call, whose `prompts` are estimates unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody

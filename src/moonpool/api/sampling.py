@@ -181,7 +181,8 @@ def num_logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def num_prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:
-    """Returns how many likely tokens are wanted at each token of the prompt; None: no logprobs."""
+    """Returns how many likely tokens are wanted at each token of the prompt; None means no
+    logprobs."""
     wanted = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
         wanted.append(body.logprobs)

@@ -454,8 +454,8 @@ class SpeculativeConfig(Struct, frozen=True):
     """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
     earlier in it, or in what cached blocks of the same tenant say came next. "draft_model": where
     these find nothing, or are right less often, `model` guesses: a smaller one with the same
-    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0: what an
-    eighth of the pool's bytes holds, and no more than the pool does."""
+    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0 means
+    what an eighth of the pool's bytes holds, and no more than the pool does."""
 
     method: SpeculativeMethod
     model: str = ""

@@ -104,7 +104,7 @@ class FittedCost(Struct, frozen=True):
     `decode_spread`: equally likely ratios of the times of single decode steps to the predicted
     time: while no other instance computes, while one does, and where an answer has just begun.
     `offload`: parts of steps with attention workers.
-    `domain`: what was measured; None: not stated.
+    `domain`: what was measured, or None if it is not stated.
     """
 
     prefill: tuple[float, float, float, float]
@@ -113,7 +113,7 @@ class FittedCost(Struct, frozen=True):
     shared_memory_bytes_per_s: float = 4e9
     network_bytes_per_s: float = 1e9
     ssd_read_bytes_per_s: float = 0.0  # 0: there is no SSD tier
-    mixed: tuple[float, float] | None = None  # f' and g'; None: f and g
+    mixed: tuple[float, float] | None = None  # f' and g'; None means f and g
     tile_tokens: int = 1
     contention: tuple[float, float] = (1.0, 1.0)
     control_latency_s: float = 0.0

@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
     start: int  # context tokens before it, cached or computed earlier
     cached_tokens: int  # cached tokens of its prompt: where computing began
     last: bool  # it ends the prompt, so its last token needs logits
-    prompt_tokens: int = 0  # of the whole prompt; 0: not known
+    prompt_tokens: int = 0  # of the whole prompt; 0 if unknown
 
     @property
     def first(self) -> bool:

@@ -140,7 +140,7 @@ class KubernetesError(Exception):
 
 
 class ObjectList:
-    """Follows the objects of one path. `selector`: a selector of labels; "": all."""
+    """Follows the objects of one path. `selector`: a selector of labels; "" means all."""
 
     def __init__(self, server: ApiServer, path: str, selector: str = "", field: str = "") -> None:
         self._server = server

@@ -37,7 +37,7 @@ _REASONS = {
 
 class CallTerms(Struct, frozen=True):
     """The service levels of a call, its time limit, and its priority: lower ones go first. `payer`:
-    the tenant whose share of the endpoints it takes; "": that of all who name none."""
+    the tenant whose share of the endpoints it takes; "" means that of all who name none."""
 
     slo: Slo
     timeout_s: float

@@ -341,7 +341,7 @@ class Picker:
     # Endpoints
 
     def _within(self, subset: Sequence[str] | None) -> tuple[InstanceId, ...] | None:
-        """The instances that may serve a call; None: all. Raises RequestRefused."""
+        """The instances that may serve a call; None means all. Raises RequestRefused."""
         suspects = self.shared.suspects
         if subset is None and not suspects:
             return None

@@ -71,7 +71,7 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def read_served(message: ProcessingRequest) -> str:
-    """The address that responds, of several; "": the gateway does not say."""
+    """The address that responds, of several; "" means that the gateway does not say."""
     spaces = message.metadata_context.filter_metadata
     return spaces[LB_SPACE].fields[SERVED].string_value if LB_SPACE in spaces else ""
 

@@ -103,7 +103,7 @@ class ResponseStream:
         )
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly; None: to the head."""
+        """Where the tokens of an attempt go directly, or None if they go to the head."""
         return None
 
     def refusal(self) -> RequestRefused:

@@ -57,7 +57,7 @@ class AttachRank(Struct, frozen=True, tag=True):
     layout: BlockLayout
     """Nominal but for its sizes: `num_layers` slices of `slice_bytes` in a block."""
     window_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """How many blocks before its end a prefix needs in this space; 0: all."""
+    """How many blocks before its end a prefix needs in this space; 0 means all."""
 
 
 class JoinPool(Struct, frozen=True, tag=True):

@@ -49,7 +49,7 @@ class Workload(Struct, frozen=True):
     """What all trials share; each process receives it once."""
 
     rows: tuple[TraceRow, ...]
-    block_tokens: int  # of the trace's hashes; 0: it has none
+    block_tokens: int  # of the trace's hashes; 0 means that it has none
     catalogue: Catalogue = BUILT_IN
     profile: FittedCost | None = None
     noise: float = 0.0

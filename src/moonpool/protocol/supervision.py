@@ -260,8 +260,8 @@ class SupervisorState(Struct, frozen=True):
     """What a supervisor leaves to its next program, which has the same process id and children.
 
     Numbers of file descriptors are `http`, `control`, `connections`, `head_fd`, and those in
-    `answers`, `cut_answers` and `memory`. `workers`: process ids; 0: to be started. A further field
-    needs a default: the next release reads what this one has written.
+    `answers`, `cut_answers` and `memory`. `workers`: process ids; 0 stands for one to be started.
+    A further field needs a default: the next release reads what this one has written.
     """
 
     title: str  # the command line to show

@@ -64,7 +64,7 @@ def total_of(groups: Iterable[ActorGroup]) -> Bundle:
 
 
 def lacking(total: Bundle, there: Mapping[str, float]) -> str:
-    """What is asked for beyond what is there, in words; "": nothing."""
+    """What is asked for beyond what is there, in words; "" means nothing."""
     more = (
         f"{amount:g} of {resource!r} (there are {there.get(resource, 0.0):g})"
         for resource, amount in sorted(total.items())

@@ -131,7 +131,7 @@ def plan_cluster(
     """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
 
     `what_if` also simulates clusters at other loads, which the sliders of its page need. `progress`
-    shows a line of progress; None: in notebooks.
+    shows a line of progress; None shows it in notebooks.
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """

@@ -232,7 +232,8 @@ def _left_out(scan: _Scan) -> int:
 
 
 def own_parser(format: str) -> Parser | None:
-    """The parser of a format from outside the package; None: a built-in one. Raises TraceError."""
+    """The parser of a format from outside the package; None stands for a built-in one. Raises
+    TraceError."""
     if format in get_args(TraceFormat):
         return None
     name = own_name(OWN_FORMAT, format)

@@ -123,7 +123,8 @@ class VllmInstance:
         context_tokens: int = 0,
     ) -> None:
         """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
-        they are. `context_tokens`: most of a prompt and its answer; 0: no limit is known."""
+        they are. `context_tokens`: most of a prompt and its answer; 0 means that no limit is
+        known."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role

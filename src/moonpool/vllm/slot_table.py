@@ -36,8 +36,9 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "": it is
-    not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for its file."""
+    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "" means
+    that it is not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for
+    its file."""
 
     root: BlockKey
     keys: tuple[BlockKey, ...]

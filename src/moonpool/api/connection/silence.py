@@ -44,8 +44,8 @@ class Silence:
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
     ) -> None:
-        """A comment comes after one to two periods of silence; 0: none comes. `next_comment`
-        returns it; empty: there is none yet."""
+        """A comment comes after one to two periods of silence; 0 means that none comes.
+        `next_comment` returns it; empty means that there is none yet."""
         self._context = context
         self._period_s = period_s
         self._next_comment = next_comment

@@ -117,8 +117,8 @@ class ModelApis:
         return meant_api(apis, raw, context.scope["path"])
 
     def named(self, name: str | None) -> ModelApi:
-        """The one of this name; None: the default. Raises ApiError (404), and RequestRefused (503)
-        if there is no default yet."""
+        """The one of this name; None means the default. Raises ApiError (404), and RequestRefused
+        (503) if there is no default yet."""
         apis = self._present() if name is None else self.all()
         found = next((api for api in apis if api.is_named(name)), None)
         if found is None:

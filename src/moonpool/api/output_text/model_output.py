@@ -79,7 +79,7 @@ class ModelOutput:
         """Returns the reader of the output for a prompt, None if it is nothing but text, and the
         texts that it needs special tokens to have.
 
-        rules: of calls; None: there are none. next_id: random texts for the ids of calls.
+        rules: of calls; None means that there are none. next_id: random texts for the ids of calls.
         may_not_reason: the output may be JSON at once, although the prompt has opened reasoning.
         """
         signs = self._special if skips_special_tokens else self._spelled

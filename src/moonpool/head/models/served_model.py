@@ -128,7 +128,7 @@ class ServedModel:
         self._limits: dict[InstanceId, tuple[Role, int, str]] = {}  # of the context, and why
         self.has_offers = False  # else it is known by the configuration alone
         self.offer: ModelOffer | None = None
-        """What it was read from; None: the configuration of the own engine."""
+        """What it was read from; None for the own engine, which is configured."""
 
     def is_named(self, name: str) -> bool:
         return name in (self.key, self.card.model_id, *self.card.other_names)

@@ -115,7 +115,7 @@ class ServedModels:
         return model
 
     def named(self, name: str | None) -> ServedModel | None:
-        """The model of this name; None: the default."""
+        """The model of this name; None means the default."""
         if name is None:
             return self.default
         return next((model for model in self if model.is_named(name)), None)

@@ -59,7 +59,7 @@ class LiveHistory:
         self._all.at(now)
 
     def describe(self, now: float, tenant: str | None) -> dict[str, Any]:
-        """Returns lists of `NUM_BINS` numbers by name, the oldest first; None: unknown."""
+        """Returns lists of `NUM_BINS` numbers by name, the oldest first; None means unknown."""
         if tenant is None:
             columns = self._all.columns(now)
         else:

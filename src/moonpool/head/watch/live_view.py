@@ -79,7 +79,7 @@ def describe_live(
     """Returns the present state, the sums of the last ten minutes and the last requests.
 
     `newest`: records of ended requests, the last ended first. `tenant`: only its own requests, and
-    no loads; None: everything.
+    no loads; None means everything.
     """
     own = [
         tracked

@@ -38,7 +38,7 @@ class NodeHardware:
     engine_tokens: int
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
-    num_slots: int  # SSD slots; 0: no SSD
+    num_slots: int  # SSD slots; 0 means no SSD
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())

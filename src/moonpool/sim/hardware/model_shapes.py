@@ -13,8 +13,8 @@ class ExpertShape(Struct, frozen=True):
     """A mixture of experts in place of the feed-forward part: each token passes `per_token` of
     `count` experts of width `ffn`, and a part of width `shared_ffn` that all tokens pass.
 
-    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0: as
-    all others.
+    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0
+    means those of the others.
     """
 
     count: int
@@ -29,7 +29,7 @@ class LatentShape(Struct, frozen=True):
     """Attention over latents (MLA): `rank` + `rope` elements per token and layer are cached, for
     heads whose keys have `nope` + `rope` elements and whose values have `value`.
 
-    `query_rank`: the rank of a latent of the queries; 0: none.
+    `query_rank`: the rank of a latent of the queries; 0 means none.
     """
 
     rank: int
@@ -46,9 +46,9 @@ class ModelShape(Struct, frozen=True):
     `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
     Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
     `head_dim` its rank + rope.
-    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0: as all others.
+    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0 means those of the others.
     `fp8_products`: the layers multiply in FP8 on devices that can.
-    `max_positions`: longest text of a draft model; 0: any. Other models are not held to it.
+    `max_positions`: longest text of a draft model; 0 means any. Other models are not held to it.
     """
 
     name: str
