@@ -2,7 +2,7 @@
 
 Instances share the first block of all prompts (a system prompt) and hold conversations of which new
 requests continue one; each has this many requests under way. Only `Conductor.handle` is timed, each
-event by itself, in CPU time: what else the machine does counts less.
+event alone, in CPU time: what else the machine does counts less.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ def max_tokens_of(
 
 
 def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
-    """Makes the error of a prompt that leaves no room in a context of `most` tokens. None: the
-    prompt was too long to count."""
+    """Makes the error of a prompt that leaves no room in a context of `most` tokens. The number
+    is None for a prompt that was too long to count."""
     had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     return ApiError(
         f"This model's maximum context length is {most} tokens for prompt and output together. "

@@ -112,7 +112,7 @@ class Conductor:
         sizes_chunks = config.inline_chunks
         state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, incarnation)
         self.cluster_state = state
-        # All parts work on these; they are also what drivers read.
+        # All parts change these three, and drivers read them.
         self.index = state.index
         self.instance_table = state.instance_table
         self.instances = state.instances

@@ -145,7 +145,7 @@ def _plain(data: bytes) -> Any:
 
 
 def _endpoint(entry: Any) -> Endpoint | None:
-    """None: of a kind that computes no text, such as an encoder. Raises EndpointError."""
+    """Returns None for a kind that computes no text, such as an encoder. Raises EndpointError."""
     if not isinstance(entry, dict):
         raise EndpointError("not a mapping with name, address and port")
     name, address = entry.get("name"), entry.get("address")

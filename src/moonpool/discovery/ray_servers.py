@@ -229,7 +229,7 @@ def read_replicas(details: Row, application: str) -> list[Place]:
 
 
 def _actor_place(actor: Row, hosts: dict[str, str], port: int | None) -> Place | None:
-    """None: its node is gone."""
+    """Returns None if its node is gone."""
     name, host = str(actor["name"]), hosts.get(str(actor.get("node_id")))
     own = _OWN_PORT.fullmatch(name)
     if host is None:

@@ -127,7 +127,7 @@ class WorkWatch:
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
-        """None: the earlier work goes on."""
+        """Returns None if the earlier work goes on."""
         if self.mark is None:
             return
         if request_id is None:

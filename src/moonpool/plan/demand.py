@@ -120,7 +120,7 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 def call_times_s(
     rows: Sequence[TraceRow], answered_s: Callable[[TraceRow], float]
 ) -> Iterator[float]:
-    """Yields when each request arrives, if an answer takes so long: a call of a program comes
+    """Yields when each request arrives, if an answer takes this long: a call of a program comes
     after those that it waits for, and its tools."""
     ended_s: dict[str, float] = {}
     for row in rows:

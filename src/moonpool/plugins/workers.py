@@ -54,7 +54,7 @@ class DrainableWorker(RunnableWorker, Protocol):
     """A worker whose instance can be drained before it ends."""
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Whether the instance drains now, for at most so long."""
+        """Whether the instance drains now, for at most this long."""
 
 
 MakeWorker = Callable[[WorkerSettings], RunnableWorker]

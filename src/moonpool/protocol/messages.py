@@ -65,8 +65,8 @@ class AttemptSpec(Struct, frozen=True):
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
     `max_step_s`: instead of that check, the request waits to join the batch until a step of all
     decodes should take no longer than this; with None it does not wait. `traceparent` goes to an
-    engine that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part.
-    `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
+    engine that does its own tracing. `is_traced`: the instance reports an `AttemptSpan` of each
+    part. `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
     attempt. `route`: where its tokens go directly, or None if they go to the head. The head adds
     it, too.
     """

@@ -74,7 +74,7 @@ def lacking(total: Bundle, there: Mapping[str, float]) -> str:
 
 
 def added_group(config: Config, role: Role, number: int) -> ActorGroup:
-    """The group of one further instance, which can be given back by itself."""
+    """The group of one further instance, which can be given back alone."""
     member = member_of(config, role.value, number)
     return ActorGroup(member.name, (member,))
 

@@ -189,7 +189,7 @@ class HeadActor(ProcessActor):
         return await self._start(moonpool_line(*line))
 
     async def _leader(self) -> HeadPlace | None:
-        """Looks for the head that leads. None: this one has to."""
+        """Looks for the head that leads. Returns None if this one has to lead."""
         is_again, is_first = self._was_here, not self._before.names
         others = self._others if is_again else self._before
         patience_s = AGAIN_S if is_again else FIRST_S

@@ -128,8 +128,8 @@ class AttemptLifecycle:
             self._actions_out.perform(CancelStream(attempt.attempt_id))
 
     def _releases_blocks(self) -> bool:
-        """Whether blocks are released as soon as a step or a cancelled stream has ended: those of
-        attempts that have ended before, and those that a repeated step holds ahead."""
+        """Whether the end of a step or of a cancelled stream will release blocks: those of attempts
+        that have ended, and those that a repeated step holds ahead."""
         if any(step and self._scheduler.holds_ahead(step) for step in self._scheduler.steps):
             return True
         receives = PendingTransfer.RECEIVE

@@ -78,7 +78,8 @@ class CallOrder:
 
     def place(self, row: ParsedRow) -> ParsedRow | None:
         """The row with its time, its call, what it waits for, its delay, and with its whole prompt
-        if it only gave a part of it. None: it has no prompt or no answer. Raises LineError."""
+        if it only gave a part of it. Returns None if it has no
+        prompt or no answer. Raises LineError."""
         if not row.session and not row.call:
             if row.time == UNTIMED:
                 raise LineError("this row has neither a timestamp nor a session_id or request_id")

@@ -59,7 +59,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_PROGRAM_BYTES = 256 << 20
 """Longer than any line with a whole program: a thousand calls with a million tokens each."""
 MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
-"""A log with more lines that are no requests is another kind of file."""
+"""A log with more lines that are not requests is another kind of file."""
 SAMPLE_ROWS = 8192
 """Rows of which the times decide about ticks."""
 _MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
@@ -353,8 +353,8 @@ def _scan(
     keep_index: bool,
     places: Sequence[tuple[int, int]] | None = None,
 ) -> _Scan | None:
-    """The first pass. None: the file is not sorted, and the pass must keep an index. `places`: of
-    the lines, in the order to read them in; without, that of the file."""
+    """The first pass. Returns None if the file is not sorted, so that the pass must keep an index.
+    `places`: of the lines, in the order to read them in; without, that of the file."""
     scan = _Scan()
     order = CallOrder(parser.units_per_s, parser.block_tokens)
     unsorted = _Unsorted()

@@ -88,7 +88,7 @@ class ParsedRow(NamedTuple):
 
     `delay_s`: it starts this long after the rows named in `after`, or after the row before it of
     its `session`; None means its time. `ended`: when its answer ended, in the units of `time`:
-    the row after it of its session then starts so long after its end as it did in the file.
+    the row after it of its session then starts as long after that end as in the file.
     `adds`: its prompt is `input_tokens` longer than the prompt and the answer before it in its
     session. `alongside`: it starts `delay_s` after these began, if it waits for none to end.
     """

@@ -106,7 +106,7 @@ class SlotTable:
     # Requests
 
     def begin(self, prompt: Prompt) -> SlotPlan | None:
-        """Makes the slot busy until `end`. None: all slots are busy."""
+        """Makes the slot busy until `end`. Returns None if all slots are busy."""
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
         if not free:
             return None

@@ -23,7 +23,7 @@ OF = session_class(1, None)
 
 
 def teach(forecast: TurnForecast, pauses_s: list[float | None]) -> None:
-    """None: a session that never continues."""
+    """Returns None for a session that never continues."""
     for pause_s in pauses_s:
         for number, limit_s in enumerate(AGE_LIMITS_S):
             if pause_s is not None and pause_s < limit_s:

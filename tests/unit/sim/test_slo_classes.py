@@ -30,7 +30,7 @@ tbt_s = 0.1
 
 
 def rows() -> list[TraceRow]:
-    """Every third by itself, every third of a class, every third of a tenant with a class."""
+    """A third of the rows has no class, a third names one, and a third has a tenant with one."""
     named = ({}, {"slo_class": "chat", "tenant": "never"}, {"tenant": "never"})
     return [TraceRow(2.0 * i, 4000, 20, **named[i % 3]) for i in range(30)]  # type: ignore[arg-type]
 

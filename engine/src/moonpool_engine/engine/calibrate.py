@@ -51,7 +51,7 @@ SLOW_TOKENS = 4
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ALWAYS = 3  # steps of each kind are measured even if slow: the fit is better with them
 PATIENCE_S = 3.0
-"""After so long, the start of a slow model measures only what the fit cannot do without: two
+"""After this long, the start of a slow model measures only what the fit cannot do without: two
 prefills and a decode. Without kernels, one step may take seconds."""
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]

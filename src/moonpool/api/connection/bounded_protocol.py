@@ -36,7 +36,8 @@ MAX_IGNORED_BYTES = 1 << 20
 """Most bytes of a body that no handler reads."""
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 4 << 20
-"""After its last response a connection waits so long, and reads so much, for its client to read the
+"""After its last response a connection waits this long, and reads this much, for its client to
+read the
 response: a connection that is closed with bytes unread is reset, and its response may be lost."""
 UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10

@@ -183,7 +183,7 @@ class LimitedProtocol(BoundedProtocol):
         num_returns: int = 0,
         num_ended: int = 0,
     ) -> KeptStream | None:
-        """Keeps the call that is being answered. None: it cannot be kept."""
+        """Keeps the call that is being answered. Returns None if it cannot be kept."""
         self._drop_kept()
         base = None if self.pipeline else self._sent_bytes()
         may_return = digest and not self.transport.is_closing()

@@ -494,5 +494,5 @@ class HalfRead:
             self._log.append(data)
 
     def drop(self) -> None:
-        """The call is kept by itself from now on, or needs it no more."""
+        """Notes that the call is kept elsewhere from now on, or no longer has to be."""
         self._log.drop()

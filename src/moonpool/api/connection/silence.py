@@ -38,8 +38,8 @@ def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
 
 
 class Silence:
-    """Watches one stream between `heard` and `listens`. Its time is that between two looks, so that
-    an increment costs no look at a clock."""
+    """Watches one stream between `heard` and `listens`. A periodic look measures the time, so
+    that an increment need not read a clock."""
 
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]

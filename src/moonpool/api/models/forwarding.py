@@ -1,5 +1,5 @@
 """Calls that a vLLM server answers from the client's own body: with images or sounds, with answers
-in which it finds tool calls or reasoning by itself, or for models that generate nothing.
+in which the server itself finds tool calls or reasoning, or for models that generate nothing.
 
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
 before the first part of its response, another one gets the call. After that, an error ends it.

@@ -54,7 +54,7 @@ async def serve_front(link: SupervisorLink) -> None:
 
 
 async def _listen(direct: DirectServer, config: Config, tls: PeerTls | None) -> FrontListens | None:
-    """None: all tokens come by the head."""
+    """Returns None if all tokens come through the head."""
     try:
         port = await direct.listen(config.network.head_host, tls)
     except OSError as error:

@@ -347,8 +347,8 @@ class HotList:
         return describe_hot(self._conductors, num_prefixes)
 
     def watched(self) -> list[dict[str, Any]] | None:
-        """Returns the latest reports, and asks for new ones if they are old. None: the instances
-        cache too many blocks to be asked again and again."""
+        """Returns the latest reports, and asks for new ones if they are old. Returns None if
+        the instances cache too many blocks to be asked again and again."""
         loads = [state.load for state in self._states()]
         if any(load is not None and load.cached_blocks > MAX_CACHED_BLOCKS for load in loads):
             return None
