@@ -218,7 +218,7 @@ def _read_index(data: bytes, folder: Path) -> None:
 
 
 def _read_slot(data: bytes, folder: Path) -> None:
-    """The checksum is made right too: an attacker's, or a collision's."""
+    """Also reads the input with a right checksum, which an attacker could compute."""
     for each in (data, _resealed(data)):
         try:
             decode_header(each)

@@ -90,7 +90,7 @@ KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
 MIN_STEPS = 100
 """With fewer steps, a P99 means nothing."""
 SETTLE_S = 0.3
-"""Seconds at the begin of a phase that are not measured: what the last phase began ends in them."""
+"""Seconds at the start of a phase that are not measured: what the last phase began ends in them."""
 _ENDLESS = 1 << 20
 
 

@@ -103,7 +103,7 @@ def received(
 def respond(
     path: str, head: SometimesSilent, shelf: Shelf, fields: dict[str, Any] | None = None
 ) -> tuple[bytes, int]:
-    """Returns the response of a server that nothing happens to, and the position of its begin."""
+    """Returns the response of a server that nothing happens to, and the position of its start."""
     ours, theirs = connected()
     server = make_server(head, shelf, b"Mon")
     body = json.dumps(fields or CALLS[path]).encode()

@@ -288,7 +288,7 @@ class NativeSliceCopier:
     def _copy_read_ahead(
         self, read_ahead: memoryview, offers: bytes, receiver: SliceReceiver
     ) -> None:
-        """Copies the begin of the slices, which the socket has read together with the message."""
+        """Copies the start of the slices, which the socket has read together with the message."""
         if not read_ahead:
             return
         size, buffer = receiver.arena.slice_bytes, receiver.arena.buffer

@@ -439,7 +439,7 @@ def prefill_time_s(stages_s: Mapping[str, float], least_start_s: float) -> float
     """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
     their placement.
 
-    On a busy machine, the reports of its begin and its end may reach the head together. Its time
+    On a busy machine, the reports of its start and its end may reach the head together. Its time
     then lies before the first report, which is late.
     """
     return stages_s["prefill"] + stages_s["queue_and_fetch"] - least_start_s

@@ -93,7 +93,7 @@ class _Samples:
         self._loads = loads
         self._ring = np.full((NUM_BINS, len(_COLUMNS)), _NONE, dtype=np.float32)
         self._open: _Sample | None = None
-        self._number = 0  # of the open sample: its begin over `BIN_S`
+        self._number = 0  # of the open sample: its start over `BIN_S`
 
     def at(self, now: float) -> _Sample:
         """Returns the open sample."""

@@ -85,7 +85,7 @@ class ChunkBudget:
         return -(-num_tokens // self._cost.tile_tokens)
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
-        """Seconds from begin to end. The cost model gives the time of prompts in one stage (see
+        """Seconds from start to end. The cost model gives the time of prompts in one stage (see
         `cost.fitted`); a step passes all stages."""
         seconds = self._cost.step_s(chunks, batch, context_tokens)
         further = self._config.micro_batches - 1

@@ -111,7 +111,8 @@ def test_a_slow_network_hurts_the_parallelism_that_sends_much(base: str) -> None
 def test_pipelines_match_the_closed_form(
     num_tokens: int, share: float, chunk_tokens: int, nodes: int
 ) -> None:
-    """Between sum(t)/X + (X-1)/X of the shortest chunk and of the longest, and hops."""
+    """The time is sum(t)/X, plus hops, plus (X-1)/X of a chunk between the shortest and the
+    longest."""
     cached = min(int(share * num_tokens), num_tokens - 1)
     cost = group_cost(CALIBRATED, SHAPE, nodes, "cpp", NIC)
     chunks = prompt_chunks(num_tokens, cached, chunk_tokens)
