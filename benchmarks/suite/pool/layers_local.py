@@ -101,7 +101,7 @@ class LayerwiseInstance:
         shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
         blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
         engine = Engine(loaded, ops, KvCache(blocks, self.layout))
-        torch.set_num_threads(THREADS)  # as the engine's own thread has: what is measured is it
+        torch.set_num_threads(THREADS)  # as many as the measured thread of the engine has
         samples = measure_samples(engine)
         for _ in range(MEASUREMENTS - 1):
             samples = best_of(samples, measure_samples(engine))
