@@ -6,13 +6,13 @@ its claims about TP, sequence parallelism and CPP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Parallelism
-from moonpool.cost.model import StepCost
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.calibrated import DEVICE, NUM_DEVICES, SHAPE
@@ -36,7 +36,6 @@ from papers.mooncake.runs import ClusterRun, Overrides, cluster
 from papers.mooncake.workload import MooncakeWorkload, read_workload
 from papers.options import Options
 from papers.plot import Panel, PlotSeries, bars
-from papers.prompt_times import pipeline_s, prompt_chunks, prompt_s
 
 KINDS: tuple[Parallelism, ...] = ("tp", "tp+sp", "pp", "cpp")
 NODES = (2, 4)
@@ -337,6 +336,22 @@ def group_prefill_s(
     """Latency of one prompt alone on the group, in seconds. Only cpp divides it into chunks."""
     whole = num_tokens if kind != "cpp" else chunk_tokens
     return pipeline_s(cost, prompt_chunks(num_tokens, cached_tokens, whole))
+
+
+def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
+    """When the last of these chunks leaves the last stage of an otherwise idle pipeline.
+
+    A chunk enters a stage when it has arrived from the previous stage and the previous chunk has
+    left.
+    """
+    free_at = [0.0] * cost.num_stages
+    for chunk in chunks:
+        step_s, hop_s = cost.step_s((chunk,), 0, 0), cost.hop_s(chunk.num_tokens)
+        at = 0.0
+        for stage, free in enumerate(free_at):
+            free_at[stage] = max(at, free) + step_s
+            at = free_at[stage] + hop_s
+    return free_at[-1]
 
 
 def group_node_s(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonpool.cost.model import prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED, NUM_DEVICES, SHAPE
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape
@@ -9,7 +10,6 @@ from papers.constants import device_of, roofline, shape_of
 from papers.finding import Check, Finding, FindingRow
 from papers.options import Options
 from papers.plot import Panel, PlotSeries
-from papers.prompt_times import prompt_s
 
 ATTENTION, LINEAR = 4.0, 22.0  # a and b of Eq. 1
 CAUSAL_ATTENTION = 2.0

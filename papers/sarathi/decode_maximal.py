@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moonpool.config.tables import Batching
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import Chunk, prompt_chunks, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 from papers.constants import (
     ABLATION_SEQUENCE_TOKENS,
@@ -21,7 +21,6 @@ from papers.constants import (
 from papers.finding import Check, Finding, FindingRow
 from papers.options import Options
 from papers.plot import Panel, PlotSeries, bars
-from papers.prompt_times import prompt_chunks, prompt_s
 from papers.single_instance import SoloConfig, SoloResult, all_at_once, serve
 
 CHUNK_TOKENS = 256

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from moonpool.config.tables import Batching
-from moonpool.cost.model import Chunk, StepCost
+from moonpool.cost.model import Chunk, StepCost, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 from papers.constants import (
     ABLATION_DRAWS,
@@ -25,7 +25,6 @@ from papers.constants import (
 from papers.finding import Check, Finding, FindingRow
 from papers.options import Options
 from papers.plot import Panel, PlotSeries, bars
-from papers.prompt_times import prompt_s
 from papers.sarathi.serve_workload import ARXIV, CHAT, SarathiServeWorkload
 from papers.single_instance import SoloConfig, serve
 

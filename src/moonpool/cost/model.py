@@ -7,6 +7,7 @@ deterministic and without state: equal arguments give equal results on every mac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import fsum
 from typing import NamedTuple, Protocol
 
 # The scheduler of an instance plans steps that mix prefill chunks with decodes by these limits, and
@@ -97,3 +98,39 @@ class StepCost(Protocol):
     def hop_s(self, num_tokens: int) -> float:
         """Time to send the activations of `num_tokens` tokens to the next stage."""
         ...
+
+
+def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tuple[Chunk, ...]:
+    """Cuts a prompt into chunks of at most `chunk_tokens`. At least its last token is computed, for
+    the logits."""
+    start = min(cached_tokens, num_tokens - 1)
+    assert start >= 0 and chunk_tokens >= 1
+    return tuple(
+        Chunk(
+            num_tokens=min(chunk_tokens, num_tokens - at),
+            start=at,
+            cached_tokens=start,
+            last=at + chunk_tokens >= num_tokens,
+            prompt_tokens=num_tokens,
+        )
+        for at in range(start, num_tokens, chunk_tokens)
+    )
+
+
+def prompt_s(
+    ground_truth: StepCost, num_tokens: int, cached_tokens: int, chunk_tokens: int
+) -> float:
+    """Time for which a prompt's chunks keep an instance, or each of its stages, busy."""
+    chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
+    return fsum(ground_truth.step_s((chunk,), 0, 0) for chunk in chunks)
+
+
+class OneStage:
+    """The part of a `StepCost` that an instance without a pipeline has."""
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moonpool.cost.fitted import FittedCost, fit_to_ground_truth, pipelined, scaled
-from moonpool.cost.model import StepCost
+from moonpool.cost.model import StepCost, prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
-from papers.prompt_times import prompt_s
 
 A800, LLAMA_70B = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
 ROOFLINE = RooflineCost(A800, LLAMA_70B, 8)

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from moonpool.config.tables import Parallelism
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.model import Chunk, StepCost
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.domain_cost import DomainCost
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
-from papers.prompt_times import prompt_chunks, prompt_s
 
 A800, LLAMA_70B = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
 NIC = Nic.of(A800, 8)

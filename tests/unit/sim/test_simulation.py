@@ -14,6 +14,7 @@ import pytest
 import moonpool.sim.simulation as simulation_module
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Admission, Config, Placement, choices
+from moonpool.cost.model import prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import CONTROL_LATENCY_S, build_hardware
 from moonpool.sim.outcome import summarise
@@ -22,7 +23,6 @@ from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
 from moonpool.types import BlockKey
-from papers.prompt_times import prompt_s
 
 BLOCK = 256
 

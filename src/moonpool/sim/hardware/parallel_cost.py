@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.config.tables import Parallelism
-from moonpool.cost.model import Chunk, StepCost
+from moonpool.cost.model import Chunk, OneStage, StepCost
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.roofline import RooflineCost
@@ -97,7 +97,7 @@ class PipelineCost:
         return self._hop_latency_s + self._hop_token_s * num_tokens
 
 
-class DividedCost:
+class DividedCost(OneStage):
     """A cost known only as a whole, divided by the number of nodes, plus the time on the NICs.
 
     It ignores that small inputs are less efficient, that each node reads its weights, and overlap.
@@ -122,10 +122,6 @@ class DividedCost:
             sent = 2 * layers * 2 * others / num_nodes * shape.activation_bytes_per_token
             self._reduce_token_s = sent / nic.bytes_per_s
 
-    @property
-    def num_stages(self) -> int:
-        return 1
-
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
@@ -146,11 +142,8 @@ class DividedCost:
         sent_s = self._reduce_token_s * batch + (self._launch_s if self._reduce_token_s else 0.0)
         return alone_s / self._num_nodes + (num_steps * sent_s if batch else 0.0)
 
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
 
-
-class SequenceParallelCost:
+class SequenceParallelCost(OneStage):
     """Ring attention: each node computes its share of a chunk's tokens with all weights.
 
     It attends to the KVCache of each node as it passes around the ring, so attention takes the
@@ -165,10 +158,6 @@ class SequenceParallelCost:
         self._ring_latency_s = base.shape.layers * others * nic.latency_s
         sent = others / num_nodes * base.shape.kv_bytes_per_token
         self._ring_token_s = sent / nic.bytes_per_s
-
-    @property
-    def num_stages(self) -> int:
-        return 1
 
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
@@ -193,6 +182,3 @@ class SequenceParallelCost:
         added = batch * (num_steps * (num_steps - 1) // 2)
         added_s = self._base.decode_attention_s(added) / self._num_nodes
         return num_steps * self.step_s((), batch, context_tokens) + added_s
-
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0

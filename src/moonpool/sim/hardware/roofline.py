@@ -30,7 +30,7 @@ from math import sqrt
 
 import msgspec
 
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import Chunk, OneStage
 from moonpool.sim.hardware.devices import AllReduce, Device
 from moonpool.sim.hardware.matrix_product import Product, soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
@@ -141,7 +141,7 @@ class StepParts:
         return max(limits, key=lambda name: limits[name])
 
 
-class RooflineCost:
+class RooflineCost(OneStage):
     """`shape` on `num_devices` devices in tensor parallel; implements `CostModel` and `StepCost`.
 
     With several nodes, every all-reduce has a second phase over the NICs. Raises ValueError for
@@ -277,10 +277,6 @@ class RooflineCost:
 
     # -- StepCost
 
-    @property
-    def num_stages(self) -> int:
-        return 1
-
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
@@ -337,9 +333,6 @@ class RooflineCost:
             return context_tokens
         seen = self._in_window(batch, context_tokens)
         return (1.0 - self._windowed) * context_tokens + self._windowed * seen
-
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
 
     # -- CostModel
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cost.model import Chunk, StepCost
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.domain_cost import CHUNK_TOKENS, DomainCost
 from moonpool.sim.hardware.roofline import RooflineCost
-from papers.prompt_times import prompt_chunks, prompt_s
 
 ROOFLINE = RooflineCost(BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b"), 8)
 COST = DomainCost(CALIBRATED, ROOFLINE)

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.config.tables import Parallelism
-from moonpool.cost.model import Chunk, StepCost
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
-from papers.mooncake.cpp import group_nic_bytes, group_node_s, group_prefill_s
-from papers.prompt_times import pipeline_s, prompt_chunks
+from papers.mooncake.cpp import group_nic_bytes, group_node_s, group_prefill_s, pipeline_s
 
 A800, SHAPE = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
 NIC = Nic.of(A800, 8)
