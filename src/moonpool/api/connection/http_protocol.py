@@ -65,7 +65,9 @@ class LimitedProtocol(BoundedProtocol):
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
         with self._marked():
-            for piece in self._received_before:  # now: what the kernel has comes after it
+            for (
+                piece
+            ) in self._received_before:  # before the bytes that the kernel has, which came later
                 self._parse(piece)
         self._received_before.clear()
 
