@@ -65,9 +65,7 @@ class LimitedProtocol(BoundedProtocol):
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
         with self._marked():
-            for (
-                piece
-            ) in self._received_before:  # before the bytes that the kernel has, which came later
+            for piece in self._received_before:  # earlier than what the kernel has
                 self._parse(piece)
         self._received_before.clear()
 
