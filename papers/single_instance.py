@@ -20,8 +20,8 @@ from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.engine import EOS_TOKEN_ID
 from moonpool.sim.hardware.model_shapes import ModelShape
-from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
+from moonpool_lab.solo import SoloRun, solo_attempt
 
 BLOCK_TOKENS = 16
 MAX_REPEATS = 256

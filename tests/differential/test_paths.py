@@ -14,13 +14,13 @@ import torch
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptSpec
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine import native
 from moonpool_engine.engine.ops import Ops
 from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.transfer import context as transfer_context
 from moonpool_engine.transfer.shm import ShmConnection
+from moonpool_lab.solo import solo_attempt
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 

@@ -66,7 +66,6 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.instance import InstanceDriver, Performers
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import InstanceId, Role, SamplingParams
 from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.runner import Engine
@@ -76,6 +75,7 @@ from moonpool_engine.worker.engine_boot import BootError, InstancePlace
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
 from moonpool_engine.worker.transfers import storage_by
+from moonpool_lab.solo import solo_attempt
 
 LIMIT = 1.10
 """P99 under load over P99 in quiet."""

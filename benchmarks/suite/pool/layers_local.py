@@ -34,7 +34,6 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import fit_samples, measure_samples
@@ -50,6 +49,7 @@ from moonpool_engine.transfer.slice_copier import fastest_copier
 from moonpool_engine.worker.engine_thread import EngineThread, LayerGates
 from moonpool_engine.worker.profile_store import best_of
 from moonpool_engine.worker.transfers import storage_by, transfers_by
+from moonpool_lab.solo import solo_attempt
 
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its

@@ -13,8 +13,8 @@ from moonpool.protocol.messages import StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
+from moonpool_lab.solo import solo_attempt
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",

@@ -18,8 +18,8 @@ from moonpool.scheduler.batching import queue_order
 from moonpool.scheduler.batching.queue_order import MAX_ABSENT, QueueOrder, TenantAccounts
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
+from moonpool_lab.solo import solo_attempt
 
 CHUNK = 16
 LAYOUT = BlockLayout(
