@@ -17,7 +17,6 @@ from moonpool.studies.result_table import ResultTable
 if TYPE_CHECKING:
     from moonpool.sim.report.drawing import Drawing
     from moonpool.sim.simulation import Simulation
-    from moonpool.studies.simulation_result import RequestLog
 
 
 class SimulationResult:
