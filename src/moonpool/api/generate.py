@@ -349,7 +349,7 @@ class Generator(ModelEndpoint):
             ending.skip_special_tokens,
             prepared.tools.rules(),
             call.facts.id_source(index),
-            reads_reasoning=may_reason and call.facts.tells_reasoning,  # else an older head's
+            reads_reasoning=may_reason and call.facts.tells_reasoning,  # not by an older head
             may_not_reason=engine_decides,
         )
 

@@ -70,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whose connection it is in this process: the address, or the tenant of the last request.
         """
         self._address = ""  # as a party
-        self._tenant = ""  # of the last request; "" if the server has no others
+        self._tenant = ""  # of the last request; "" if the server has no tenants
         self._in_header = True
         self._has_begun = False  # the first line of the present request has
         self._loose_bytes = 0  # of the present request, outside of its body

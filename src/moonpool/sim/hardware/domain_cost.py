@@ -76,7 +76,8 @@ class DomainCost(OneStage):
         return computed * self._prompt_departure_s(num_tokens, cached_tokens)
 
     def decode_departure_s(self, batch: int) -> float:
-        """The least by which a step of `batch` decodes departs, whatever their contexts."""
+        """Returns the least difference from the roofline of a step of `batch` decodes, over all
+        contexts."""
         ends = (self._context_token_s * context for context in self.domain.context_tokens)
         return self._batch_departure_s(batch) + min(ends)
 
