@@ -33,7 +33,7 @@ MORE = {"lab": "requirements-lab.lock", "dev": "requirements-dev.lock"}
 OWN = ("-e", ".", "-e", "engine", "-e", "lab")
 BUILD = "engine/src/moonpool_engine/engine/native/build.py"
 LAST = "opentelemetry-proto"
-"""xds-protos has older files of this package: which of the two were there would be chance."""
+"""Installed last, because xds-protos brings older copies of its files."""
 MIN_PYTHON = (3, 11)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """torch's own index of builds for CPUs, whose file requirements.lock names by its hash."""
@@ -128,7 +128,7 @@ def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
     pin, rest = _lock_of_torch(), VENV / "rest.lock"
     rest.write_text((ROOT / RUNS).read_text().replace(pin, ""))
     named = VENV / "torch.lock"
-    # uv knows hashes by the whole version, which says what a build is for.
+    # uv looks hashes up by the whole version, with the part that names the build.
     named.write_text(pin.replace(pin.split()[0], f"{pin.split()[0]}+cpu", 1))
     others = tuple(word for lock in (rest, *locks[1:]) for word in ("-r", lock))
     if _uv(uv, (*rules, "-r", named, *others)):

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.checkout import ROOT
 from benchmarks.walk import walk
 from moonpool.cli.output import origin
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 
 LONG_FILE_LINES = 350
 PURE_ROOMS = (

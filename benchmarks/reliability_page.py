@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.checkout import ROOT
 from benchmarks.markdown import code, measured_by, plain, table
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 
 KILLS = ROOT / "benchmarks" / "results" / "kills.json"
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"

@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 
 PREFILL_S_PER_CHAR = 5e-5
 STEP_S, STEP_S_PER_ANSWER = 0.02, 0.001
@@ -58,7 +58,7 @@ class ModelReplica:
             self._num_answers -= 1
 
     def _hit(self, text: str) -> int:
-        """Returns the cached characters at the begin of a prompt, and caches all of it."""
+        """Returns the cached characters at the start of a prompt, and caches all of it."""
         ends = range(PIECE_CHARS, len(text) + 1, PIECE_CHARS)
         keys = [text[:end] for end in ends]
         num_hits = next((n for n, key in enumerate(keys) if key not in self._cached), len(keys))

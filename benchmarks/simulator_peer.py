@@ -3,7 +3,7 @@
     python -m benchmarks.simulator_peer TRACE --dynamo-python PYTHON [--rounds N] [--json FILE]
 
 Both replay the same requests on as many instances with KV-aware placement, in turns, each run in a
-process of its own. Counted is the whole process: imports, reading the trace, simulating. The least
+process of its own. The whole process counts: imports, reading the trace, simulating. The least
 CPU time of each counts. Their models of time differ, so latencies are not compared. PYTHON has
 Dynamo: `pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`, and
 `pip install msgspec 'pydantic<=2.13.5' uvloop numpy`, with Python 3.12.

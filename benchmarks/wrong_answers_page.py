@@ -28,7 +28,7 @@ row](../benchmarks/results/wrong-answers). Each row is one server, asked by `moo
 first one by one, then under load with evictions, cache resets and clients that leave. Each greedy
 answer is compared with what the same server answered in quiet.
 
-- **Wrong** answers differ at a token that was no near-tie. **Near-ties** are differences that
+- **Wrong** answers differ at a token that was not a near-tie. **Near-ties** are differences that
   rounding explains: two tokens within half a nat. **Unclear** ones gave no logprobs to tell.
 - **Foreign** answers contain a code that was planted in another conversation.
 - **Lost** are planted codes that the answer in quiet names, and the one under load does not.

@@ -22,7 +22,8 @@ class Log:
         self.ids = {}
 
     def parse(self, line):
-        """Returns (time, tokens of the prompt, tokens of the answer, hash ids); None: skip it."""
+        """Returns (time, tokens of the prompt, tokens of the answer, hash ids); None says to skip
+        it."""
         entry = json.loads(line)
         if entry["status"] != 200:
             return None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from papers.plot import Panel
 
 Verdict = Literal[

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moonpool.trace.catalogue import PUBLIC_TRACES
+from moonpool.trace.download import PUBLIC_TRACES
 
 DOWNLOADS = {
     "conversation": "mooncake-conversation",

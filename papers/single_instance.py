@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import StepCost
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, AttemptSpec, StepTokens
 from moonpool.scheduler.actions import RunStep
@@ -20,8 +20,8 @@ from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.engine import EOS_TOKEN_ID
 from moonpool.sim.hardware.model_shapes import ModelShape
-from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
+from moonpool_lab.solo import SoloRun, solo_attempt
 
 BLOCK_TOKENS = 16
 MAX_REPEATS = 256

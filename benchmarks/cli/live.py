@@ -43,7 +43,7 @@ COLOCATED_S = 20.0
 
 
 def live_options(command: Any, seconds: float = 60.0) -> Any:
-    """What describes the local cluster and what is sent to it, for so long by default."""
+    """What describes the local cluster and what is sent to it, by default for this long."""
 
     def live(
         *,

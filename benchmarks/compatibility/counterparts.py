@@ -10,8 +10,8 @@ Place = Literal["python", "program", "environment"]
 
 
 class Part(Struct, frozen=True):
-    """What of a counterpart is tested, and by which files. `needs_model`: and a folder of a model
-    that it can serve."""
+    """One part of a counterpart that is tested, and the files of its tests. `needs_model`: they
+    also need the folder of a model that it can serve."""
 
     title: str
     tests: tuple[str, ...]
@@ -21,14 +21,15 @@ class Part(Struct, frozen=True):
 
 
 class Counterpart(Struct, frozen=True):
-    """A program or a package. Its place is its Python, which `variable` tells the tests; the
-    program itself; or the Python whose packages the tests import, under which they run."""
+    """A program or a package. `place` is "python" for its own Python and "program" for its
+    executable, which `variable` tells the tests. It is "environment" if the tests run in a Python
+    that has its packages."""
 
     name: str
     title: str
     place: Place
     packages: tuple[str, ...]
-    """Whose versions are told; the first is its own."""
+    """Packages whose versions the page shows; the first is the counterpart's own."""
     parts: tuple[Part, ...]
     variable: str = ""
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 
 Array = NDArray[np.float64]
 
@@ -32,7 +32,7 @@ class GemmConstants:
     q: int
 
 
-# The constants that the reference suggests for this GPU, in want of a fit of its own.
+# The constants that the reference suggests for this GPU, which has no fit of its own.
 H100_CONSTANTS = GemmConstants(c0_s=6e-6, mu=0.94, phi=0.74, tile=128, q=2)
 
 

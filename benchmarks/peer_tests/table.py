@@ -19,7 +19,7 @@ HEAD = """
 
 `make peer-tests` fetches the server tests of vLLM and llama.cpp from the sdists that hold them, and
 runs the files unchanged against `moonpool serve`: a real process, a real socket. It needs a
-network, and is no part of `make test`. What is left out, and why, stands in
+network, and is not part of `make test`. What is left out, and why, stands in
 [vllm.toml](../benchmarks/peer_tests/vllm.toml) and
 [llama_cpp.toml](../benchmarks/peer_tests/llama_cpp.toml). The model is small and has random
 weights. The last run, [peer-tests.json](../benchmarks/results/peer-tests.json):

@@ -6,22 +6,18 @@ its claims about TP, sequence parallelism and CPP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Parallelism
+from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.calibrated import DEVICE, NUM_DEVICES, SHAPE
-from moonpool.sim.hardware.parallel_cost import (
-    Nic,
-    group_cost,
-    group_nic_bytes,
-    group_node_s,
-    group_prefill_s,
-)
+from moonpool.sim.hardware.model_shapes import ModelShape
+from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.outcome import summarise
 from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
@@ -332,3 +328,63 @@ def _panel(table: Table, num_nodes: int, part: str, title: str, y_label: str) ->
     if part != "nic_bytes":  # last, so that a kind has one colour in all panels
         lines.append(series("one node", 1, "tp"))
     return Panel(title, "prompt (tokens)", y_label, tuple(lines), log_x=True, log_y=True)
+
+
+def group_prefill_s(
+    cost: StepCost, kind: Parallelism, num_tokens: int, cached_tokens: int, chunk_tokens: int
+) -> float:
+    """Latency of one prompt alone on the group, in seconds. Only cpp divides it into chunks."""
+    whole = num_tokens if kind != "cpp" else chunk_tokens
+    return pipeline_s(cost, prompt_chunks(num_tokens, cached_tokens, whole))
+
+
+def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
+    """When the last of these chunks leaves the last stage of an otherwise idle pipeline.
+
+    A chunk enters a stage when it has arrived from the previous stage and the previous chunk has
+    left.
+    """
+    free_at = [0.0] * cost.num_stages
+    for chunk in chunks:
+        step_s, hop_s = cost.step_s((chunk,), 0, 0), cost.hop_s(chunk.num_tokens)
+        at = 0.0
+        for stage, free in enumerate(free_at):
+            free_at[stage] = max(at, free) + step_s
+            at = free_at[stage] + hop_s
+    return free_at[-1]
+
+
+def group_node_s(
+    cost: StepCost,
+    num_nodes: int,
+    kind: Parallelism,
+    num_tokens: int,
+    cached_tokens: int,
+    chunk_tokens: int,
+) -> float:
+    """Busy time of all nodes of the group for one prompt, summed.
+
+    Under load, this and not the latency determines the throughput of the group.
+    """
+    whole = num_tokens if kind != "cpp" else chunk_tokens
+    return num_nodes * prompt_s(cost, num_tokens, cached_tokens, whole)
+
+
+def group_nic_bytes(
+    shape: ModelShape,
+    num_nodes: int,
+    kind: Parallelism,
+    num_tokens: int,
+    cached_tokens: int = 0,
+) -> float:
+    """Bytes that the nodes of a group send to each other for one prompt.
+
+    Cached KVCache is where it is needed, except with a ring (tp+sp), which passes all of it around.
+    """
+    others = num_nodes - 1
+    new = max(num_tokens - cached_tokens, 1)
+    if kind == "tp":
+        return 2 * shape.layers * 2 * others * new * shape.activation_bytes_per_token
+    if kind == "tp+sp":
+        return others * num_tokens * shape.kv_bytes_per_token
+    return others * new * shape.activation_bytes_per_token

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moonpool.sim.capacity import Routing, hit_ratios, prompts_of, split_hit_ratios
+from moonpool.sim.capacity import prompts_of
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.trace.row import TraceRow
+from moonpool_lab.oracle.hit_ratios import Routing, hit_ratios, split_hit_ratios
 from papers.finding import Check, Finding, FindingRow
 from papers.mooncake.runs import ClusterRun, Overrides, serve
 from papers.mooncake.workload import TABLE_2, MooncakeWorkload, find_workload, read_workload

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moonpool.sim.capacity import belady_hit_ratio, hit_ratios, prompts_of
+from moonpool.sim.capacity import prompts_of
+from moonpool_lab.oracle.hit_ratios import belady_hit_ratio, hit_ratios
 from papers.finding import Check, Finding, FindingRow
 from papers.mooncake.workload import MooncakeWorkload, read_one_of
 from papers.options import Options

@@ -129,7 +129,7 @@ def at_rate(data: SarathiServeWorkload, count: int, seed: int, rate: float) -> l
 
 
 def delays_s(jobs: Sequence[SoloRequest], served: SoloResult) -> list[float]:
-    """From arrival to the begin of the first step with the request in it."""
+    """From arrival to the start of the first step with the request in it."""
     began_s: dict[str, float] = {}
     for step in served.steps:
         for work in step.works:

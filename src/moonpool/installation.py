@@ -113,7 +113,8 @@ def _with_revision(url: str, origin: dict[str, Any], inner: str = "") -> str:
 
 
 def _direct_url() -> dict[str, Any]:
-    """Returns the note of the installer; empty: it came from an index, or was not installed."""
+    """Returns the note of the installer; empty means that it came from an index, or was not
+    installed."""
     try:
         text = distribution(NAME).read_text("direct_url.json")
         return msgspec.json.decode(text or "{}", type=dict[str, Any])

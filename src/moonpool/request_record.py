@@ -180,7 +180,7 @@ class RequestRecord:
             self.prefill_done_s = now
 
     def note_prefill(self, took_s: float, wasted: bool) -> None:
-        """Notes that the attempt of a prefill that took so long has ended. `wasted`: without a
+        """Notes that the attempt of a prefill that took this long has ended. `wasted`: without a
         whole answer."""
         self.prefills_took_s += took_s
         if wasted:

@@ -13,10 +13,10 @@ class RetryDelays:
     delays_s: tuple[float, ...]
     """After the first, second, ... failure; the last one after all further ones."""
     steady_s: float = math.inf
-    """What lasted longer had started well: its end is the first failure of a new row."""
+    """What lasted longer than this had started well, so its end counts as a first failure."""
 
     def count(self, num_failures: int, lasted_s: float = 0.0) -> int:
-        """Returns the failures in a row, with a further one of what lasted so long."""
+        """Returns the failures in a row, with one more of what lasted `lasted_s`."""
         return 1 if lasted_s > self.steady_s else num_failures + 1
 
     def after(self, num_failures: int) -> float:

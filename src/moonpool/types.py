@@ -6,17 +6,17 @@ processes; there are no separate wire types.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from math import inf
-from typing import Literal, NewType
+from typing import Literal, NewType, overload
 
 import msgspec
 
 RequestId = NewType("RequestId", str)
 InstanceId = NewType("InstanceId", str)
 BlockKey = NewType("BlockKey", bytes)
-"""Content name of one full block: 16 bytes, chained to its parent (see `protocol.block_hash`)."""
+"""Content name of one full block: 16 bytes, chained to its parent (see `protocol.block_layout`)."""
 BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
@@ -63,7 +63,7 @@ class Slo(Struct, frozen=True, omit_defaults=True):
 
     If neither the client nor the operator has stated a level, it is assumed, as a yardstick for
     placement and reports. Nothing is refused for it. `class_name`: the class of requests that it
-    belongs to, by which it is counted; "": the configuration has no classes.
+    belongs to, by which it is counted; "" means that the configuration has no classes.
     """
 
     ttft_s: float
@@ -131,7 +131,7 @@ class SamplingParams(Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
-    grammar: str = ""  # the answer must match it (see `text.grammar`); "": no constraint
+    grammar: str = ""  # the answer must match it (see `text.grammar`); "" means no constraint
     pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
     allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
     bad_words: tuple[BadWord, ...] = ()
@@ -151,7 +151,7 @@ SAMPLING_RANGES = {
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log-probability of the chosen token, and of the most likely ones as (token id, logprob).
-    `rank`: the place of a prompt's token among all, from 1 on; 0: it is not told."""
+    `rank`: the place of a prompt's token among all, from 1 on; 0 means that it is not told."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -175,8 +175,8 @@ class Token(Struct, frozen=True, array_like=True):
 class TraceContext(Struct, frozen=True):
     """The place of a request in a distributed trace (W3C Trace Context, ids in hexadecimal).
 
-    `span_id` is this server's own span, and `parent_id` the client's; "": it sent none. `exported`:
-    this server sends the spans of the request to a collector.
+    `span_id` is this server's own span, and `parent_id` the client's; "" means that it sent none.
+    `exported`: this server sends the spans of the request to a collector.
     """
 
     trace_id: str
@@ -221,12 +221,12 @@ class Request(Struct, frozen=True):
     prompt's full blocks if they are known without its tokens (a trace has block keys, and no text),
     or None if they follow from the tokens. `adapter` identifies the LoRA adapter that computes it;
     "": none. Block keys contain it. Requests with a lower `priority` are served first. `call` names
-    the call that this is one of several choices of; "": it is the only one.
+    the call that this is one of several choices of; "" means that it is the only one.
 
     `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
     are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None: all may. `program`: the program that this
-    request is a call of, or None if its client names none.
+    `within`: only these instances may serve it; None means that all may. `program`: the program
+    that this request is a call of, or None if its client names none.
     """
 
     request_id: RequestId
@@ -268,6 +268,90 @@ def paying(payer: str) -> str:
 
 
 def salt_part(tenant: str) -> str:
-    """Returns what of a tenant salts the names of its blocks; "": it shares those of everybody."""
+    """Returns what of a tenant salts the names of its blocks; "" means that it shares those of
+    everybody."""
     _, slash, salt = tenant.partition("/")
     return "" if slash and not salt else tenant
+
+
+class Tokens(Sequence[int]):
+    """Prompt and generated tokens as one sequence that grows at its end.
+
+    The prompt is shared and never copied, because it may hold a million tokens. It is only sliced,
+    so it may be a `range` where the values of the tokens do not matter.
+    """
+
+    __slots__ = ("_first_generated", "_generated", "_prompt", "_prompt_ids", "size")
+
+    def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
+        """After a fault, `prompt` holds earlier generated tokens past `num_prompt_tokens`."""
+        self._prompt = prompt
+        self._first_generated = num_prompt_tokens
+        self._generated: list[int] = []
+        self._prompt_ids: frozenset[int] | None = None
+        self.size = len(prompt)  # equals `len`, but costs no call; read at every step
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.size)
+            assert step == 1
+            return self.between(start, stop)
+        size = len(self._prompt)
+        position = index + self.size if index < 0 else index
+        return self._prompt[position] if position < size else self._generated[position - size]
+
+    def between(self, start: int, stop: int) -> Sequence[int]:
+        """Returns `[start:stop]`; neither may be negative or beyond the end."""
+        size = len(self._prompt)
+        if stop <= size:
+            return self._prompt[start:stop]
+        if start >= size:
+            return self._generated[start - size : stop - size]
+        return (*self._prompt[start:], *self._generated[: stop - size])
+
+    @property
+    def newest(self) -> int:
+        """The last token."""
+        return self._generated[-1] if self._generated else self._prompt[-1]
+
+    def append(self, token_id: int) -> None:
+        """Adds a generated token."""
+        self._generated.append(token_id)
+        self.size += 1
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Adds generated tokens."""
+        self._generated.extend(token_ids)
+        self.size = len(self._prompt) + len(self._generated)
+
+    def pop(self) -> int:
+        """Removes and returns the newest token, which must have been appended."""
+        token_id = self._generated.pop()
+        self.size -= 1
+        return token_id
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """All tokens after the request's prompt; callers must not change it."""
+        if self._first_generated == len(self._prompt):
+            return self._generated
+        return (*self._prompt[self._first_generated :], *self._generated)
+
+    @property
+    def prompt_ids(self) -> frozenset[int]:
+        """The distinct tokens of the prompt, computed at the first use."""
+        if self._prompt_ids is None:
+            self._prompt_ids = frozenset(self._prompt)
+        return self._prompt_ids
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens after the request's prompt."""
+        return self.size - self._first_generated

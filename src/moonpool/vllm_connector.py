@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moonpool.plugins.connectors import connector_class
+from moonpool.plugins.entry_points import connector_class
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,8 @@ from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.types import BlockKey, InstanceId
 from moonpool_engine.engine.native.slices import open_slices
 from moonpool_engine.transfer import nixl, shm, tcp
-from moonpool_engine.transfer.arena import Arena, PeerArenas
+from moonpool_engine.transfer.arena import Arena, Checksum, PeerArenas, checksum_slice
 from moonpool_engine.transfer.authentication import authenticate_frames
-from moonpool_engine.transfer.checksums import Checksum, checksum_slice
 from moonpool_engine.transfer.connection import Connection
 from moonpool_engine.transfer.frame_socket import FrameSocket
 from moonpool_engine.transfer.local_peer import LocalPeer

@@ -21,8 +21,7 @@ from moonpool.protocol.transfer_events import (
 from moonpool_engine.transfer import context as transfer_context
 from moonpool_engine.transfer import listener as inbound
 from moonpool_engine.transfer import slice_receiver as receivers
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.errors import PeerGoneError
 from moonpool_engine.transfer.frame_socket import FrameSocket

@@ -12,8 +12,7 @@ from messenger_harness import Node, keys, make_layout, rogue_connection
 
 from moonpool.protocol.transfer_events import FetchEnded, FetchProgress, ReadEnded, ReadRequested
 from moonpool_engine.transfer import context as transfer_context
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.errors import PeerGoneError
 from moonpool_engine.transfer.gate import LayerGate

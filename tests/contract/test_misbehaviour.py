@@ -26,8 +26,7 @@ from moonpool.protocol.transfer_events import (
 )
 from moonpool.types import BlockId, InstanceId
 from moonpool_engine.transfer import listener, shm
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 from moonpool_engine.transfer.connection import Connection
 from moonpool_engine.transfer.context import TransferContext
 from moonpool_engine.transfer.errors import PeerGoneError

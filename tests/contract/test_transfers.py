@@ -21,7 +21,7 @@ from moonpool.protocol.transfer_events import (
     SendEnded,
 )
 from moonpool.types import BlockId
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import checksum_slice
 from moonpool_engine.transfer.frame_socket import FrameSocket
 from moonpool_engine.transfer.shm import ShmConnection
 

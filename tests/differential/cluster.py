@@ -29,8 +29,7 @@ from moonpool.protocol.messages import (
     TransferDone,
 )
 from moonpool.scheduler.actions import ExpectStream, FetchBlocks, RunStep, SendReport, StepEnded
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
 from moonpool.types import InstanceId, Role
@@ -40,19 +39,18 @@ from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.ops import KvCache, Ops, empty_cache
 from moonpool_engine.engine.runner import Engine, make_layout
 from moonpool_engine.engine.slices import ROWS_INNER
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.arena import Arena, Checksum, checksum_slice
 from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger
 from moonpool_engine.transfer.slice_copier import PlainSliceCopier
-from moonpool_engine.worker.engine_thread import Drafting
-from moonpool_engine.worker.transfers import (
+from moonpool_engine.worker.engine_thread import (
+    Drafting,
     LayerGates,
     LayerWaits,
     begin_writing,
     send_layer,
-    transfers_by,
 )
+from moonpool_engine.worker.transfers import transfers_by
 
 SECRET = b"differential tests"
 MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"

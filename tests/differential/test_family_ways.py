@@ -29,7 +29,7 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def cell(refusals: set[str]) -> str:
-    """Returns what the table says of a family whose models have these refusals; "": served."""
+    """Returns what the table says of a family whose models have these refusals; "" means served."""
     assert len({bool(one) for one in refusals}) == 1, refusals
     return "no" if all(refusals) else "yes"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moonpool.protocol.messages import AttemptSpec
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams
+from moonpool_lab.solo import solo_attempt
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 from tests.differential.plans import make_ops

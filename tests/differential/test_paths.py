@@ -14,13 +14,13 @@ import torch
 
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptSpec
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine import native
 from moonpool_engine.engine.ops import Ops
 from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.transfer import context as transfer_context
 from moonpool_engine.transfer.shm import ShmConnection
+from moonpool_lab.solo import solo_attempt
 from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
@@ -67,7 +67,7 @@ class Lab:
     dtype: str
     prompts: list[list[int]]
     clusters: list[MiniCluster]
-    model: dict[str, str]  # as an option; empty: the clusters' own
+    model: dict[str, str]  # as an option; empty means the clusters' own
 
     def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
         options = self.model | options
@@ -201,7 +201,7 @@ def test_damaged_slices_are_computed_again(
 ) -> None:
     monkeypatch.setattr(
         ShmConnection, "defers_checksums", False
-    )  # so that liars name all they send
+    )  # a source with wrong checksums then names all blocks that it sends
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory, liars={"p"})
     for i, prompt in enumerate(build.prompts):

@@ -15,8 +15,8 @@ import torch
 from moonpool.config.tables import SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, AttemptSpec
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import BadWord, Role, SamplingParams
+from moonpool_lab.solo import solo_attempt
 from tests.differential.cluster import MODEL, MiniCluster
 from tests.differential.test_paths import make_ops
 

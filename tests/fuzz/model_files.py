@@ -40,8 +40,8 @@ MAX_TABLE_POSITIONS = 256
 
 @functools.cache
 def _folder(case: str) -> Path:
-    """A checkpoint with all files that are read; "": in two shards, with an adapter; else quantized
-    in the way of that name."""
+    """A checkpoint with all files that are read; "" means two shards, with an adapter; else
+    quantized in the way of that name."""
     folder = Path(tempfile.mkdtemp(prefix="moonpool-fuzz-model-"))
     if case:
         quantized.write(folder, case)

@@ -19,11 +19,10 @@ from moonpool.api.keys import KeyFileError, collect_keys
 from moonpool.api.resume.event_ids import EventPosition, last_event_id
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
-from moonpool.discovery.dns_query import parse_srv
+from moonpool.discovery.dns_names import parse_srv
 from moonpool.discovery.endpoint import SourceError
 from moonpool.discovery.endpoints_file import parse_endpoints
-from moonpool.discovery.ray_api import read_object, read_rows
-from moonpool.discovery.ray_servers import read_replicas
+from moonpool.discovery.ray_servers import read_object, read_replicas, read_rows
 from moonpool.host_pool.messages import TO_POOL, Commit, Find, JoinPool, PoolMessage, Reserve
 from moonpool.link.auth import AuthError, ClientHandshake, Identity, ServerHandshake
 from moonpool.protocol.frames import DownFrame, UpFrame
@@ -219,7 +218,7 @@ def _read_index(data: bytes, folder: Path) -> None:
 
 
 def _read_slot(data: bytes, folder: Path) -> None:
-    """The checksum is made right too: an attacker's, or a collision's."""
+    """Also reads the input with a right checksum, which an attacker could compute."""
     for each in (data, _resealed(data)):
         try:
             decode_header(each)

@@ -106,7 +106,8 @@ def flags_of(family: str, way: str) -> list[str]:
 
 
 def refusal(model: LoadedModel, way: str) -> str:
-    """Why a model is not served on a way, as the instance says when it starts; "": it is."""
+    """Why a model is not served on a way, as the instance says when it starts; "" means that it
+    is."""
     try:
         if way == "ranks":
             check_shards(model.spec, 2)

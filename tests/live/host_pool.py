@@ -17,8 +17,7 @@ from moonpool.host_pool.messages import (
     PROTOCOL,
     AttachRank,
 )
-from moonpool.protocol.block_hash import block_keys
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys
 from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
 from moonpool_engine.vllm.block_kinds import BlockKind, kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout

@@ -34,7 +34,7 @@ def wait_until_gone(pids: list[int], wait_s: float = WAIT_S) -> list[int]:
 
 
 def shared_memory_names() -> set[str]:
-    """All but what other processes of this machine put there by libraries of their own."""
+    """All names except those that libraries of other processes create."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
     return {name for name in names if not name.startswith(("tmp", "sem.mp-"))}
 

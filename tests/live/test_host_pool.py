@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moonpool.host_pool.framing import framed
 from moonpool.host_pool.messages import (
     FROM_POOL,
     PROTOCOL,
@@ -27,6 +26,7 @@ from moonpool.host_pool.messages import (
     PoolState,
     Reserve,
     Watch,
+    framed,
 )
 from moonpool.protocol.messages import AttemptId
 from moonpool.protocol.transfer_events import PeerAddress

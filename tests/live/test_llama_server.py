@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not BINARY, reason="there is no llama-server")
 
 EASY = ["--admission", "none", "--slo-ttft", "600"]
 NO_TEXT = (*range(32), *range(127, 256), 258, 259)
-"""Tokens that are no characters by themselves: a stream of a llama-server leaves them out."""
+"""Tokens that are not whole characters: a stream of a llama-server leaves them out."""
 OPENED, GONE = "are saved in", "is gone; the instance leaves"
 TALKS = [f"{what} is what this long conversation is about. " * 10 for what in ("A", "B!", "C?!")]
 
@@ -64,7 +64,7 @@ class LlamaProcess:
         wait_until(lambda: log(front).count(OPENED) > opened)
 
     def answer(self, text: str, **more: Any) -> str:
-        """Returns its answer without its cache."""
+        """Returns its answer to a request that does not use its cache."""
         body = {"prompt": text, "n_predict": 16, "temperature": 0.0, "cache_prompt": False} | more
         body["logit_bias"] = [[number, -100.0] for number in NO_TEXT]
         found: str = fresh.post(f"{self.url}/completion", json=body, timeout=60).json()["content"]
@@ -120,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def twin(model: Path) -> Iterator[LlamaProcess]:
-    """Another server of the model, which nobody stands before."""
+    """Another server of the model, without moonpool in front of it."""
     server = LlamaProcess(model, count=1).start()
     yield server
     server.kill()

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.host_pool.framing import framed
-from moonpool.host_pool.messages import PROTOCOL, JoinPool
+from moonpool.host_pool.messages import PROTOCOL, JoinPool, framed
 from moonpool.host_pool.places import is_served
 from moonpool_engine.vllm.pool_start import PoolStartError, command_of, ensure_pool
 from tests.live.test_host_pool import ask

@@ -117,7 +117,7 @@ def test_conversations_stay_where_their_prefix_is(serve: Any) -> None:
 def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
     serve: Any, http_port: int
 ) -> None:
-    from moonpool.ray.routing.refusal import CallRefusedError
+    from moonpool.ray.routing.router import CallRefusedError
 
     async def overload() -> None:
         deployed = Deployed(serve, "strict", ttft_s=0.06)
@@ -175,7 +175,7 @@ def test_a_client_that_leaves_and_a_replica_that_dies_leave_no_call_behind(serve
 
 
 def test_a_deployment_that_changes_changes_its_conductor(serve: Any) -> None:
-    from moonpool.ray.routing.refusal import CallRefusedError
+    from moonpool.ray.routing.router import CallRefusedError
 
     async def change() -> None:
         deployed = Deployed(serve, "changing")

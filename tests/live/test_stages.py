@@ -47,7 +47,7 @@ def server() -> Iterator[LocalServer]:
 def test_embeddings_of_stages_are_those_of_one_process(
     server: LocalServer, http: httpx.Client
 ) -> None:
-    """Beside answers, of prompts over several chunks, and from the cache."""
+    """They are computed beside answers, for prompts of several chunks, and from the cache."""
     whole = http.post("/v1/embeddings", json={"input": PROMPTS}).json()["data"]
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
         body = {"prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}

@@ -25,8 +25,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerAction,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceMemory
 from moonpool.scheduler.request_state import PendingTransfer
 from moonpool.types import BlockId, BlockKey, InstanceId, Role

@@ -51,16 +51,16 @@ class Options:
     stall_rate: float  # of fetches
     step_failure_rate: float
     lost_event_rate: float
-    num_slots: int  # of each instance's SSD; 0: none
+    num_slots: int  # of each instance's SSD; 0 means none
     ssd_admission: str
     loading_is_cheap: bool
     flip_rate: float  # of blocks written to an SSD
     disk_failure_rate: float
     num_disk_losses: int
     num_stages: int  # of each instance's pipeline
-    num_arenas: int = 0  # per instance without SSD and stages; 0: one of its own
+    num_arenas: int = 0  # per instance without SSD and stages; 0 means one of its own
     arena_loss_rate: float = 0.0  # per step
-    segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0: all
+    segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0 means all
     store_shared: bool = False  # one shared store instead of the disks
     disk_hang_rate: float = 0.0  # of stores and loads
     keeps_streams: bool = False  # another head goes on with the answers of one that crashed
@@ -72,7 +72,7 @@ class Options:
     handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
     num_head_pauses: int = field(default=0, repr=False)
     num_pauses: int = field(default=0, repr=False)  # of instances
-    num_upgrades: int = field(default=0, repr=False)  # of instances; 0: all are of one release
+    num_upgrades: int = field(default=0, repr=False)  # of instances; 0 if all are of one release
     head_is_old: bool = field(default=False, repr=False)  # the first head
     tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
     splits_mixed: bool = field(default=False, repr=False)  # no chunk fits beside their decodes

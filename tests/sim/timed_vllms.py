@@ -40,7 +40,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, InstanceInfo, StartPrefill
 from moonpool.protocol.transfer_events import PeerAddress

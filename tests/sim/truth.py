@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.types import BlockKey, FinishReason, Request, SamplingParams
 
 VOCABULARY = 97

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.types import BlockKey
 
 VOCABULARY = 4000

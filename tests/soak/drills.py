@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import PrefixSource
 from moonpool.types import BlockKey
 from tests.soak import orders

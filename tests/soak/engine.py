@@ -15,7 +15,7 @@ from moonpool.scheduler.actions import RunStep, StepEnded, StepEntry
 from moonpool.types import Token
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.messenger import Messenger
-from moonpool_engine.worker.transfers import begin_writing, send_layer
+from moonpool_engine.worker.engine_thread import begin_writing, send_layer
 from tests.soak.content import LAYOUT, names, next_of, slice_bytes
 
 

@@ -32,8 +32,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import BlockId, BlockKey, InstanceId, Role
 from moonpool_engine.engine.native.slices import open_slices
@@ -41,8 +40,7 @@ from moonpool_engine.storage import io_threads
 from moonpool_engine.storage import store as store_module
 from moonpool_engine.storage.format import make_geometry
 from moonpool_engine.storage.store import BlockStore, open_store
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger, TransferLimits
 from moonpool_engine.transfer.slice_copier import fastest_copier

@@ -86,7 +86,7 @@ LEVELS = (
     {"studies"},
     {"cli"},
     {"engine/cli"},
-    {"lab/replay", "lab/oracle", "lab/plots", "lab/commands"},
+    {"lab/replay", "lab/oracle", "lab/plots", "lab/commands", "lab/solo"},
     {"lab/demo"},
     {"lab/trial", "lab/profiling", "lab/forecast"},
     {"lab/cli"},

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.config.rules import vllm_place
-from moonpool.discovery.dns_names import DnsName
-from moonpool.discovery.dns_query import DnsSettings, ask_srv, parse_srv, srv_query
+from moonpool.discovery.dns_names import DnsName, DnsSettings, ask_srv, parse_srv, srv_query
 from moonpool.discovery.endpoint import Endpoint, SourceError, endpoint_of
 from moonpool.discovery.endpoints_file import parse_endpoints
-from moonpool.discovery.hold_off import HOLD_OFFS, HoldOff
 from moonpool.discovery.membership import (
+    HOLD_OFFS,
     DrainServer,
+    HoldOff,
     HoldServerOff,
     JoinServer,
     Membership,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moonpool.discovery import ray_servers
 from moonpool.discovery.endpoint import Endpoint, Listing, SourceError
 from moonpool.discovery.looks import Looks
-from moonpool.discovery.ray_api import RayApi
+from moonpool.discovery.ray_servers import RayApi
 from moonpool.discovery.source_text import RayActorSource, RayServeSource, parse_source
 from moonpool.discovery.sources import open_source
 from moonpool.discovery.watch import Discovery, check_source

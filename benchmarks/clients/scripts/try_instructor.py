@@ -19,7 +19,7 @@ class ClosedCity(BaseModel):
 
 
 class AnyObject(BaseModel):
-    """What JSON mode promises: the schema stands in the prompt only."""
+    """JSON mode promises no more than an object, as the schema stands only in the prompt."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -11,7 +11,8 @@ import re
 import pytest
 
 NAME = "PEER_TESTS_NAME"
-"""Environment variable with the name that the server gives its model; empty: as its flags say."""
+"""Environment variable with the name that the server gives its model; empty: its flags say
+it."""
 _ASKED = re.compile(r"""\bmodel["']?\s*[=:]\s*["']([^"']+)["']""")
 
 

@@ -88,7 +88,7 @@ class _Platform:
 
 class _Hub:
     def snapshot_download(self, *_: Any, **__: Any) -> str:
-        """Every repository that tests fetch, models apart, is an adapter: ours."""
+        """Returns our adapter, as all repositories that tests fetch are adapters, except models."""
         return os.environ[ADAPTER]
 
 

@@ -2,7 +2,7 @@
 
 Instances share the first block of all prompts (a system prompt) and hold conversations of which new
 requests continue one; each has this many requests under way. Only `Conductor.handle` is timed, each
-event by itself, in CPU time: what else the machine does counts less.
+event alone, in CPU time: what else the machine does counts less.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moonpool.conductor.actions import (
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
 from moonpool.cost.fitted import FittedCost
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import (
     AttemptSpec,

@@ -39,7 +39,7 @@ class ProofWorkload(NamedTuple):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block of the trace; 0: it has no hashes."""
+        """Tokens of a block of the trace; 0 means that it has no hashes."""
         return BLOCK_TOKENS if self.profile.has_hashes else 0
 
 

@@ -182,7 +182,7 @@ def decided_days(
 
 
 def _finite(seconds: float) -> float | None:
-    """None: not within its phase."""
+    """Returns None if that was not within its phase."""
     return seconds if seconds < inf else None
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks.suite.conversations.program_call import ProgramCall
 from benchmarks.suite.conversations.sessions import Session, SessionTurn
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.request_record import RequestRecord
 from moonpool.trace.closed_loop import retry_after_s

@@ -28,7 +28,7 @@ SCRIPTS = {
     "llama.cpp": "llama_peer.py",
 }
 KV_SLACK = 1.25
-"""Others round up, and keep some for themselves."""
+"""Other engines round the size of their KVCache up, and use some of it themselves."""
 Say = Callable[[str], None]
 
 

@@ -26,10 +26,8 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
-from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.builtin import DTYPES, open_model
 from moonpool_engine.engine.cuda.host_sync import make_host_sync
@@ -37,6 +35,7 @@ from moonpool_engine.engine.ops import KvCache
 from moonpool_engine.engine.parallel.pipeline import Outcome, PipelineEngine, StageOptions
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
 from moonpool_engine.transfer.arena import Arena
+from moonpool_lab.solo import SoloRun, solo_attempt
 
 _MANY_TOKENS = 251
 _GREEDY = SamplingParams(temperature=0.0)

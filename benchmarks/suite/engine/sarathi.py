@@ -20,7 +20,7 @@ from benchmarks.suite.engine.timed_instance import UNLIMITED, TimedJob, TimedRes
 from moonpool.config.tables import Batching
 from moonpool.cost.fitted import FittedCost
 from moonpool.cost.model import Chunk
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
 from moonpool.scheduler.instance_config import InstanceConfig

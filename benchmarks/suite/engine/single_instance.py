@@ -18,16 +18,15 @@ from moonpool.config.tables import Quantization, SpeculativeConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StartPrefill, StepTokens
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.speculation.draft_model import DraftModelPlace
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
 from moonpool_engine.engine.builtin import LoadedModel, open_model
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.ops import empty_cache
 from moonpool_engine.engine.runner import Engine, choose_ops, make_layout
+from moonpool_lab.solo import solo_attempt
 
 FREE = FittedCost(prefill=(0.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
 

@@ -78,8 +78,8 @@ def bench_speculation(
     draft_layers: int,
     say: Say,
 ) -> dict[str, Any]:
-    """`draft_layers`: layers of the model that serve as a draft model; 0: none does. Raises
-    ModelError."""
+    """`draft_layers`: layers of the model that serve as a draft model; 0 means that none does.
+    Raises ModelError."""
     torch.set_num_threads(1)
     loaded = open_model(model, dtype)
     tokenizer = open_tokenizer(loaded.tokenizer, loaded.spec.vocab_size)

@@ -19,9 +19,9 @@ from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.sim.clock import Priority
-from moonpool.sim.solo import SoloRun, solo_attempt
 from moonpool.types import Role, SamplingParams
 from moonpool_engine.engine.runner import Engine
+from moonpool_lab.solo import SoloRun, solo_attempt
 
 UNLIMITED = float("inf")
 _MANY_TOKENS = 251

@@ -36,7 +36,7 @@ from moonpool_lab.replay.run import ReplayPlan, run_replay
 UNLOADED_RPS = 0.2
 UNLOADED_REQUESTS = 20
 NOTICED_SHARE = 0.02
-"""Share of the processors. If others take so much, the report says so."""
+"""Share of the processors. The report says so if other programs take this much."""
 Say = Callable[[str], None]
 
 

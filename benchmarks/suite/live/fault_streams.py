@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"
 SIZES = ("--kv-tokens", "8192", "--block-size", "16", "--admission", "none")

@@ -24,7 +24,7 @@ from benchmarks.suite.live.vllm_router import RouterServer
 from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
 from benchmarks.suite.live.vllm_shapes import FrontServer, reset_prefix_cache
 from benchmarks.suite.routers.engines import EngineFleet, RunningEngine, start_engines
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.types import Struct
 from moonpool_lab.demo.client import CompletionClient
 from moonpool_lab.demo.local_server import LocalServer, ServerError

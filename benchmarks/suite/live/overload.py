@@ -42,7 +42,8 @@ Series = Sequence[float]
 
 class Oscillation(Struct, frozen=True):
     """How the decode load swings over a run: its standard deviation, and its correlation with the
-    prefill load. None: too few samples, or one of the two never changed."""
+    prefill load. Returns None if there are too few samples, or if one of the two
+    never changed."""
 
     decode_mean: float
     decode_deviation: float

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool_lab.demo.client import ClientResponse, CompletionClient
 from moonpool_lab.demo.local_server import LocalServer
 

@@ -45,11 +45,11 @@ class VllmTarget(Struct, frozen=True):
 
     url: str = ""
     python: str = ""
-    cores: str = ""  # such as 0-1; "": all
+    cores: str = ""  # such as 0-1; "" means all
     eager: bool = False
     shape: Shape = "one"
     batched_tokens: int = 0  # 0: the cluster's
-    kv_tokens: int = 0  # of KVCache per process; 0: vLLM's choice
+    kv_tokens: int = 0  # of KVCache per process; 0 means vLLM's choice
 
 
 @contextmanager

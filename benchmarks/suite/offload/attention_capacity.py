@@ -187,7 +187,7 @@ def _remote_point(
     repeats: int,
     at_home: bool,
 ) -> AttentionCapacityPoint:
-    """Measures the first engine as one batch, and the second as two if it shares out so few."""
+    """Measures the first engine as one batch, and the second as two if the batch is large."""
     ways = engines if batch.batch >= MIN_SEQUENCES else engines[:1]
     timed: list[list[OffloadTimes]] = [[] for _ in ways]
     limits: list[float] = []

@@ -39,9 +39,9 @@ from moonpool.config.tables import (
     PoolConfig,
     SloConfig,
 )
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 from moonpool.gc_tuning import settle_memory, settle_threads
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.frames import Setup
 from moonpool.protocol.messages import (
     Abort,
@@ -65,8 +65,7 @@ from moonpool.scheduler.actions import (
     StepEnded,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.sim.solo import solo_attempt
+from moonpool.scheduler.instance import InstanceDriver, Performers
 from moonpool.types import InstanceId, Role, SamplingParams
 from moonpool_engine.engine.device_choice import resolve_dtype
 from moonpool_engine.engine.runner import Engine
@@ -76,6 +75,7 @@ from moonpool_engine.worker.engine_boot import BootError, InstancePlace
 from moonpool_engine.worker.engine_thread import EngineThread
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
 from moonpool_engine.worker.transfers import storage_by
+from moonpool_lab.solo import solo_attempt
 
 LIMIT = 1.10
 """P99 under load over P99 in quiet."""
@@ -90,7 +90,7 @@ KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
 MIN_STEPS = 100
 """With fewer steps, a P99 means nothing."""
 SETTLE_S = 0.3
-"""Seconds at the begin of a phase that are not measured: what the last phase began ends in them."""
+"""Seconds at the start of a phase that are not measured: what the last phase began ends in them."""
 _ENDLESS = 1 << 20
 
 

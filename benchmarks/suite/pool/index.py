@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.errors import BenchError
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.types import BlockKey, InstanceId
 

@@ -16,7 +16,7 @@ from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
 from moonpool.gc_tuning import settle_memory
 from moonpool.kvcache.block_owner import BlockOwner
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,
@@ -32,10 +32,8 @@ from moonpool.scheduler.actions import (
     SendReport,
     StepFailed,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockId, BlockKey, InstanceId, Role, SamplingParams
 from moonpool_engine.engine.builtin import open_model
 from moonpool_engine.engine.calibrate import fit_samples, measure_samples
@@ -48,9 +46,10 @@ from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.local_peer import LocalPeer
 from moonpool_engine.transfer.messenger import Messenger, TransferLimits
 from moonpool_engine.transfer.slice_copier import fastest_copier
-from moonpool_engine.worker.engine_thread import EngineThread
+from moonpool_engine.worker.engine_thread import EngineThread, LayerGates
 from moonpool_engine.worker.profile_store import best_of
-from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
+from moonpool_engine.worker.transfers import storage_by, transfers_by
+from moonpool_lab.solo import solo_attempt
 
 MEASUREMENTS = 3
 """When a prefill begins depends on what it should take; an instance keeps the best of all its
@@ -60,7 +59,7 @@ THREADS = 1
 
 @dataclass
 class LayerwiseTimes:
-    """Seconds since the command; 0: it did not happen."""
+    """Seconds since the command; 0 means that it did not happen."""
 
     prefill_s: float = 0.0
     load_s: float = 0.0  # of the fetch or the load itself
@@ -102,7 +101,7 @@ class LayerwiseInstance:
         shape = (self.num_blocks, self.layout.num_layers, self.layout.slice_elements)
         blocks = torch.frombuffer(self.arena.buffer, dtype=dtype).view(shape)
         engine = Engine(loaded, ops, KvCache(blocks, self.layout))
-        torch.set_num_threads(THREADS)  # as the engine's own thread has: what is measured is it
+        torch.set_num_threads(THREADS)  # as many as the measured thread of the engine has
         samples = measure_samples(engine)
         for _ in range(MEASUREMENTS - 1):
             samples = best_of(samples, measure_samples(engine))

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.config.tables import EVICTIONS
-from moonpool.sim.capacity import PromptBlocks, belady_hit_ratio, hit_ratios, prompts_of
+from moonpool.sim.capacity import PromptBlocks, prompts_of
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
 from moonpool.trace.generate import BLOCK_TOKENS, generate, generate_mix
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
+from moonpool_lab.oracle.hit_ratios import belady_hit_ratio, hit_ratios
 
 WORKLOADS = ("agents", "conversation", "toolagent", "hot-set", "scan")
 """The default ones: sessions with pauses, chats, tools, popular documents, and single documents

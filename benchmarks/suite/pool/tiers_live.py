@@ -2,7 +2,7 @@
 processes, each with one tier more than the one before.
 
 On the CPU an instance's engine computes in its own arena, so "engine memory" is a smaller arena
-than "+ DRAM": what an accelerator would hold by itself. The conversations are more than all memory
+than "+ DRAM": what an accelerator would hold alone. The conversations are more than all memory
 holds, and too many are open at a time for any of them to stay there until its next turn.
 
 The clusters take turns at every step of the same schedule: while one answers, the others idle. So
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchError
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool_lab.demo.client import ClientResponse, CompletionClient
 from moonpool_lab.demo.local_server import LocalServer
 

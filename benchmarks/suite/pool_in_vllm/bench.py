@@ -37,7 +37,7 @@ from benchmarks.suite.pool_in_vllm.workload import (
     Prefixes,
     prefixes_of,
 )
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.types import Struct
 from moonpool_lab.demo.local_server import ServerError
 from moonpool_lab.trial.reference import Reference

@@ -19,7 +19,7 @@ from moonpool_lab.trial.answer import AnswerReceiver
 from moonpool_lab.trial.conversations import ConversationMaker, Question
 
 PATIENCE_S = 900.0
-"""A client asks again for so long: a vLLM may be killed while it starts."""
+"""A client asks again for this long, because a vLLM may be killed while it starts."""
 RETRY_S = 0.5
 STREAMED_SHARE = 0.5
 

@@ -34,7 +34,7 @@ from benchmarks.suite.routers.fronts import (
     tree_cpu_s,
 )
 from benchmarks.suite.routers.workloads import RouterWorkload, arriving, at_once
-from moonpool.distributions.quantiles import percentiles
+from moonpool.distributions import percentiles
 from moonpool.http_client.client import ConnectionFailedError
 from moonpool.types import Slo, Struct
 from moonpool_lab.demo.local_server import ServerError

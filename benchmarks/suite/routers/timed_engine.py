@@ -212,7 +212,7 @@ class TimedEngine:
         request.num_held += needed
 
     def _take_cached(self, request: TimedRequest) -> None:
-        """The blocks at the begin of its tokens that are cached; the last token is always
+        """The blocks at the start of its tokens that are cached; the last token is always
         computed."""
         for key in block_keys(request, self.size.block_tokens, len(request.tokens) - 1):
             if key not in self.users and key not in self._unused:

@@ -28,26 +28,23 @@ from uvicorn.server import ServerState
 from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
-from moonpool.api.cluster_view import CallBackend, ClusterView, OwnClusterView
-from moonpool.api.connection.acceptor import MOST_AT_ONCE, Acceptor
+from moonpool.api.cluster_view import CallBackend, ClusterView, own_view
 from moonpool.api.connection.call_log import StreamKeeper
-from moonpool.api.connection.half_read import HalfRead
+from moonpool.api.connection.connection_limit import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
 from moonpool.api.connection.kept_answers import KeptAnswers
-from moonpool.api.connection.kept_stream import KeptStream
-from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.kept_stream import HalfRead, KeptStream, accepted_bytes
+from moonpool.api.connection.poison import WorkMark
 from moonpool.api.connection.tls import TlsFiles
-from moonpool.api.connection.work_mark import WorkMark
 from moonpool.api.endpoints import Controller, Inspector
 from moonpool.api.errors import ApiError, ClientGoneError, from_refused, internal_error
 from moonpool.api.http_context import HttpContext, request_id_of
 from moonpool.api.messages import ErrorPayload
 from moonpool.api.models.model_apis import ModelApis, ModelCalls
 from moonpool.api.openapi import openapi_document
-from moonpool.api.page.html_page import HtmlPage
-from moonpool.api.page.live_page import LivePage
+from moonpool.api.page.live_page import HtmlPage, LivePage
 from moonpool.api.serving_backend import ApiOptions, RequestRefused, ServingBackend
-from moonpool.api.sharing.body_memory import BodyMemory
+from moonpool.api.sharing.shared_buffer import BodyMemory
 from moonpool.protocol.model_offer import POOLING_PATHS
 
 logger = logging.getLogger(__name__)
@@ -75,8 +72,7 @@ def make_app(
     answers_calls: bool = True,
 ) -> Starlette:
     """Makes an app as `make_front_app` does, for a head in this process."""
-    view = OwnClusterView(backend)
-    return make_front_app(backend, view, options, models, answers_calls)
+    return make_front_app(backend, own_view(backend), options, models, answers_calls)
 
 
 def make_front_app(

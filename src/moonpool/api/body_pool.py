@@ -28,7 +28,7 @@ from moonpool.api.body_reading.client import BodyClient, BodyProcessEndedError, 
 from moonpool.api.body_reading.limits import body_s, ended_twice, too_long
 from moonpool.api.errors import ApiError
 from moonpool.api.grammars.check import GrammarCheck
-from moonpool.api.helpers.helper import Helper
+from moonpool.api.helpers.process import Helper
 from moonpool.api.preparation import PreparedCall, Preparer
 from moonpool.api.serving_backend import ApiOptions, ModelBackend, ModelCard, RequestRefused
 from moonpool.api.turns import MAX_WAITING, FairTurns

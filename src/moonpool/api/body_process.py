@@ -210,40 +210,28 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
         token_ids = array("i")
         token_ids.frombytes(data)
         prompts.append(tuple(token_ids))
+    body: CompletionBody | ChatBody
+    decoder: msgspec.json.Decoder[Any]
+    tools = None
     if kind in ("forwarded", "routed", "pooling"):
-        forwarded = FORWARDED.decode(done.original) if done.original else None
-        return PreparedCall(
-            CompletionBody(),
-            prompts,
-            original=forwarded,
-            num_tokens=done.num_tokens,
-            is_exact=done.is_exact,
-        )
-    if kind in ("completion", "embeddings"):
-        body: CompletionBody | ChatBody = COMPLETION.decode(done.body)
-        embedded = EMBEDDINGS.decode(done.original) if kind == "embeddings" else None
-        return PreparedCall(
-            body,
-            prompts,
-            done.grammar,
-            echoes=done.echoes,
-            original=embedded,
-            grammar_field=done.grammar_field,
-            bad_words=done.bad_words,
-        )
-    chat = CHAT.decode(done.body)
-    original: Any = None
-    if done.original:
-        original = (RESPONSES if kind == "responses" else MESSAGES).decode(done.original)
+        body, decoder = CompletionBody(), FORWARDED
+    elif kind in ("completion", "embeddings"):
+        body, decoder = COMPLETION.decode(done.body), EMBEDDINGS
+    else:
+        body = CHAT.decode(done.body)
+        decoder = RESPONSES if kind == "responses" else MESSAGES
+        tools = Tools(body, done.num_calls)
     return PreparedCall(
-        chat,
+        body,
         prompts,
         done.grammar,
-        Tools(chat, done.num_calls),
+        tools,
         echoes=done.echoes,
-        original=original,
+        original=decoder.decode(done.original) if done.original else None,
         grammar_field=done.grammar_field,
         bad_words=done.bad_words,
+        num_tokens=done.num_tokens,
+        is_exact=done.is_exact,
     )
 
 

@@ -53,18 +53,17 @@ def limits_of(context: HttpContext, backend: ModelBackend) -> TimeLimits:
     if named and not levels.has(named):
         text = "The header x-slo-class names none of the classes that this server has."
         raise ApiError(text, param="x-slo-class", code="invalid_header")
-    slo = levels.slo_of(named, context.tenant).with_own(
-        _seconds(context, b"x-slo-ttft-ms"), _seconds(context, b"x-slo-tpot-ms")
-    )
-    timeout_s = _seconds(context, b"x-request-timeout-ms")
+    names = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-request-timeout-ms"
+    own = (seconds_of(context.headers.get(name.encode()), name) for name in names)
+    ttft_s, tpot_s, timeout_s = own
+    slo = levels.slo_of(named, context.tenant).with_own(ttft_s, tpot_s)
     most_s = backend.request_timeout_s
     timeout_s = most_s if timeout_s is None else min(most_s, timeout_s)
     return TimeLimits(slo, timeout_s, backend.now())
 
 
-def _seconds(context: HttpContext, name: bytes) -> float | None:
-    """Reads a header in milliseconds."""
-    raw = context.headers.get(name)
+def seconds_of(raw: bytes | str | None, header: str) -> float | None:
+    """Reads a header in milliseconds, if it is there. Raises ApiError."""
     if raw is None:
         return None
     try:
@@ -72,7 +71,6 @@ def _seconds(context: HttpContext, name: bytes) -> float | None:
     except ValueError:
         value = math.nan
     if not 0.0 < value < 1e12:
-        header = name.decode()
         text = f"The header {header} must be a number of milliseconds above 0."
         raise ApiError(text, param=header, code="invalid_header")
     return value / 1e3

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from moonpool.api.connection.kept_stream import Delivered, KeptStream
-from moonpool.api.connection.work_mark import marked
+from moonpool.api.connection.poison import marked
 from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.output_text.text_offsets import TextOffsets

@@ -3,84 +3,79 @@ process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from inspect import isawaitable
 from typing import Any, Protocol
 
 from moonpool.api.serving_backend import ModelBackend, ServingBackend
 
 
-class ClusterView(Protocol):
+class ClusterView:
     """Answers questions about the whole cluster, even from a process that is not its head. The
     answers are those of `ServingBackend`."""
 
+    def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
+        """`ask`: takes a question, which has the name of a method here, and its arguments."""
+        self._ask = ask
+
     async def num_calls(self, own: int) -> int:
         """Returns the calls under way in all processes that answer calls; `own` are in this."""
-        ...
-
-    async def explain(self, request_id: str) -> dict[str, Any] | None: ...
-
-    async def cluster(self, tenant: str | None = None) -> dict[str, Any]: ...
-
-    async def live_view(self, tenant: str | None = None) -> dict[str, Any]: ...
-
-    async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]: ...
-
-    async def drop_cached_blocks(self) -> None: ...
-
-    async def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str: ...
-
-    async def upgrade(self) -> None: ...
-
-    async def beliefs(self, name: str | None = None) -> dict[str, Any]: ...
-
-    async def event_log(self, name: str | None = None) -> bytes | None: ...
-
-    async def server_info(self) -> dict[str, Any]: ...
-
-    async def metrics_text(self) -> bytes: ...
-
-
-class OwnClusterView:
-    """The view of a head in this process."""
-
-    def __init__(self, head: ServingBackend) -> None:
-        self._head = head
-
-    async def num_calls(self, own: int) -> int:
-        return own
+        found: int = await self._ask("num_calls", own)
+        return found
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        return self._head.explain(request_id)
+        found: dict[str, Any] | None = await self._ask("explain", request_id)
+        return found
 
     async def cluster(self, tenant: str | None = None) -> dict[str, Any]:
-        return self._head.cluster(tenant)
+        found: dict[str, Any] = await self._ask("cluster", tenant)
+        return found
 
     async def live_view(self, tenant: str | None = None) -> dict[str, Any]:
-        return self._head.live_view(tenant)
+        found: dict[str, Any] = await self._ask("live_view", tenant)
+        return found
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
-        return await self._head.hot_prefixes(num_prefixes)
+        found: list[dict[str, Any]] = await self._ask("hot_prefixes", num_prefixes)
+        return found
 
     async def drop_cached_blocks(self) -> None:
-        self._head.drop_cached_blocks()
+        await self._ask("drop_cached_blocks")
 
     async def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
-        return self._head.drain(instance_id, within_s, returns)
+        found: str = await self._ask("drain", instance_id, within_s, returns)
+        return found
 
     async def upgrade(self) -> None:
-        self._head.upgrade()
+        await self._ask("upgrade")
 
     async def beliefs(self, name: str | None = None) -> dict[str, Any]:
-        return self._head.beliefs(name)
+        found: dict[str, Any] = await self._ask("beliefs", name)
+        return found
 
     async def event_log(self, name: str | None = None) -> bytes | None:
-        return self._head.event_log(name)
+        found: bytes | None = await self._ask("event_log", name)
+        return found
 
     async def server_info(self) -> dict[str, Any]:
-        return self._head.server_info()
+        found: dict[str, Any] = await self._ask("server_info")
+        return found
 
     async def metrics_text(self) -> bytes:
-        return self._head.metrics_text()
+        found: bytes = await self._ask("metrics_text")
+        return found
+
+
+def own_view(head: ServingBackend) -> ClusterView:
+    """The view of a head in this process."""
+
+    async def ask(question: str, *arguments: Any) -> Any:
+        if question == "num_calls":
+            return arguments[0]
+        answer = getattr(head, question)(*arguments)
+        return await answer if isawaitable(answer) else answer
+
+    return ClusterView(ask)
 
 
 class CallBackend(Protocol):

@@ -14,7 +14,7 @@ import numpy as np
 from moonpool.api.bodies import EmbeddingsBody
 from moonpool.api.call_headers import TimeLimits, limits_of, tenant_of
 from moonpool.api.connection.kept_stream import KeptStream
-from moonpool.api.connection.work_mark import marked
+from moonpool.api.connection.poison import marked
 from moonpool.api.http_context import HttpContext
 from moonpool.api.models.endpoint import ModelEndpoint
 from moonpool.api.serving_backend import RequestRefused

@@ -41,16 +41,14 @@ from moonpool.api.preparation import PreparedCall
 from moonpool.api.program_identity import program_of
 from moonpool.api.responses import ResponseWriter
 from moonpool.api.resume.event_ids import (
+    INSTEAD,
     EventPosition,
     NumberedEvents,
+    ResumedEvents,
     another_call,
+    check_resumption,
     digest_of_call,
     last_event_id,
-)
-from moonpool.api.resume.resumed_events import (
-    INSTEAD,
-    ResumedEvents,
-    check_resumption,
     resume_tokens,
 )
 from moonpool.api.sampling import Ending, ending_of, max_tokens_of, num_logprobs, sampling_of
@@ -351,7 +349,7 @@ class Generator(ModelEndpoint):
             ending.skip_special_tokens,
             prepared.tools.rules(),
             call.facts.id_source(index),
-            reads_reasoning=may_reason and call.facts.tells_reasoning,  # else an older head's
+            reads_reasoning=may_reason and call.facts.tells_reasoning,  # not by an older head
             may_not_reason=engine_decides,
         )
 

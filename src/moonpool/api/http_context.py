@@ -22,7 +22,7 @@ from moonpool.api.connection.kept_stream import KeptStream, StreamFacts, digest_
 from moonpool.api.connection.poison import MAX_ENDED, poison_error
 from moonpool.api.errors import ApiError, ClientGoneError, Headers
 from moonpool.api.serving_backend import ModelCard, RequestRefused
-from moonpool.api.sharing.body_memory import BodyMemory, HeldBody
+from moonpool.api.sharing.shared_buffer import BodyMemory, HeldBody
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
@@ -84,8 +84,8 @@ class KeepingConnection(Protocol):
     party: str
 
     def belong_to(self, tenant: str) -> bool:
-        """Notes that the present request belongs to this tenant; "": to one without others. Returns
-        False if its tenant has too many calls under way."""
+        """Notes that the present request belongs to this tenant, or to one without others if it is
+        "". Returns False if its tenant has too many calls under way."""
         ...
 
     def begin_body(self) -> bool:
@@ -225,8 +225,8 @@ class HttpContext:
             raise
 
     def belong_to(self, tenant: str) -> None:
-        """Charges the room of the request to this tenant; "": to its address. Raises ApiError
-        (503)."""
+        """Charges the room of the request to this tenant, or to its address if it is "". Raises
+        ApiError (503)."""
         if self._connection is None:
             self.party = tenant
             return

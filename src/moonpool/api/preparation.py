@@ -26,8 +26,7 @@ from moonpool.api.bodies import (
 )
 from moonpool.api.errors import ApiError
 from moonpool.api.models.forwarded_bodies import EstimatedPrompt, ForwardedReader
-from moonpool.api.prompt_text.truncation import truncation_of
-from moonpool.api.prompts import InThread, PromptReader
+from moonpool.api.prompts import InThread, PromptReader, truncation_of
 from moonpool.api.responses import ResponsesBody, as_chat, of_input
 from moonpool.api.sampling import (
     check_logprobs,
@@ -60,10 +59,10 @@ class PreparedCall:
     """A checked call. `prompts` holds token ids, `echoes` the text before each output, `bad_words`
     those of the body with their tokens.
 
-    `grammar` constrains the output; "": nothing does. `grammar_field` asks for it. `grammars.check`
-    checks it afterwards. `original` is the body of an API other than chat and completions, for its
-    response. `num_tokens`: the tokens of the whole prompt of a forwarded call, whose `prompts` are
-    estimates unless `is_exact`.
+    `grammar` constrains the output; "" means that nothing does. `grammar_field` asks for it.
+    `grammars.check` checks it afterwards. `original` is the body of an API other than chat and
+    completions, for its response. `num_tokens`: the tokens of the whole prompt of a forwarded
+    call, whose `prompts` are estimates unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody

@@ -154,7 +154,7 @@ def _wrong(name: str, what: str, where: str = _WHERE) -> ApiError:
 
 
 def _name(fields: Mapping[str, Any], *names: str, where: str = _WHERE) -> str:
-    """The first of these fields that is there; "": none is."""
+    """The first of these fields that is there; "" means that none is."""
     for name in names:
         value = fields.get(name)
         if value is None or value == "":

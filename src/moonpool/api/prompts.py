@@ -5,18 +5,83 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from moonpool.api.bodies import ChatBody, CompletionBody, EmbeddingsBody, missing_parameter
+from moonpool.api.bodies import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingsBody,
+    GenerationBody,
+    missing_parameter,
+)
 from moonpool.api.errors import ApiError
-from moonpool.api.prompt_text.continuation import cut_at_mark, mark_final
-from moonpool.api.prompt_text.truncation import Truncation, truncation_of
 from moonpool.api.sampling import LONGEST_STOP_CHARS, check_token_ids, context_exceeded
 from moonpool.api.serving_backend import ModelCard
 from moonpool.text.tokenizer import ChatTemplateError, Tokenizer
 from moonpool.types import BadWord
+
+
+class Truncation(NamedTuple):
+    """`num_tokens`: the most that are kept. `side`: the side that is cut off."""
+
+    num_tokens: int
+    side: Literal["left", "right"]
+
+    def cut(self, token_ids: Sequence[int], num_before: int = 0, num_after: int = 0) -> list[int]:
+        """Returns the tokens that are kept. The first `num_before` and the last `num_after` are no
+        part of the text, and stay as far as there is room."""
+        ids = list(token_ids)
+        if len(ids) <= self.num_tokens:
+            return ids
+        inner = ids[num_before : len(ids) - num_after]
+        before, after = ids[:num_before], ids[len(ids) - num_after :] if num_after else []
+        room = self.num_tokens - len(before) - len(after)
+        if room <= 0:
+            return self._one_side(ids, self.num_tokens)
+        return [*before, *self._one_side(inner, room), *after]
+
+    def cut_text(self, text: str, most_chars_per_token: int) -> str:
+        """Returns a part of a long text that has all the tokens that are kept."""
+        most = self.num_tokens * most_chars_per_token
+        if len(text) <= most:
+            return text
+        return text[-most:] if self.side == "left" else text[:most]
+
+    def _one_side(self, ids: list[int], count: int) -> list[int]:
+        return ids[len(ids) - count :] if self.side == "left" else ids[:count]
+
+
+def truncation_of(
+    body: GenerationBody | EmbeddingsBody, max_model_tokens: int, num_output_tokens: int | None
+) -> Truncation | None:
+    """Returns how prompts are shortened; None if they are not. Raises ApiError.
+
+    `num_output_tokens`: the tokens that the call asks for, or None if it generates none. -1 keeps
+    as many tokens as fit beside them.
+    """
+    wanted = body.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    generates = num_output_tokens is not None
+    most = max_model_tokens - 1 if generates else max_model_tokens
+    if wanted != -1 and not 1 <= wanted <= most:
+        text = (
+            f"Invalid value for 'truncate_prompt_tokens': {str(wanted)[:40]}. It must be -1, or "
+            f"between 1 and {most}."
+        )
+        raise ApiError(text, param="truncate_prompt_tokens")
+    if wanted == -1:
+        wanted = max_model_tokens - max(num_output_tokens or 0, int(generates))
+        if wanted < 1:
+            text = (
+                f"'truncate_prompt_tokens' leaves no prompt: {num_output_tokens} tokens of output "
+                f"take the whole context of {max_model_tokens}. Lower 'max_tokens'."
+            )
+            raise ApiError(text, param="truncate_prompt_tokens")
+    return Truncation(wanted, body.truncation_side or ("left" if generates else "right"))
+
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -391,3 +456,30 @@ def _template_arguments(body: ChatBody) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
     return arguments
+
+
+_MARK = "CONTINUE_FINAL_MESSAGE_HERE "
+
+
+def mark_final(plain: list[dict[str, Any]]) -> str:
+    """Marks the end of the last message's content, and returns the content. Raises ApiError."""
+    content: str = plain[-1]["content"]
+    if not content:
+        where = f"messages[{len(plain) - 1}].content"
+        text = f"'continue_final_message' needs text to continue, but '{where}' has none."
+        raise ApiError(text, param=where)
+    plain[-1] = plain[-1] | {"content": content + _MARK}
+    return content
+
+
+def cut_at_mark(rendered: str, final: str) -> str:
+    """Returns a rendered chat up to the end of its last message, as transformers does: without the
+    space at the end of the message where the template removes that."""
+    before, mark, after = rendered.rpartition(_MARK.rstrip())
+    if not mark or final.strip() not in before:
+        text = (
+            "The chat template does not show the text of the last message, so"
+            " 'continue_final_message' cannot be served."
+        )
+        raise ApiError(text, param="continue_final_message", code="chat_template_error")
+    return before if after.startswith(" ") else before.rstrip()

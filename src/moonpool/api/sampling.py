@@ -181,7 +181,8 @@ def num_logprobs(body: ChatBody | CompletionBody) -> int | None:
 
 
 def num_prompt_logprobs(body: ChatBody | CompletionBody) -> int | None:
-    """Returns how many likely tokens are wanted at each token of the prompt; None: no logprobs."""
+    """Returns how many likely tokens are wanted at each token of the prompt; None means no
+    logprobs."""
     wanted = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
         wanted.append(body.logprobs)
@@ -261,8 +262,8 @@ def max_tokens_of(
 
 
 def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
-    """Makes the error of a prompt that leaves no room in a context of `most` tokens. None: the
-    prompt was too long to count."""
+    """Makes the error of a prompt that leaves no room in a context of `most` tokens. The number
+    is None for a prompt that was too long to count."""
     had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     return ApiError(
         f"This model's maximum context length is {most} tokens for prompt and output together. "

@@ -34,13 +34,13 @@ class ModelCard(Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
-    embedding_size: int = 0  # numbers in an embedding; 0: the engine computes none
+    embedding_size: int = 0  # numbers in an embedding; 0 means that the engine computes none
     no_embeddings: str = ""  # why it computes none
     pooling: Pooling = "last"
     grammar_waits: bool = True
     """A grammar holds what comes behind the reasoning. False: the engine itself decides that."""
     adapters: tuple[AdapterCard, ...] = ()
-    root: str = ""  # the folder or id of its weights; "": as `model_id`
+    root: str = ""  # the folder or id of its weights; "" means the `model_id`
     other_names: tuple[str, ...] = ()  # that clients may use, too
     aliases: tuple[str, ...] = ()  # likewise, but not listed
     generates: bool = True
@@ -227,7 +227,7 @@ class ServingBackend(Protocol):
 
     def beliefs(self, name: str | None = None) -> dict[str, Any]:
         """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: of a
-        model; None: the default."""
+        model; None means the default."""
         ...
 
     def event_log(self, name: str | None = None) -> bytes | None:
@@ -268,10 +268,10 @@ class ApiOptions:
     thread_above_chars: int = 16_384  # longer texts are tokenised in a thread
     body_timeout_s: float = 30.0
     tokenizer: str = ""
-    """Names the tokenizer for the processes that read bodies; "": there are none."""
+    """Names the tokenizer for the processes that read bodies; "" means that there are none."""
     tokenizer_parts: TokenizerParts | None = None
     """What it is made from, if its file is not a folder."""
-    keepalive_s: float = 5.0  # a silent stream sends a comment so often; 0: never
+    keepalive_s: float = 5.0  # how often a silent stream sends a comment; 0 means never
     exports_traces: bool = False
     strict_max_tokens: bool = False
     """Refuse a limit on output tokens beyond the room in the context, instead of lowering it."""

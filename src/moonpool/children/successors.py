@@ -15,11 +15,11 @@ class Next(Enum):
 
     NONE = auto()
     AT_ONCE = auto()
-    """Another one, for which this one has made room."""
+    """The next process starts at once, because this one ended to make room for it."""
     AFTER_DEATH = auto()
-    """Another one, after a delay that grows with each death in short succession."""
+    """The next process starts after a delay that grows with each death in short succession."""
     AFTER_GOOD_LIFE = auto()
-    """The same, but it had started well: the delays begin again."""
+    """The next process starts after the first delay, because this one had run well."""
 
 
 class Successors:

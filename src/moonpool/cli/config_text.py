@@ -14,9 +14,9 @@ from moonpool.cli.options import POLICY_KEYS
 from moonpool.cli.policy_type import POLICY_TYPES
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import SIMULATE_FLAGS
+from moonpool.config.parse import toml_value
 from moonpool.config.schema import FieldSchema, Values, schema_of
 from moonpool.config.tables import Config
-from moonpool.config.toml import toml_value
 
 SECRETS = frozenset({"api.api_keys"})
 _WIDTH = 88

@@ -20,7 +20,7 @@ from moonpool.cli.options import (
     ConfigFlags,
     SectionedCommand,
     config_option,
-    not_empty,
+    pem_options,
     read_config,
 )
 from moonpool.cli.output import fail, one_line
@@ -118,26 +118,11 @@ FLAGS = ConfigFlags(
     show_default=True,
     help="Port for gateways; 0 takes a free one.",
 )
-@click.option(
-    "--grpc-certfile",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Encrypt gRPC with this certificate chain (PEM).",
-)
-@click.option(
-    "--grpc-keyfile",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Key of that certificate (PEM); in the certificate's file unless given.",
-)
-@click.option(
-    "--grpc-ca-certs",
-    default="",
-    callback=not_empty,
-    metavar="FILE",
-    help="Serve only gateways with a certificate of this authority (PEM).",
+@pem_options(
+    "--grpc",
+    "grpc_",
+    "Encrypt gRPC with this certificate chain (PEM).",
+    "Serve only gateways with a certificate of this authority (PEM).",
 )
 @click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of HTTP.")
 @click.option(

@@ -30,18 +30,30 @@ def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple
     conductor, slo = config.conductor, config.slo.usual
     yield "cluster", f"{parts}; {conductor.placement}, admission {conductor.admission}"
     yield "requests", f"{figures['requests']:,} in {simulation.last_arrival_s:,.0f} s"
-    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
-    text = f"within TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s"
-    text += ", or the SLOs of their class" if figures.get("slo_classes") else ""
-    yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
-    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
-    yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
+    yield _effective(figures, slo.ttft_s, slo.tbt_s)
+    yield "rejected", _rejected(figures)
     yield "failed", f"{figures['failed']:,}"
+    yield from _latencies(figures)
+    yield from _slo_classes(figures)
+    yield from _tenants(figures)
+
+
+def _effective(figures: dict[str, Any], ttft_s: float, tbt_s: float) -> tuple[str, str]:
+    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
+    text = f"within TTFT {ttft_s:g} s and TBT {tbt_s:g} s"
+    text += ", or the SLOs of their class" if figures.get("slo_classes") else ""
+    return "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
+
+
+def _rejected(figures: dict[str, Any]) -> str:
+    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
+    return f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "")
+
+
+def _latencies(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
     yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
     yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
-    yield from _slo_classes(figures)
-    yield from _tenants(figures)
 
 
 def _slo_classes(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -118,21 +130,15 @@ def replay_lines(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     slo, cache, client = figures["slo"], figures["cache"], figures["client"]
     cut = " (interrupted)" if figures["interrupted"] else ""
     yield "requests", f"{figures['requests']:,} in {figures['simulated_s']:,.1f} s{cut}"
-    share = f"{figures['effective']:,} ({figures['effective_share']:.1%})"
-    text = f"within TTFT {slo['ttft_s']:g} s and TBT {slo['tbt_s']:g} s"
-    text += ", or the SLOs of their class" if figures.get("slo_classes") else ""
-    yield "effective", f"{share} {text}: {figures['goodput_rps']:.3f} requests/s"
+    yield _effective(figures, slo["ttft_s"], slo["tbt_s"])
     yield from _slo_classes(figures)
-    reasons = ", ".join(f"{n} {reason}" for reason, n in figures["rejected_by_reason"].items())
     resent = f"; {figures['resent']:,} sent again" if figures["resent"] else ""
-    yield "rejected", f"{figures['rejected']:,}" + (f" ({reasons})" if reasons else "") + resent
+    yield "rejected", _rejected(figures) + resent
     unfinished = f", {figures['unfinished']:,} given up" if figures["unfinished"] else ""
     yield "failed", f"{figures['failed']:,}{unfinished}"
     for error, number in figures["errors"].items():
         yield "", f"{number} x {error[:160]}"
-    yield "TTFT", _spread(figures["ttft_s"], 1.0, "s")
-    yield "TBT", _spread(figures["tbt_s"], 1e3, "ms") + " (each gap)"
-    yield "", _spread(figures["tbt_top10_mean_s"], 1e3, "ms") + " (longest tenth of a request)"
+    yield from _latencies(figures)
     yield "cache", f"{cache['hit_ratio']:.1%} of {cache['input_tokens']:,} prompt tokens"
     cost = f"{client['cpu_us_per_token']:.0f} us of CPU per token"
     late = client["late_s"]

@@ -13,7 +13,7 @@ import click
 from moonpool import __version__
 from moonpool.cli.examples import epilog
 from moonpool.cli.help_screen import ScreenHelp
-from moonpool.plugins.commands import EXTRA_OF_COMMAND, CommandTable, added_commands
+from moonpool.plugins.entry_points import EXTRA_OF_COMMAND, CommandTable, added_commands
 
 COMMANDS: CommandTable = {
     "run": ("moonpool.cli.run.command", "run", "Chat with a model on this machine."),

@@ -163,6 +163,22 @@ catalogue_option = click.option(
 )
 
 
+def pem_options(flag: str, name: str, certificate: str, authority: str) -> Callable[[F], F]:
+    """Returns a decorator that adds FLAG-certfile, -keyfile and -ca-certs, as NAMEcertfile,
+    NAMEkeyfile and NAMEca_certs. `certificate` and `authority` are helps."""
+    key = "Key of that certificate (PEM); in the certificate's file unless given."
+    helps = {"certfile": certificate, "keyfile": key, "ca-certs": authority}
+
+    def decorate(command: F) -> F:
+        for end, text in reversed(helps.items()):
+            names = f"{flag}-{end}", name + end.replace("-", "_")
+            add = click.option(*names, default="", callback=not_empty, metavar="FILE", help=text)
+            command = add(command)
+        return command
+
+    return decorate
+
+
 def not_empty(context: click.Context, param: click.Parameter, value: str) -> str:
     """Ends the command if an option that protects is given and empty, as by a variable that is not
     set."""

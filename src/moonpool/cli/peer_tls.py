@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import click
-
-from moonpool.cli.options import not_empty
+from moonpool.cli.options import pem_options
 from moonpool.cli.output import fail, one_line
 
 if TYPE_CHECKING:
     from moonpool.link.tls import PeerTls
 
-F = TypeVar("F", bound=Callable[..., Any])
-_OPTIONS = (
-    click.option(
-        "--cluster-ssl-certfile",
-        "certfile",
-        default="",
-        callback=not_empty,
-        metavar="FILE",
-        help="Encrypt connections to head and peers; certificate of this machine (PEM).",
-    ),
-    click.option(
-        "--cluster-ssl-keyfile",
-        "keyfile",
-        default="",
-        callback=not_empty,
-        metavar="FILE",
-        help="Key of that certificate (PEM); in the certificate's file unless given.",
-    ),
-    click.option(
-        "--cluster-ssl-ca-certs",
-        "ca_certs",
-        default="",
-        callback=not_empty,
-        metavar="FILE",
-        help="Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
-    ),
+tls_options = pem_options(
+    "--cluster-ssl",
+    "",
+    "Encrypt connections to head and peers; certificate of this machine (PEM).",
+    "Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
 )
-
-
-def tls_options(command: F) -> F:
-    """Adds the options, as `certfile`, `keyfile` and `ca_certs`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""Adds the options, as `certfile`, `keyfile` and `ca_certs`."""
 
 
 def peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
@@ -46,16 +47,14 @@ from moonpool.cli.output import (
 )
 from moonpool.cli.plan_questions import Missing, on_terminal
 from moonpool.config.parse import parse_config
-from moonpool.config.tables import ConfigError
-from moonpool.plan.candidate import Priced
-from moonpool.plan.demand import Layout, Prepared, prepare
-from moonpool.plan.offloading import with_rivals
+from moonpool.config.tables import Config, ConfigError
+from moonpool.plan.demand import Layout
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
 from moonpool.plan.time_left import share_done, time_words
-from moonpool.plugins.plots import plot_function
+from moonpool.plugins.entry_points import plot_function
 from moonpool.sim.defaults import DEFAULTS
-from moonpool.studies.planning import ClusterSearch, base_and_kinds, priced_workload
+from moonpool.studies.planning import AskedPlan, ClusterSearch
 from moonpool.studies.result_table import ResultTable
 
 if TYPE_CHECKING:
@@ -64,8 +63,6 @@ if TYPE_CHECKING:
     from moonpool.plan.advice import InstanceLossEffect
     from moonpool.plan.assess import Report
     from moonpool.plan.search import ClusterPlan
-    from moonpool.plan.trial import Workload
-    from moonpool.trace.row import TraceRow
 
 TABLE_SUFFIXES = (".csv", ".parquet")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -217,9 +214,14 @@ def plan(
     _check_files(plot, page, table, json_file)
     with one_line(ConfigError, SimulationPoolError):
         trace = read_rows(trace_file, requests, scale, speed, trace_format)
-        files = config_file, prices_file, catalogue_file
-        asked = _Asked(*files, devices, layout, cost, max_power_kw)
-        prepared, workload, priced, devices = asked.prepared(trace, options)
+        missing = Missing(on_terminal())
+        given = _given(missing, config_file, options)
+        devices = missing.devices(devices)
+        files = catalogue_file, prices_file
+        asked = AskedPlan(devices, layout, cost, *files, max_power_kw, options["attainment"])
+        reprice = partial(missing.prices, prices_file=prices_file)
+        prepared, workload, priced = asked.prepared(*trace, given, reprice)
+        missing.say(prices_file is None)
         names = ("attainment", "confidence", "seeds", "runs", "seed", "time_limit_s")
         goal = PlanGoal(*(options[name] for name in names))
         for reason in prepared.left_out:
@@ -229,13 +231,8 @@ def plan(
             figures = job.plan(plot)
             interrupted = figures["stopped"] == "interrupted"
             figures["plan_s"] = round(time.perf_counter() - began_s, 1)
-            figures["run"] = {
-                "trace": Path(trace_file).name,
-                "speed": speed,
-                "scale_tokens": str(scale),
-                "devices": devices,
-                "layout": layout,
-            }
+            run = {"trace": Path(trace_file).name, "speed": speed, "scale_tokens": str(scale)}
+            figures["run"] = run | {"devices": devices, "layout": layout}
             if check and not interrupted:
                 figures["check"] = job.check()
             if (page or table) and not interrupted:
@@ -252,36 +249,12 @@ def plan(
         raise SystemExit(130)
 
 
-class _Asked(NamedTuple):
-    """What a plan is for, as it was given on the command line."""
-
-    config_file: str | None
-    prices_file: str | None
-    catalogue_file: str | None
-    devices: str | None
-    layout: Layout
-    cost: str | None
-    max_power_kw: float
-
-    def prepared(
-        self, trace: tuple[tuple[TraceRow, ...], int], options: dict[str, Any]
-    ) -> tuple[Prepared, Workload, Priced, str]:
-        """Asks for what is missing, and returns where the search begins, and the devices. Raises
-        ConfigError."""
-        missing = Missing(on_terminal())
-        overrides = _FLAGS.overrides(options)
-        asked = missing.slo(read_config(self.config_file, overrides).slo)
-        overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
-        given = read_config(self.config_file, overrides, DEFAULTS)
-        devices = missing.devices(self.devices)
-        base, kinds = base_and_kinds(given, devices, self.cost)
-        files = self.catalogue_file, self.prices_file
-        workload, priced = priced_workload(*trace, base, kinds, *files, self.max_power_kw)
-        priced = missing.prices(priced, kinds, self.prices_file)
-        kinds = with_rivals(kinds, priced.prices)
-        prepared = prepare(workload, base, kinds, priced, options["attainment"], self.layout)
-        missing.say(self.prices_file is None)
-        return prepared, workload, priced, devices
+def _given(missing: Missing, config_file: str | None, options: dict[str, Any]) -> Config:
+    """The configuration, with answers for what it lacks."""
+    overrides = _FLAGS.overrides(options)
+    asked = missing.slo(read_config(config_file, overrides).slo)
+    overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
+    return read_config(config_file, overrides, DEFAULTS)
 
 
 class _Job:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import open_catalogue_and_profile, read_text, report_skipped
+from moonpool.cli.inputs import read_text, report_skipped
 from moonpool.cli.options import (
     FACTOR,
     POLICY_KEYS,
@@ -236,16 +236,6 @@ def read_cluster(config_file: str | None, overrides: Values) -> Config:
         return cluster_config(config_file, overrides)
     except ConfigError as error:
         fail_config(error, text, config_file)
-
-
-def open_hardware(
-    config: Config, catalogue_file: str | None, prefill_belief: float, decode_belief: float
-) -> Any:
-    """Raises ConfigError."""
-    from moonpool.sim.hardware.build import build_hardware
-
-    catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
-    return build_hardware(config, profile, catalogue, prefill_belief, decode_belief)
 
 
 def _read_instants(values: tuple[str, ...], option: str) -> dict[str, float]:

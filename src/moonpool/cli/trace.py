@@ -15,9 +15,8 @@ from moonpool.cli.main import SuggestingGroup
 from moonpool.cli.options import COUNT, POSITIVE, json_option
 from moonpool.cli.output import check_folders, fail, one_line, write_json, writing
 from moonpool.cli.progress import follow, progress
-from moonpool.plugins.plots import plot_function
+from moonpool.plugins.entry_points import plot_function
 from moonpool.trace.builtin import BUILT_IN, BUILT_IN_MIXES
-from moonpool.trace.catalogue import PUBLIC_TRACES
 from moonpool.trace.profile import GeneratorProfile, read_profile
 from moonpool.trace.profile import write_profile as save_profile
 from moonpool.trace.reader import open_trace
@@ -163,6 +162,7 @@ def download(name: str, folder: str) -> None:
     NAME is mooncake-conversation, mooncake-toolagent, mooncake-synthetic, mooncake-arxiv,
     azure-conversation, azure-code, burstgpt or all.
     """
+    from moonpool.trace.download import PUBLIC_TRACES
     from moonpool.trace.download import download as fetch
 
     if name != "all" and name not in PUBLIC_TRACES:

@@ -29,8 +29,7 @@ from moonpool.conductor.placement.policies import PolicyError, RequestFootprint
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
 from moonpool.config.tables import ConductorConfig
 from moonpool.kvcache.prefix_index import PrefixMatch
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.protocol.messages import (
     AttemptSpec,
     Command,

@@ -44,8 +44,7 @@ from moonpool.conductor.forecast.output_predictor import LengthPredictor, Output
 from moonpool.conductor.observers import ClusterObserver, Observers
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import ReplicaMarks, Replication
-from moonpool.conductor.programs.keeper import ProgramKeeper
-from moonpool.conductor.programs.programs import Programs
+from moonpool.conductor.programs.programs import ProgramKeeper, Programs
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
@@ -113,7 +112,7 @@ class Conductor:
         sizes_chunks = config.inline_chunks
         state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, incarnation)
         self.cluster_state = state
-        # All parts work on these; they are also what drivers read.
+        # All parts change these three, and drivers read them.
         self.index = state.index
         self.instance_table = state.instance_table
         self.instances = state.instances

@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, SHARED_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
+from moonpool.cost.model import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, SHARED_CHUNK_TOKENS
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import InstanceId, Slo
 
@@ -58,7 +58,7 @@ class InstanceTable:
         self.context_tokens: Floats = np.zeros(0)  # most of one prompt and its answer
         self.engine_tokens: Floats = np.zeros(0)  # KVCache that the engine's own memory holds
         self.chunk_tokens: Floats = np.zeros(0)  # prompt tokens in one step
-        self.host: Floats = np.zeros(0)  # equal numbers share memory; 0: unknown
+        self.host: Floats = np.zeros(0)  # equal numbers share memory; 0 means unknown
 
         # Cost coefficients, see `FittedCost`: n new and p cached tokens of a prompt, B decodes.
         self.prefill_base_s: Floats = np.zeros(0)
@@ -71,7 +71,8 @@ class InstanceTable:
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
         self.prefill_factor: Floats = np.zeros(0)  # by which the profile's prefills are multiplied
         self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
-        # What prompts add to the longest gaps of the answers beside them, as learned; 0: unknown.
+        # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
+        # unknown.
         self.prompt_stall_s: Floats = np.zeros(0)
         self.latency_s: Floats = np.zeros(0)  # of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
@@ -82,8 +83,8 @@ class InstanceTable:
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.least_context_tokens = 0.0
         self.infinite: Floats = np.zeros(0)  # a template to copy
-        self.mixed: Bools | None = None  # instances of both roles; None: there are none
-        # Those of them that fill their steps with prompts, whatever the TBT SLO; None: none.
+        self.mixed: Bools | None = None  # instances of both roles; None means that there are none
+        # Those of them that fill their steps with prompts, whatever the TBT SLO; None means none.
         self.fills_steps: Bools | None = None
         self.decodes_alike = True  # all decode instances have equal decode coefficients
         # Rows without the role to decode that had decodes when a role last changed.

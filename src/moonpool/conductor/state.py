@@ -44,7 +44,7 @@ class Attempt:
     fetch_from: InstanceId | None
     prefill_ns: int
     num_tokens: int  # context: prompt and answer so far
-    booked_tokens: int  # KVCache booked on the decoder; 0: none is needed there
+    booked_tokens: int  # KVCache booked on the decoder; 0 means that none is needed there
     decodes: bool  # False if the first token is also the last
     tbt_s: float  # predicted
     expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
@@ -52,7 +52,7 @@ class Attempt:
     waits: bool = False  # to join the batch of its decode instance
     in_chunks: bool = False  # its decode instance computes the prompt in chunks beside others
     interval: DecodeInterval | None = None
-    interval_tokens: int = 0  # answer length that the interval's end is based on; 0: none
+    interval_tokens: int = 0  # answer length that the interval's end is based on; 0 means none
     phase: AttemptPhase = AttemptPhase.PREFILL
     started_s: float | None = None
     prefilled_s: float | None = None
@@ -108,7 +108,7 @@ class TrackedRequest:
     num_faults: int = 0  # since the last token
     has_waited: bool = False  # for an instance or for room, which is not its fault
     call_has_begun: bool = False  # another choice of its call was admitted before
-    found_tokens: int | None = None  # cached where it was first considered; None: not yet
+    found_tokens: int | None = None  # cached where it was first considered; None before that
     num_named_tokens: int = -1  # `keys` are those of this many tokens
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)

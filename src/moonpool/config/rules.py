@@ -1,4 +1,4 @@
-"""The rules of a configuration beyond the type and range of each value by itself."""
+"""The rules of a configuration beyond the type and range of each single value."""
 
 from __future__ import annotations
 

@@ -19,15 +19,79 @@ from moonpool.config.schema import ConfigError as ConfigError
 from moonpool.config.schema import about
 from moonpool.config.schema import choices as choices
 from moonpool.config.slo import SloConfig as SloConfig
-from moonpool.config.telemetry import LOG_FORMATS as LOG_FORMATS
-from moonpool.config.telemetry import LOG_LEVELS as LOG_LEVELS
-from moonpool.config.telemetry import LogFormat as LogFormat
-from moonpool.config.telemetry import LogLevel as LogLevel
-from moonpool.config.telemetry import TelemetryConfig as TelemetryConfig
-from moonpool.config.tls import TlsConfig as TlsConfig
 from moonpool.config.vllm import VllmAddress as VllmAddress
 from moonpool.config.vllm import VllmConfig as VllmConfig
 from moonpool.types import Role, Struct
+
+
+class TlsConfig(Struct, frozen=True):
+    """Certificates of connections between machines. Workers have flags of the same names, because
+    each machine has files of its own."""
+
+    certfile: Annotated[
+        str,
+        about(
+            "Encrypt connections between head, workers and peers; certificate of this machine"
+            " (PEM).",
+            "--cluster-ssl-certfile",
+            metavar="FILE",
+            protects=True,
+        ),
+    ] = ""
+    keyfile: Annotated[
+        str,
+        about(
+            "Key of that certificate (PEM); in the certificate's file unless given.",
+            "--cluster-ssl-keyfile",
+            metavar="FILE",
+            protects=True,
+        ),
+    ] = ""
+    ca_certs: Annotated[
+        str,
+        about(
+            "Authority (PEM) that has signed the certificates of all parts, and of nothing else.",
+            "--cluster-ssl-ca-certs",
+            metavar="FILE",
+            protects=True,
+        ),
+    ] = ""
+
+    def flags(self) -> tuple[str, ...]:
+        """Returns the same as flags of a worker on this machine."""
+        given = {"certfile": self.certfile, "keyfile": self.keyfile, "ca-certs": self.ca_certs}
+        pairs = [(f"--cluster-ssl-{name}", path) for name, path in given.items() if path]
+        return tuple(word for pair in pairs for word in pair)
+
+
+LogLevel = Literal["auto", "debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
+
+
+class TelemetryConfig(Struct, frozen=True):
+    """What the cluster reports beside `/metrics`. Local workers take over the level and
+    the format of the head's log lines."""
+
+    log_level: Annotated[
+        LogLevel,
+        about("Least level of log lines; auto takes MOONPOOL_LOG_LEVEL of the environment."),
+    ] = "auto"
+    log_format: Annotated[
+        LogFormat, about("Form of log lines; auto takes MOONPOOL_LOG_FORMAT of the environment.")
+    ] = "auto"
+    log_requests: Annotated[
+        bool, about("Log one line for each ended request, with the time of each stage.")
+    ] = False
+    otlp_traces_endpoint: Annotated[
+        str,
+        about(
+            "Send the spans of each request to this OpenTelemetry collector (OTLP over HTTP).",
+            metavar="URL",
+        ),
+    ] = ""
+
 
 Placement = Literal["random", "load-balancing", "cache-aware", "kvcache-centric"]
 Admission = Literal["none", "baseline", "early", "predictive", "goodput"]
@@ -390,8 +454,8 @@ class SpeculativeConfig(Struct, frozen=True):
     """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
     earlier in it, or in what cached blocks of the same tenant say came next. "draft_model": where
     these find nothing, or are right less often, `model` guesses: a smaller one with the same
-    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0: what an
-    eighth of the pool's bytes holds, and no more than the pool does."""
+    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0 means
+    what an eighth of the pool's bytes holds, and no more than the pool does."""
 
     method: SpeculativeMethod
     model: str = ""

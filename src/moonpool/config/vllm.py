@@ -12,7 +12,8 @@ _RANK = re.compile(r"@(\d{1,4})$")
 
 
 def split_rank(address: str) -> tuple[str, int | None]:
-    """Splits "URL@RANK" of a server with several data-parallel ranks; None: of one without."""
+    """Splits "URL@RANK" of a server with several data-parallel ranks. The rank of others is
+    None."""
     found = _RANK.search(address)
     return (address[: found.start()], int(found[1])) if found else (address, None)
 
@@ -86,7 +87,7 @@ class VllmConfig(Struct, frozen=True):
 
     @property
     def first(self) -> str:
-        """The instance of the first server; "": none is named."""
+        """The instance of the first server; "" means that none is named."""
         return next((f"{role}-0" for role, named in self.places.items() if named), "")
 
     @property

@@ -10,6 +10,19 @@ from collections.abc import Sequence
 from math import fsum
 from typing import NamedTuple, Protocol
 
+# The scheduler of an instance plans steps that mix prefill chunks with decodes by these limits, and
+# the Conductor predicts by them.
+CHUNKED_STEP_SHARE = 0.85
+"""Share of the TBT SLO that such a step is planned for: not all of the longest tenth of the gaps
+lies at its lower edge."""
+LEAST_CHUNK_TOKENS = 4
+"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case. It is
+small: on a device without tiles, 32 tokens can take most of the SLO, and with a few decodes more
+than that."""
+SHARED_CHUNK_TOKENS = 128
+"""The least chunk for which a decode instance takes prompts: a tile of most devices. The Conductor
+counts it in the step time of an instance that computes prompts so."""
+
 
 class Chunk(NamedTuple):
     """A run of one prompt's tokens computed in one step."""
@@ -18,7 +31,7 @@ class Chunk(NamedTuple):
     start: int  # context tokens before it, cached or computed earlier
     cached_tokens: int  # cached tokens of its prompt: where computing began
     last: bool  # it ends the prompt, so its last token needs logits
-    prompt_tokens: int = 0  # of the whole prompt; 0: not known
+    prompt_tokens: int = 0  # of the whole prompt; 0 if unknown
 
     @property
     def first(self) -> bool:
@@ -110,3 +123,14 @@ def prompt_s(
     """Time for which a prompt's chunks keep an instance, or each of its stages, busy."""
     chunks = prompt_chunks(num_tokens, cached_tokens, chunk_tokens)
     return fsum(ground_truth.step_s((chunk,), 0, 0) for chunk in chunks)
+
+
+class OneStage:
+    """The part of a `StepCost` that an instance without a pipeline has."""
+
+    @property
+    def num_stages(self) -> int:
+        return 1
+
+    def hop_s(self, num_tokens: int) -> float:
+        return 0.0

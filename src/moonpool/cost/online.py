@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from math import fsum, inf
 
-from moonpool.distributions.quantiles import rank_above
+from moonpool.distributions import rank_above
 
 STEPS_PER_SAMPLE = 4
 """Observations with a time above 0 that make one sample."""

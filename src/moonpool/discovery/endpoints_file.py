@@ -118,7 +118,7 @@ def parse_endpoints(data: bytes) -> tuple[Listing, list[str]]:
                 continue
             if endpoint.name in endpoints:
                 raise EndpointError(f"a second {endpoint.name!r}")
-        except ValueError as error:  # also of a number too long to be a text
+        except ValueError as error:  # also for a number with too many digits for str()
             problems.append(f"entry {number} is left out: {error}")
         else:
             endpoints[endpoint.name] = endpoint
@@ -145,7 +145,7 @@ def _plain(data: bytes) -> Any:
 
 
 def _endpoint(entry: Any) -> Endpoint | None:
-    """None: of a kind that computes no text, such as an encoder. Raises EndpointError."""
+    """Returns None for a kind that computes no text, such as an encoder. Raises EndpointError."""
     if not isinstance(entry, dict):
         raise EndpointError("not a mapping with name, address and port")
     name, address = entry.get("name"), entry.get("address")

@@ -19,8 +19,12 @@ from urllib.parse import urlencode
 import msgspec
 
 from moonpool.discovery.endpoint import SourceError
-from moonpool.http_client.client import ConnectionFailedError, HttpClient, header_lines
-from moonpool.http_client.response import TooLargeError
+from moonpool.http_client.client import (
+    ConnectionFailedError,
+    HttpClient,
+    TooLargeError,
+    header_lines,
+)
 from moonpool.log_limit import limited_logger
 from moonpool.types import MALFORMED
 
@@ -136,7 +140,7 @@ class KubernetesError(Exception):
 
 
 class ObjectList:
-    """Follows the objects of one path. `selector`: a selector of labels; "": all."""
+    """Follows the objects of one path. `selector`: a selector of labels; "" means all."""
 
     def __init__(self, server: ApiServer, path: str, selector: str = "", field: str = "") -> None:
         self._server = server

@@ -35,8 +35,8 @@ class FileSource:
 @dataclass(frozen=True, slots=True)
 class DnsSource:
     """A name whose records are the servers. `port` is None for SRV records, which have one each.
-    `events`, `replay`: ports of KV events and their replay; 0: none. `ranks`: data-parallel ranks
-    of each server."""
+    `events`, `replay`: ports of KV events and their replay; 0 means none. `ranks`: data-parallel
+    ranks of each server."""
 
     name: str
     port: int | None
@@ -49,7 +49,7 @@ class DnsSource:
 @dataclass(frozen=True, slots=True)
 class PodSource:
     """The ready pods of a Kubernetes cluster that have these labels. `namespace` "": that of this
-    pod. `api`: address of the API; "": that of the cluster in which this is a pod."""
+    pod. `api`: address of the API; "" means that of the cluster in which this is a pod."""
 
     namespace: str
     selector: str
@@ -61,8 +61,8 @@ class PodSource:
 class RayActorSource:
     """The actors of a Ray cluster that are alive and have such a name, in which * stands for any
     text. `namespace` "": in all. `port`: the port of names that do not end with one (vllm-0:8001
-    does), or None if all names do. `api`: address of Ray's dashboard; "": as Ray's own programs
-    find it. Others: as in `DnsSource`."""
+    does), or None if all names do. `api`: address of Ray's dashboard; "" finds it like Ray's own
+    programs find it. Others: as in `DnsSource`."""
 
     namespace: str
     name: str

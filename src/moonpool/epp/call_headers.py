@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 from collections.abc import Mapping
 from urllib.parse import quote
 
+from moonpool.api.call_headers import seconds_of
 from moonpool.api.errors import ApiError
 from moonpool.config.slo import SloConfig
 from moonpool.types import PRIORITY_RANGE, Slo, Struct
@@ -37,7 +37,7 @@ _REASONS = {
 
 class CallTerms(Struct, frozen=True):
     """The service levels of a call, its time limit, and its priority: lower ones go first. `payer`:
-    the tenant whose share of the endpoints it takes; "": that of all who name none."""
+    the tenant whose share of the endpoints it takes; "" means that of all who name none."""
 
     slo: Slo
     timeout_s: float
@@ -93,15 +93,5 @@ def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str
 
 
 def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
-    """Reads a header in milliseconds."""
     name, text = _first(headers, names)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < 1e12:
-        text = f"The header {name} must be a number of milliseconds above 0."
-        raise ApiError(text, param=name, code="invalid_header")
-    return value / 1e3
+    return seconds_of(text, name)

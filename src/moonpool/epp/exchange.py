@@ -7,6 +7,7 @@ response goes on as it comes, and is watched on its way.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -19,13 +20,56 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from moonpool.api.errors import ApiError, from_refused, internal_error
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.epp import wire
-from moonpool.epp.body_room import BodyRoom
 from moonpool.epp.call_headers import request_id_of
-from moonpool.epp.picked_call import Picked
-from moonpool.epp.picker import Picker
-from moonpool.epp.response_watch import ResponseWatch
-from moonpool.epp.routed_call import Route
+from moonpool.epp.endpoint_worker import Route
+from moonpool.epp.picker import Picked, Picker
+from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import FinishReason
+
+BODIES = 16
+"""Largest bodies that are held at a time; smaller ones may be many more."""
+
+
+class BodyRoom:
+    """The bodies that are held until their calls are placed, within a bound for all together.
+    `share` gives a body its part. `max_body_bytes`: the limit of one body."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.left_bytes = BODIES * max_body_bytes
+
+    def share(self) -> HeldParts:
+        return HeldParts(self)
+
+
+class HeldParts:
+    """The parts of one body. `close` gives back what they take."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room = room
+        self._parts: list[bytes] = []
+        self._num_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        """Raises ApiError (413), and RequestRefused (503) if all bodies together take too much."""
+        most = self._room.max_body_bytes
+        if self._num_bytes + len(part) > most:
+            text = f"The body exceeds {most} bytes, the largest that is read."
+            raise ApiError(text, status=413, code="body_too_large")
+        if len(part) > self._room.left_bytes:
+            text = "Too many bodies are being read. Send the request again later."
+            raise RequestRefused(503, "too_many_large_bodies", text, 1.0)
+        self._room.left_bytes -= len(part)
+        self._num_bytes += len(part)
+        self._parts.append(part)
+
+    def whole(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def close(self) -> None:
+        self._room.left_bytes += self._num_bytes
+        self._parts, self._num_bytes = [], 0
+
 
 log = logging.getLogger("moonpool.epp")
 EVENTS = "text/event-stream"
@@ -209,3 +253,49 @@ class Exchange:
             return
         self._picked.note(number, FinishReason.STOP)
         self._picked.finish()
+
+
+MAX_REST_BYTES = 1 << 20
+"""Largest part of an event that has not ended. A longer one is not counted."""
+TAIL_BYTES = 16 << 10
+"""vLLM writes the usage last."""
+_USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
+_DONE = (DONE, b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
+_EMPTY = b'"content":""'  # the role comes before the first token
+
+
+class ResponseWatch:
+    """Watches one successful response. `is_stream`: whether it is a stream of server-sent
+    events."""
+
+    def __init__(self, is_stream: bool) -> None:
+        self._is_stream = is_stream
+        self._events = ServerEventReader(MAX_REST_BYTES)
+        self._rest = b""
+        self.num_tokens = 0
+        self.is_done = False
+
+    def feed(self, data: bytes) -> int:
+        """Takes the next bytes; returns how many tokens came with them."""
+        if not self._is_stream:
+            self._rest = (self._rest + data)[-TAIL_BYTES:]
+            return 0
+        number = sum(map(self._take, self._events.feed(data)))
+        self.num_tokens += number
+        return number
+
+    def end(self) -> int:
+        """Notes that the response has ended; returns how many tokens are to be added."""
+        if self._is_stream:
+            return self.feed(b"\n")
+        used = _USED.findall(self._rest)
+        self.is_done, self.num_tokens = True, int(used[-1]) if used else 1
+        return self.num_tokens
+
+    def _take(self, event: bytes) -> int:
+        if any(mark in event for mark in _DONE):
+            self.is_done = True
+            return 0
+        if b'"delta"' in event or b'"text"' in event or b'"token_ids"' in event:
+            return 0 if _EMPTY in event else 1
+        return 0

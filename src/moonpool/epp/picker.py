@@ -7,22 +7,20 @@ import math
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from moonpool.api.body_process import Kind
 from moonpool.api.call_headers import read_traceparent
 from moonpool.api.models.forwarded_bodies import ForwardedBody
-from moonpool.api.models.model_apis import ModelApi, ModelApis
-from moonpool.api.preparation import PreparedCall, check_model
+from moonpool.api.models.model_apis import ModelApi, ModelApis, meant_api
+from moonpool.api.preparation import PreparedCall
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
-from moonpool.epp.endpoint_worker import PickerShared
+from moonpool.epp.endpoint_worker import PickerShared, Route, RoutedCall
 from moonpool.epp.members import Members
-from moonpool.epp.picked_call import BookedAnswer, Picked
-from moonpool.epp.routed_call import Route
+from moonpool.head.answers import ResponseStream
 from moonpool.head.head import ClusterHead
 from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import ServedModel
@@ -30,7 +28,7 @@ from moonpool.log_limit import limited_logger
 from moonpool.protocol.messages import ForwardedCall
 from moonpool.protocol.model_offer import COMPLETIONS, MEDIA_PATHS, POOLING_PATHS
 from moonpool.types import (
-    MALFORMED,
+    FinishReason,
     InstanceId,
     Request,
     RequestId,
@@ -39,19 +37,117 @@ from moonpool.types import (
     paying,
 )
 
+SETTLE_S = 5.0
+"""Time within which the Conductor hears the end of a response."""
+
+
+class BookedAnswer:
+    """One answer, which is a request to the Conductor. It is booked as soon as it is made."""
+
+    def __init__(
+        self, picker: Picker, model: ServedModel, request: Request, call: ForwardedCall
+    ) -> None:
+        """Raises ApiError and RequestRefused."""
+        self._picker, self._model = picker, model
+        self.request_id: RequestId = request.request_id
+        self.call = RoutedCall(self._partner, self._abandon)
+        self.stream: ResponseStream | None = None
+        picker.shared.desk.add(self.request_id, self.call)
+        try:
+            self.stream = picker.head.begin(
+                model, request, call=call, on_refused=self.call.on_refused
+            )
+        except BaseException:
+            self.end()
+            raise
+
+    async def settle(self) -> None:
+        """Ends when the Conductor has heard of the last token."""
+        assert self.stream is not None
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while (await self.stream.next_output()).finish_reason is None:
+                    pass
+        except (TimeoutError, RequestRefused):
+            pass
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        self._picker.shared.desk.remove(self.request_id)
+        if self.stream is not None:
+            self._picker.head.close(self._model, self.request_id)
+
+    def _partner(self) -> Endpoint:
+        attempt = self._model.conductor.requests[self.request_id].attempt
+        assert attempt is not None
+        return self._picker.endpoint(attempt.decoder)
+
+    def _abandon(self, reason: str) -> None:
+        self._picker.head.abort(self.request_id, reason, self._model)
+
+
+class Picked:
+    """`close` it when the gateway is done with it. What is seen of the response is of all answers
+    together, and counts for each of them in turn."""
+
+    def __init__(self, picker: Picker, route: Route, answers: Sequence[BookedAnswer]) -> None:
+        self._picker, self._answers = picker, tuple(answers)
+        self._route = route
+        self._turn = 0
+        self._is_closed = False
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._answers[0].request_id
+
+    def begin(self) -> None:
+        """Notes that the response has begun."""
+        for answer in self._answers:
+            answer.call.begin()
+
+    def note(self, num_tokens: int, finish: FinishReason | None = None) -> None:
+        """Notes that more tokens were seen."""
+        count = len(self._answers)
+        for place, answer in enumerate(self._answers):
+            own = (num_tokens + (place - self._turn) % count) // count
+            if own or finish is not None:
+                answer.call.note(own, finish)
+        self._turn = (self._turn - num_tokens) % count
+
+    def fail(self, message: str, status: int) -> None:
+        for answer in self._answers:
+            answer.call.fail(message, status)
+
+    def note_served(self, address: str) -> None:
+        """Notes which endpoint responds, as the gateway says. Another one than the first has no
+        booking, and the first has failed."""
+        if address != self._route.endpoint.address:
+            self.fail(f"the gateway went on to {address}", 502)
+            self.close()
+
+    def finish(self) -> None:
+        """Notes that the response was whole: closes it when the Conductor has heard of its last
+        token."""
+        if not self._is_closed:
+            self._is_closed = True
+            for answer in self._answers:
+                self._picker.keep(answer.settle())
+
+    def close(self) -> None:
+        """Notes that nobody waits for the response any more. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            for answer in self._answers:
+                answer.end()
+
+
 log = limited_logger("moonpool.epp")
 
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 NO_ENDPOINT_RETRY_S = 5.0
 UNHURRIED = Slo(ttft_s=math.inf, tbt_s=math.inf, ttft_stated=False, tbt_stated=False)
 """The SLO of the further answers of a call, which go where the first one goes."""
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-_NAMED = msgspec.json.Decoder(_Named)
 
 
 class NoEndpointError(RequestRefused):
@@ -204,16 +300,7 @@ class Picker:
         apis = self.models.all()
         if not apis:
             raise NoEndpointError("No endpoint is ready yet. Send the request again later.")
-        if len(apis) == 1:
-            return apis[0]
-        try:
-            name = _NAMED.decode(raw).model
-        except MALFORMED:
-            return apis[0]
-        named = [api for api in apis if api.is_named(name)]
-        if not named:
-            check_model(name, [each for api in apis for each in api.names])
-        return next((api for api in named if api.has(path)), named[0])
+        return apis[0] if len(apis) == 1 else meant_api(apis, raw, path)
 
     def _new_id(self, headers: Mapping[str, str]) -> RequestId:
         """Two calls may share their `x-request-id`; requests may not."""
@@ -254,7 +341,7 @@ class Picker:
     # Endpoints
 
     def _within(self, subset: Sequence[str] | None) -> tuple[InstanceId, ...] | None:
-        """The instances that may serve a call; None: all. Raises RequestRefused."""
+        """The instances that may serve a call; None means all. Raises RequestRefused."""
         suspects = self.shared.suspects
         if subset is None and not suspects:
             return None

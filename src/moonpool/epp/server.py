@@ -17,8 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from moonpool.epp.body_room import BodyRoom
-from moonpool.epp.exchange import Exchange
+from moonpool.epp.exchange import BodyRoom, Exchange
 from moonpool.epp.picker import Picker
 
 SERVICE = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name

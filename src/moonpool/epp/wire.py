@@ -31,7 +31,7 @@ from moonpool.epp.call_headers import (
     SUBSET,
     dropped_reason,
 )
-from moonpool.epp.routed_call import Route
+from moonpool.epp.endpoint_worker import Route
 
 SUBSET_SPACE = "envoy.lb.subset_hint"
 LB_SPACE = "envoy.lb"
@@ -71,7 +71,7 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def read_served(message: ProcessingRequest) -> str:
-    """The address that responds, of several; "": the gateway does not say."""
+    """The address that responds, of several; "" means that the gateway does not say."""
     spaces = message.metadata_context.filter_metadata
     return spaces[LB_SPACE].fields[SERVED].string_value if LB_SPACE in spaces else ""
 

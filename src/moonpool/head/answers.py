@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from moonpool.api.connection.work_mark import WorkMark
+from moonpool.api.connection.poison import WorkMark
 from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.conductor.actions import Deliver, Refuse, RequestEnded
 from moonpool.head.watch.ended_requests import EndedRequests, RequestObserver
@@ -103,7 +103,7 @@ class ResponseStream:
         )
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly; None: to the head."""
+        """Where the tokens of an attempt go directly, or None if they go to the head."""
         return None
 
     def refusal(self) -> RequestRefused:
@@ -127,7 +127,7 @@ class WorkWatch:
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
-        """None: the earlier work goes on."""
+        """Returns None if the earlier work goes on."""
         if self.mark is None:
             return
         if request_id is None:

@@ -49,8 +49,8 @@ class Checkpoints:
 def checkpoint(
     state: object, on_done: Callable[[bytes], None], own: Iterable[Any] = ()
 ) -> asyncio.Task[None]:
-    """Forks, and calls `on_done` on the event loop with the state's bytes; not at all, with a line
-    in the log, if they cannot be had. `own`: classes of policies from outside
+    """Forks, and calls `on_done` on the event loop with the state's bytes. If the child fails, it
+    logs a line instead. `own`: classes of policies from outside
     the package. Raises OSError if the system forks no more."""
     reader, writer = os.pipe()
     try:

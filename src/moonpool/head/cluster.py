@@ -20,7 +20,7 @@ from moonpool.cores import (
 )
 from moonpool.gc_tuning import settle_memory
 from moonpool.head.cluster_error import ClusterError
-from moonpool.head.fronts.front_calls import FrontCalls
+from moonpool.head.fronts.front_link import FrontCalls
 from moonpool.head.head import ClusterHead
 from moonpool.head.head_drain import drain
 from moonpool.head.launcher import local_instances

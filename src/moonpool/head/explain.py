@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 
 from moonpool import __version__
-from moonpool.conductor.conductor import Conductor
+from moonpool.conductor.conductor import Conductor, PoolLoads
 from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.conductor.roles.role_balance import Pools
 from moonpool.conductor.state import InstanceState
 from moonpool.config.tables import Config
-from moonpool.head.spoken_names import spoken_name
 from moonpool.request_record import RequestRecord
 from moonpool.types import BlockKey, Slo, payer_of
 
@@ -163,16 +162,18 @@ def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:
         if payer_of(tracked.request.tenant) == tenant
     ]
     return {
-        "instances": [
-            {
-                "instance_id": state.info.instance_id,
-                "role": state.role.value,
-                "draining": None if state.drain is None else state.drain.reason,
-            }
-            for state in conductor.instances.values()
-        ],
+        "instances": [named_instance(state) for state in conductor.instances.values()],
         "requests_under_way": len(own),
         "requests_waiting": sum(tracked.attempt is None for tracked in own),
+    }
+
+
+def named_instance(state: InstanceState) -> dict[str, Any]:
+    """What everybody may know of an instance."""
+    return {
+        "instance_id": state.info.instance_id,
+        "role": state.role.value,
+        "draining": None if state.drain is None else state.drain.reason,
     }
 
 
@@ -182,7 +183,7 @@ def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
     advice = report.advice
     return {
         "mode": report.mode,
-        "load": None if report.mode == "off" else _loads(report.loads),
+        "load": None if report.mode == "off" else finite_loads(report.loads),
         "advice": None
         if advice is None
         else advice.describe(instance_table.num_prefills, instance_table.num_decodes),
@@ -191,7 +192,7 @@ def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
     }
 
 
-def _loads(loads: Pools) -> dict[str, float | None]:
+def finite_loads(loads: Pools | PoolLoads) -> dict[str, float | None]:
     """Returns the loads by pool; None for a pool without instances."""
     return {
         name: round(load, 4) if isfinite(load) else None for name, load in loads._asdict().items()
@@ -200,10 +201,7 @@ def _loads(loads: Pools) -> dict[str, float | None]:
 
 def _describe_instance(conductor: Conductor, state: InstanceState, now: float) -> dict[str, Any]:
     info, load = state.info, state.load
-    described: dict[str, Any] = {
-        "instance_id": info.instance_id,
-        "role": state.role.value,
-        "draining": None if state.drain is None else state.drain.reason,
+    described = named_instance(state) | {
         "handed_over_blocks": conductor.drains.num_handed(info.instance_id),
         "host": info.host,
         "pid": info.pid,
@@ -295,3 +293,31 @@ def _describe(conductor: Conductor, key: BlockKey, prefix: _Prefix) -> dict[str,
         "dram": [name for name, on_ssd in holders if not on_ssd],
         "ssd": [name for name, on_ssd in holders if on_ssd],
     }
+
+
+_KINDS_TEXT = (
+    "amber ashen azure bold brave brief bright brisk broad calm clear coral crisp dark deep "
+    "dense dry dusky early even fair far fine firm fleet fond free fresh full gentle gilt "
+    "glad golden grand green grey hardy high hollow humble inner ivory keen kind late lean "
+    "light live lone long loud low lucid lunar merry mild misty near noble north olive open "
+    "outer pale"
+)
+_THINGS_TEXT = (
+    "anchor arch bay beacon birch boat brook buoy canal cape cedar cliff cloud coast cove "
+    "crane creek dale delta dock dune eagle elm falcon fern field fjord ford forest gale "
+    "geyser glen grove gull harbor haven heron hill inlet isle jetty keel kelp lagoon lake "
+    "lark ledge lily marsh meadow mesa mill moor moss oak otter pearl pier pine pond port "
+    "quay reef rill"
+)
+SPOKEN_KINDS, SPOKEN_THINGS = _KINDS_TEXT.split(), _THINGS_TEXT.split()
+
+
+def spoken_name(key: bytes) -> str:
+    """Returns a name such as "calm-otter-17" for a hash: the same one for the same hash, one of
+    409,600 in total. Raises ValueError for fewer than four bytes."""
+    if len(key) < 4:
+        raise ValueError(f"a name needs four bytes, not {len(key)}")
+    number = int.from_bytes(key[:4], "big")
+    number, kind = divmod(number, len(SPOKEN_KINDS))
+    number, thing = divmod(number, len(SPOKEN_THINGS))
+    return f"{SPOKEN_KINDS[kind]}-{SPOKEN_THINGS[thing]}-{number % 100}"

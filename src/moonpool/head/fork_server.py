@@ -340,7 +340,7 @@ def end_quickly(status: object) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
-    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are not daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

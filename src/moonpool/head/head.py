@@ -54,11 +54,16 @@ from moonpool.head.answers import (
 from moonpool.head.attention_links import AttentionLinks
 from moonpool.head.cluster_error import ClusterError
 from moonpool.head.explain import describe_head, describe_record, describe_server, describe_slo
-from moonpool.head.models.describe_models import describe_models, describe_models_to_tenant
 from moonpool.head.models.model_loading import ApiModel
 from moonpool.head.models.served_model import HeadSettings, ServedModel
-from moonpool.head.models.served_models import NO_SERVER, ServedModels
-from moonpool.head.models.vllm_setup import NO_OFFER, VllmSetups
+from moonpool.head.models.served_models import (
+    NO_OFFER,
+    NO_SERVER,
+    ServedModels,
+    VllmSetups,
+    describe_models,
+    describe_models_to_tenant,
+)
 from moonpool.head.succession import NoSuccession, Succession
 from moonpool.head.takeover.standby_links import StandbyLinks, setup_of
 from moonpool.head.watch.ended_requests import EndedRequests
@@ -73,12 +78,7 @@ from moonpool.link.tls import HANDSHAKE_S as TLS_HANDSHAKE_S
 from moonpool.link.tls import PeerTls
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import SILENCE_S, Apply, ApplyStandby, Joined, Setup, Stop
-from moonpool.protocol.messages import (
-    AdaptersLoaded,
-    ForwardedCall,
-    InstanceInfo,
-    Report,
-)
+from moonpool.protocol.messages import AdaptersLoaded, ForwardedCall, InstanceInfo, Report
 from moonpool.protocol.model_offer import ModelOffer
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.refusal import Refusal

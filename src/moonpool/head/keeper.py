@@ -16,7 +16,8 @@ from moonpool.retry_delays import RetryDelays
 log = logging.getLogger("moonpool.launcher")
 
 MAX_RESTARTS = 5
-"""More of one process end the start of the cluster. Later, none is given up."""
+"""If one process needs more restarts than this, the start of the cluster fails. Once the cluster is
+up, there is no limit."""
 RESTARTS = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
 SERVING_STEADY_S = 10.0
 """Replaces `steady_s` once the cluster is up. Most deaths are then no fault of the start."""

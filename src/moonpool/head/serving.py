@@ -95,7 +95,8 @@ class OwnCalls:
         )
 
     async def begin(self) -> asyncio.Task[None]:
-        """Continues the answers of an earlier process, and accepts calls. Returns what runs."""
+        """Continues the answers of an earlier process, and accepts calls. Returns the task that
+        serves."""
         for received, sock in self._inherited.answers:
             await self._server.resume(sock, received)
         for sock in self._inherited.connections:
@@ -127,8 +128,9 @@ async def serve_calls(
     own: Iterable[asyncio.Task[None]],
     drain_s: float,
 ) -> None:
-    """Serves until the supervisor ends this process. Returns where it should end in order; where
-    the next process goes on with the answers, it ends here. `own`: what else must run meanwhile.
+    """Serves until the supervisor ends this process. Returns if it should end in order; if the next
+    process takes over the answers, the process ends in this call. `own`: other tasks that must run
+    meanwhile.
 
     Raises ClusterError if something breaks, so that the next process goes on.
     """

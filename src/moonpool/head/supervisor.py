@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import setproctitle
 
 from moonpool.children.process import ChildProcess, ForkedProcess
@@ -95,7 +96,7 @@ class Supervisor:
         fronts = () if state is None else state.fronts
         self._fronts = Fronts(config, http, self._spawn, secret, fronts, cut)
         cut = None if config.api.fronts > 1 else cut
-        held = HeldAnswers(cut, None if state is None else state.held)
+        held = HeldAnswers(cut, state)
         self._head = ServingProcess("the head", held, self._on_packet)
         self._expected: dict[InstanceId, Role] = {} if taken is None else taken.instances
         self._offers: dict[InstanceId, ModelOffer] = {} if taken is None else taken.offers
@@ -353,11 +354,7 @@ class Supervisor:
             launch=self._launch,
             http=self._http.fileno(),
             control=self._control.fileno(),
-            answers=held.answers,
-            cut_answers=held.cut_answers,
-            ended=held.ended,
-            connections=held.connections,
-            next_number=held.next_number,
+            **msgspec.structs.asdict(held),
             expected=self._expected,
             num_restarts=self._num_restarts,
             num_upgrades=self._num_upgrades + 1,

@@ -13,11 +13,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from moonpool.api.connection.call_log import CallLog
-from moonpool.api.connection.half_read import HalfRead
-from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, KeptStream
-from moonpool.api.connection.poison import MAX_ENDED, Enders, late_error, poison_error, send_error
-from moonpool.api.connection.resumption import accepted_bytes
-from moonpool.api.connection.work_mark import WorkMark
+from moonpool.api.connection.kept_stream import MAX_KEPT_SHARE, HalfRead, KeptStream, accepted_bytes
+from moonpool.api.connection.poison import (
+    MAX_ENDED,
+    Enders,
+    WorkMark,
+    late_error,
+    poison_error,
+    send_error,
+)
 from moonpool.api.errors import ApiError
 from moonpool.api.messages import error_payload
 from moonpool.api.sharing.shared_buffer import SharedBuffer, party_at

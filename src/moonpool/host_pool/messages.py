@@ -14,10 +14,15 @@ a window of the newest tokens only, its space needs no more than the window's bl
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import socket
+import struct
+from asyncio import StreamReader
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from moonpool.framing import Framing
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot
 from moonpool.protocol.transfer_events import PeerAddress
@@ -52,7 +57,7 @@ class AttachRank(Struct, frozen=True, tag=True):
     layout: BlockLayout
     """Nominal but for its sizes: `num_layers` slices of `slice_bytes` in a block."""
     window_blocks: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
-    """How many blocks before its end a prefix needs in this space; 0: all."""
+    """How many blocks before its end a prefix needs in this space; 0 means all."""
 
 
 class JoinPool(Struct, frozen=True, tag=True):
@@ -264,3 +269,28 @@ FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)
 def keys_of(keys: tuple[bytes, ...]) -> tuple[BlockKey, ...]:
     """Returns the same keys, as the pool's tables name them."""
     return tuple(map(BlockKey, keys))
+
+
+FRAMES = Framing(">", MAX_FRAME_BYTES)
+_PEER = struct.Struct("3i")  # process, user, group
+_T = TypeVar("_T")
+
+
+def framed(message: ClientMessage | PoolMessage) -> bytes:
+    """The bytes of a message on the socket."""
+    return FRAMES.framed(msgspec.msgpack.encode(message))
+
+
+async def read_message(reader: StreamReader, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
+    """Reads one message. Raises what the reader raises, ValueError, and the decoder's errors."""
+    return decoder.decode(await FRAMES.read_from(reader))
+
+
+def is_own_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end is of this process's user, as the kernel says. A
+    stranger could open a socket where the pool is looked for, and would get what users wrote."""
+    credentials = getattr(socket, "SO_PEERCRED", None)
+    if credentials is None:  # no system but Linux has a pool
+        return False
+    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, credentials, _PEER.size))
+    return bool(user == os.geteuid())

@@ -471,7 +471,7 @@ class BlockPool:
     def _without_twins(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> tuple[list[BlockId], list[BlockKey], list[int]]:
-        """Leaves out blocks whose key another block has, which is noted."""
+        """Leaves out blocks whose key another block has, and notes them as twins."""
         block_of, twins = self._block_of, self._twin_key
         new: dict[BlockKey, tuple[BlockId, int]] = {}
         for block_id, key, depth in zip(block_ids, keys, depths, strict=True):

@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from typing import Annotated, Protocol
+from abc import ABC, abstractmethod
+from typing import Annotated
 
 import msgspec
 
@@ -95,25 +96,9 @@ _DECODER: msgspec.msgpack.Decoder[_Step] = msgspec.msgpack.Decoder(_Step)
 _WRONG_SECRET = "the cluster secret differs; start all parts with the same one"  # noqa: S105
 
 
-class Handshake(Protocol):
+class Handshake(ABC):
     """Either side. `peer` and `agreed` are set once the peer is authenticated, `done` once both
     are."""
-
-    peer: Identity | None
-    agreed: Agreed | None
-    done: bool
-
-    def start(self) -> bytes:
-        """Returns the first body to send; empty on the server."""
-        ...
-
-    def feed(self, body: bytes) -> bytes:
-        """Handles the peer's next body and returns the answer, maybe empty. Raises AuthError."""
-        ...
-
-
-class ClientHandshake:
-    """The side that connected."""
 
     def __init__(self, secret: bytes, me: Identity, versions: Versions = OWN) -> None:
         self._secret = _checked(secret)
@@ -124,62 +109,65 @@ class ClientHandshake:
         self.done = False
 
     def start(self) -> bytes:
-        return _encode(self._hello)
+        """Returns the first body to send; empty on the server."""
+        return b""
 
     def feed(self, body: bytes) -> bytes:
-        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
-        fit, and a message out of turn."""
+        """Handles the peer's next body and returns the answer, maybe empty. Raises AuthError for
+        another secret, a peer that refuses or does not fit, and a message out of turn."""
         step = _decode(body)
         if isinstance(step, Denied):
             raise AuthError(f"the peer refused the connection: {step.reason[:300]!r}")
+        answer = self._answer(step)
+        if answer is None:
+            raise _refusal(f"unexpected {type(step).__name__} during the handshake")
+        return answer
+
+    @abstractmethod
+    def _answer(self, step: _Step) -> bytes | None:
+        """Returns None for a step that is out of turn. Raises AuthError."""
+
+    def _check_proof(self, proof: bytes, side: bytes, client: Hello, server: Hello) -> None:
+        if not hmac.compare_digest(_mac(self._secret, side, client, server), proof):
+            raise _refusal(_WRONG_SECRET)
+
+
+class ClientHandshake(Handshake):
+    """The side that connected."""
+
+    def start(self) -> bytes:
+        return _encode(self._hello)
+
+    def _answer(self, step: _Step) -> bytes | None:
         if self.peer is None and isinstance(step, Greeting):
-            expected = _mac(self._secret, b"server", self._hello, step.hello)
-            if not hmac.compare_digest(expected, step.proof):
-                raise _refusal(_WRONG_SECRET)
+            self._check_proof(step.proof, b"server", self._hello, step.hello)
             self.agreed = _check_fits(self._hello, step.hello, self._versions)
             self.peer = step.hello.identity
             return _encode(Proof(proof=_mac(self._secret, b"client", self._hello, step.hello)))
         if self.peer is not None and isinstance(step, Welcome) and not self.done:
             self.done = True
             return b""
-        raise _refusal(f"unexpected {type(step).__name__} during the handshake")
+        return None
 
 
-class ServerHandshake:
+class ServerHandshake(Handshake):
     """The side that accepted."""
 
-    def __init__(self, secret: bytes, me: Identity, versions: Versions = OWN) -> None:
-        self._secret = _checked(secret)
-        self._versions = versions
-        self._hello = Hello(identity=me, nonce=_nonce(versions))
-        self.agreed: Agreed | None = None
-        self._client: Hello | None = None
-        self.peer: Identity | None = None
-        self.done = False
+    _client: Hello | None = None
 
-    def start(self) -> bytes:
-        return b""
-
-    def feed(self, body: bytes) -> bytes:
-        """As `Handshake.feed`. Raises AuthError for another secret, a peer that refuses or does not
-        fit, and a message out of turn."""
-        step = _decode(body)
-        if isinstance(step, Denied):
-            raise AuthError(f"the peer refused the connection: {step.reason[:300]!r}")
+    def _answer(self, step: _Step) -> bytes | None:
         if self._client is None and isinstance(step, Hello):
             _agree(self._hello, step, self._versions)  # first: the rest may differ
             self._client = step
             proof = _mac(self._secret, b"server", step, self._hello)
             return _encode(Greeting(hello=self._hello, proof=proof))
         if self._client is not None and isinstance(step, Proof) and not self.done:
-            expected = _mac(self._secret, b"client", self._client, self._hello)
-            if not hmac.compare_digest(expected, step.proof):
-                raise _refusal(_WRONG_SECRET)
+            self._check_proof(step.proof, b"client", self._client, self._hello)
             self.agreed = _check_fits(self._hello, self._client, self._versions)
             self.peer = self._client.identity
             self.done = True
             return _encode(Welcome())
-        raise _refusal(f"unexpected {type(step).__name__} during the handshake")
+        return None
 
 
 def _checked(secret: bytes) -> bytes:

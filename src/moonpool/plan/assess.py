@@ -23,7 +23,7 @@ from moonpool.types import Struct
 
 FRESH_SEEDS_FROM = 1001
 ROUNDING = 1e-6
-"""Below the goal by less than this, an interval may still reach it."""
+"""An interval that ends below the goal by less than this still counts as reaching it."""
 
 
 class StoppedError(RuntimeError):

@@ -7,6 +7,7 @@ endless cache.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil, fsum, inf
 from typing import Literal
@@ -14,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from moonpool.config.tables import Config, ConfigError
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,
@@ -25,12 +26,11 @@ from moonpool.plan.candidate import (
     Priced,
     Steps,
 )
-from moonpool.plan.left_out import Reasons
 from moonpool.plan.trial import WHOLE, Span, Workload
 from moonpool.sim.capacity import PromptCache, prompts_of
 from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.build import Hardware, NodeHardware, build_hardware
-from moonpool.sim.hardware.formats import is_plain
+from moonpool.sim.hardware.model_shapes import is_plain
 from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
 
@@ -120,7 +120,7 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 def call_times_s(
     rows: Sequence[TraceRow], answered_s: Callable[[TraceRow], float]
 ) -> Iterator[float]:
-    """Yields when each request arrives, if an answer takes so long: a call of a program comes
+    """Yields when each request arrives, if an answer takes this long: a call of a program comes
     after those that it waits for, and its tools."""
     ended_s: dict[str, float] = {}
     for row in rows:
@@ -424,3 +424,37 @@ def _able_kinds(
     if not able:
         raise ConfigError("; ".join(reasons.lines()))
     return able, tuple(reasons.lines())
+
+
+_NUMBER = re.compile(r"\d[\d.,]*")
+
+
+class Reasons:
+    """Why kinds of nodes are left out, each reason once for all sizes of a node. `lines` has one
+    for the kinds that differ in size alone: that of the size which lacks least, and the other
+    sizes. Kinds come in rising size."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], list[tuple[NodeKind, str]]] = {}
+
+    def too_small(self, kind: NodeKind, why: str) -> None:
+        """Notes a kind that more devices would make able."""
+        self._alike(kind, why).append((kind, why))
+
+    def too_large(self, kind: NodeKind, why: str) -> None:
+        """Notes a kind that fewer devices would make able."""
+        self._alike(kind, why).insert(0, (kind, why))
+
+    def lines(self) -> Iterator[str]:
+        for *others, (_, why) in self._found.values():
+            sizes = sorted(kind.num_devices for kind, _ in others)
+            yield f"{why} (nodes of {_listed(sizes)}, too)" if sizes else why
+
+    def _alike(self, kind: NodeKind, why: str) -> list[tuple[NodeKind, str]]:
+        key = kind.device, str(kind.num_attention) + kind.attention_device, _NUMBER.sub("", why)
+        return self._found.setdefault(key, [])
+
+
+def _listed(sizes: list[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}" if most else last

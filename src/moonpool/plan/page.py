@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from markupsafe import Markup
 
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.pages.chart import HALF, Axis, Plot, count_axis, share_axis
 from moonpool.pages.units import byte_size, duration, percent
 from moonpool.plan.answer import CAUSES

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import fsum, inf
 from typing import Any
 
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.plan.assess import Assessment
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.demand import Demand, Prepared

@@ -148,7 +148,7 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
 
 
 def _thirds(low: int, high: int) -> list[int]:
-    """Returns the one or two whole numbers that divide what is between the two in three; none if
-    nothing is between them."""
+    """Returns the one or two whole numbers that divide the range from `low` to `high` into three
+    parts, or none if no number lies between them."""
     third = max((high - low) // 3, 1)
     return sorted({low + third, max(high - third, low + 1)}) if high - low > 1 else []

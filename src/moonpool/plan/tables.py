@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.plan.advice import InstanceLossEffect, binding, worst_moment
 from moonpool.plan.answer import PlanAnswer
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal

@@ -38,7 +38,8 @@ class TimeLeft:
         return max(own - (runs - self._began_runs), 1.0) + later
 
     def seconds(self, runs: float, used_s: float) -> float | None:
-        """Returns the seconds left, as long as each run took so far; None before the first."""
+        """Returns the seconds left if each run takes as long as those so far, or None before the
+        first run has ended."""
         return self.runs(runs) * used_s / runs if runs else None
 
 

@@ -16,7 +16,7 @@ from math import ceil
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.cost.fitted import FittedCost
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.plan.confidence import Attainment
 from moonpool.plan.latency_table import ClassOutcome, LatencyTable
 from moonpool.request_record import RequestRecord
@@ -49,7 +49,7 @@ class Workload(Struct, frozen=True):
     """What all trials share; each process receives it once."""
 
     rows: tuple[TraceRow, ...]
-    block_tokens: int  # of the trace's hashes; 0: it has none
+    block_tokens: int  # of the trace's hashes; 0 means that it has none
     catalogue: Catalogue = BUILT_IN
     profile: FittedCost | None = None
     noise: float = 0.0

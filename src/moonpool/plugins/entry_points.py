@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,53 @@ def _lines(text: str, group: str) -> Iterator[tuple[str, str]]:
         elif is_inside and "=" in line:
             name, _, value = line.partition("=")
             yield name.strip(), value.partition("[")[0].strip()
+
+
+CommandTable = Mapping[str, tuple[str, str, str]]
+"""Module, attribute and one line of help by the command's name, such as "demo" or "pool verify". It
+stands in a module that imports nothing, so `--help` stays quick.
+Without help, it is a command that processes start, and not users."""
+EXTRA_OF_COMMAND = {
+    **dict.fromkeys(("pool verify", "pool clear", "pool serve"), "engine"),
+    **dict.fromkeys(
+        (
+            *("demo", "replay", "compare", "trial", "forecast", "oracle", "reproduce", "profile"),
+            "bench",
+        ),
+        "lab",
+    ),
+}
+"""The extra that adds a command which is missing."""
+
+
+@cache
+def added_commands() -> CommandTable:
+    """The commands of the packages that are installed beside this one."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for _, value in sorted(entry_points("moonpool.commands").items()):
+        found.update(load(value))
+    return found
+
+
+def connector_class(engine: str) -> Any:
+    """Returns the class that this engine loads to reach the KVCache pool. Raises ImportError if its
+    package is absent."""
+    value = entry_points("moonpool.connectors").get(engine)
+    if value is None:
+        from moonpool.installation import install_command
+
+        raise ImportError(
+            f"the connector of {engine} is in another package: {install_command('engine')}, in the"
+            f" environment of {engine}"
+        )
+    return load(value)
+
+
+def plot_function(name: str) -> Callable[..., None]:
+    """The function that draws figures of this kind and writes them to a file. Raises
+    ModuleNotFoundError, of which the command makes one line, where it is absent."""
+    points = entry_points("moonpool.plots")
+    if name not in points:
+        raise ModuleNotFoundError(name="moonpool_lab")
+    found: Callable[..., None] = load(points[name])
+    return found

@@ -21,9 +21,10 @@ WorkerKind = Literal["moonpool", "attention", "vllm"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """What the command line of a worker says. `role` is that of its instance, None for an attention
-    worker. `host`: address at which peers connect; None: the one that faces the head. `num_stages`
-    and `num_ranks` override the head's. `kept`: paths of memory files that an earlier process of
-    this instance may have filled. `shared`: what `EnginePackage.share_weights` returned."""
+    worker. `host`: address at which peers connect; None means the one that faces the head.
+    `num_stages` and `num_ranks` override the head's. `kept`: paths of memory files that an earlier
+    process of this instance may have filled. `shared`: what `EnginePackage.share_weights`
+    returned."""
 
     name: InstanceId
     role: Role | None
@@ -53,7 +54,7 @@ class DrainableWorker(RunnableWorker, Protocol):
     """A worker whose instance can be drained before it ends."""
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Whether the instance drains now, for at most so long."""
+        """Whether the instance drains now, for at most this long."""
 
 
 MakeWorker = Callable[[WorkerSettings], RunnableWorker]

@@ -65,8 +65,8 @@ class AttemptSpec(Struct, frozen=True):
     are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
     `max_step_s`: instead of that check, the request waits to join the batch until a step of all
     decodes should take no longer than this; with None it does not wait. `traceparent` goes to an
-    engine that traces by itself. `is_traced`: the instance reports an `AttemptSpan` of each part.
-    `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
+    engine that does its own tracing. `is_traced`: the instance reports an `AttemptSpan` of each
+    part. `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
     attempt. `route`: where its tokens go directly, or None if they go to the head. The head adds
     it, too.
     """
@@ -227,13 +227,13 @@ class InstanceInfo(Struct, frozen=True):
     cost: FittedCost
     pid: int
     host: str
-    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0: the whole pool
-    chunk_tokens: int = 0  # most prompt tokens per step; 0: unknown
+    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0 means the whole pool
+    chunk_tokens: int = 0  # most prompt tokens per step; 0 means unknown
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
     largest_blocks: int = 0  # the most blocks of one request; 0 if it may have all
     adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
-    context_tokens: int = 0  # most of a prompt and its answer; 0: what its blocks hold
+    context_tokens: int = 0  # most of a prompt and its answer; 0 means what its blocks hold
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):
@@ -313,7 +313,8 @@ class AttemptFailed(Struct, frozen=True, tag=True):
 class AttemptTokens(Struct, frozen=True, array_like=True):
     """New tokens of one attempt; `finish` is set with its last token. `num_direct`: how many of
     them, from the first on, went to a front directly. `longest_gap_s`: the longest time between two
-    of them, which are of several steps; 0: they are of one, or as `StepTokens.gap_s` says."""
+    of them, which are of several steps; 0 means that they are of one, or as `StepTokens.gap_s`
+    says."""
 
     attempt_id: AttemptId
     tokens: tuple[Token, ...]

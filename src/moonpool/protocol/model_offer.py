@@ -24,7 +24,7 @@ Takes = Literal["tokens", "either", "text"]
 """What a server takes as a prompt: token ids, for which the head needs its tokenizer; or the
 client's own text; or either."""
 Parsing = Literal["tools", "reasoning"]
-"""What a server finds in its answers by itself."""
+"""What a server itself finds in its answers."""
 
 
 class OfferedAdapter(Struct, frozen=True):

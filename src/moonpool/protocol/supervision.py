@@ -256,12 +256,13 @@ class HeldState(Struct, frozen=True):
         return [*pairs, *self.cut_answers.values(), *self.connections]
 
 
-class SupervisorState(Struct, frozen=True):
-    """What a supervisor leaves to its next program, which has the same process id and children.
+class SupervisorState(HeldState, frozen=True, kw_only=True):
+    """What a supervisor leaves to its next program, which has the same process id and children; as
+    a `HeldState`, what is held for the head.
 
-    Numbers of file descriptors are `http`, `control`, `connections`, `head_fd`, and those in
-    `answers`, `cut_answers` and `memory`. `workers`: process ids; 0: to be started. A further field
-    needs a default: the next release reads what this one has written.
+    Numbers of file descriptors are also `http`, `control`, `head_fd`, and those in `memory`.
+    `workers`: process ids; 0 stands for one to be started. A further field needs a default: the
+    next release reads what this one has written.
     """
 
     title: str  # the command line to show
@@ -270,9 +271,6 @@ class SupervisorState(Struct, frozen=True):
     launch: bool
     http: int
     control: int
-    answers: dict[int, tuple[int, int]]
-    connections: tuple[int, ...]
-    next_number: int
     expected: dict[InstanceId, Role]
     num_restarts: int
     num_upgrades: int
@@ -282,9 +280,6 @@ class SupervisorState(Struct, frozen=True):
     workers: dict[str, int]
     memory: dict[str, tuple[int, int]]
     epoch: int = 1
-    cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
-    ended: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """By answer: how many heads its call has ended, and how many were killed during it."""
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
     listed: dict[str, tuple[Role, str]] = msgspec.field(default_factory=dict)
     """Role and address of each vLLM server that a source lists, by name."""
@@ -294,22 +289,9 @@ class SupervisorState(Struct, frozen=True):
     @property
     def fds(self) -> list[int]:
         """All file descriptors."""
-        pairs = [*self.answers.values(), *self.memory.values()]
-        single = [self.http, self.control, self.head_fd, *self.connections]
-        single += self.cut_answers.values()
-        single += [fd for front in self.fronts for fd in front.fds]
-        return single + [fd for pair in pairs for fd in pair]
-
-    @property
-    def held(self) -> HeldState:
-        """What is held for the head."""
-        return HeldState(
-            answers=self.answers,
-            cut_answers=self.cut_answers,
-            ended=self.ended,
-            connections=self.connections,
-            next_number=self.next_number,
-        )
+        found = [*super().fds, self.http, self.control, self.head_fd]
+        found += [fd for front in self.fronts for fd in front.fds]
+        return found + [fd for pair in self.memory.values() for fd in pair]
 
 
 ToHead = (

@@ -25,7 +25,7 @@ class SpaceAddress(Struct, frozen=True):
     unix_name: str  # abstract unix socket (no file to leave behind), "" if none
     tcp_host: str
     tcp_port: int
-    nixl_port: int = 0  # where its NIXL agent listens; 0: it has no NIXL
+    nixl_port: int = 0  # where its NIXL agent listens; 0 means that it has no NIXL
 
 
 class PeerAddress(SpaceAddress, frozen=True):

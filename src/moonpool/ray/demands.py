@@ -64,7 +64,7 @@ def total_of(groups: Iterable[ActorGroup]) -> Bundle:
 
 
 def lacking(total: Bundle, there: Mapping[str, float]) -> str:
-    """What is asked for beyond what is there, in words; "": nothing."""
+    """What is asked for beyond what is there, in words; "" means nothing."""
     more = (
         f"{amount:g} of {resource!r} (there are {there.get(resource, 0.0):g})"
         for resource, amount in sorted(total.items())
@@ -74,7 +74,7 @@ def lacking(total: Bundle, there: Mapping[str, float]) -> str:
 
 
 def added_group(config: Config, role: Role, number: int) -> ActorGroup:
-    """The group of one further instance, which can be given back by itself."""
+    """The group of one further instance, which can be given back alone."""
     member = member_of(config, role.value, number)
     return ActorGroup(member.name, (member,))
 

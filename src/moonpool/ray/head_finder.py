@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from moonpool.ray.head_place import HeadPlace, Standing
+Standing = Literal["leads", "stands by", "starts"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlace:
+    """Where a head serves clients, and where workers join it."""
+
+    url: str
+    host: str
+    port: int
+
 
 log = logging.getLogger("moonpool.ray")
 
@@ -28,7 +39,7 @@ class HeadFinder:
         self._handles: dict[str, Any] = {}
 
     async def leader(self) -> HeadPlace | None:
-        """Where the head that leads serves; None: no actor says that it does."""
+        """Where the head that leads serves; None means that no actor says that it does."""
         places = await asyncio.gather(*(self._ask(name, "place") for name in self.names))
         return next(filter(None, places), None)
 

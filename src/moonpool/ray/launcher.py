@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from moonpool.config.tables import Config
 from moonpool.ray.deployment import LOOK_S, RayDeployment, deploy
-from moonpool.ray.head_place import HeadPlace
+from moonpool.ray.head_finder import HeadPlace
 
 log = logging.getLogger("moonpool.ray")
 

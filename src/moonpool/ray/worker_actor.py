@@ -13,8 +13,7 @@ from moonpool.children.process import ChildProcess
 from moonpool.children.start import moonpool_line
 from moonpool.head.memory_files import KeptMemoryFiles
 from moonpool.ray.demands import ATTENTION
-from moonpool.ray.head_finder import HeadFinder
-from moonpool.ray.head_place import HeadPlace
+from moonpool.ray.head_finder import HeadFinder, HeadPlace
 from moonpool.ray.pool_place import pool_environment
 from moonpool.ray.process_actor import ProcessActor
 

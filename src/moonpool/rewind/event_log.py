@@ -96,8 +96,8 @@ class EventLog:
     """Takes each event. `full` tells the driver to start a new segment with `begin`."""
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
-        """`max_bytes`: the limit of both segments, without their checkpoints; 0: nothing is
-        kept."""
+        """`max_bytes`: the limit of both segments, without their checkpoints; 0 means that nothing
+        is kept."""
         self.max_segment_bytes = max_bytes // 2
         self.segments: list[Segment] = [Segment()]
         self._encoder = msgspec.msgpack.Encoder(enc_hook=list)  # any sequence of token ids

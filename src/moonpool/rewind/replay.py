@@ -11,7 +11,7 @@ import msgspec
 from moonpool.conductor.actions import RequestArrived, RequestEnded
 from moonpool.conductor.conductor import Conductor
 from moonpool.plugins.policies import load_policies, own_classes
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.request_record import RequestRecord
 from moonpool.rewind.event_log import EventLogError, EventLogFile, decisions, read_events
 from moonpool.rewind.snapshot import SnapshotError, load

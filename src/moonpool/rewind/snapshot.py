@@ -24,7 +24,7 @@ ALLOWED = (
     "moonpool.kvcache.",
     "moonpool.cost.",
     "moonpool.protocol.",
-    "moonpool.distributions.",
+    "moonpool.distributions:",
     "moonpool.config.slo",
     "moonpool.config.tables",
     "moonpool.types",

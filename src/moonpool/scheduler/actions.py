@@ -66,7 +66,7 @@ class StepEntry(NamedTuple):
     num_logprobs: int = 0
     """The number of most likely tokens that are listed beside each target."""
     adapter: str = ""
-    """The fingerprint of the request's LoRA adapter; "": none."""
+    """The fingerprint of the request's LoRA adapter; "" means none."""
     pooling: Pooling = "none"
     """What this step adds to the prompt's embedding; the entry with a `draw` completes it."""
     pooled: bytes = b""

@@ -37,15 +37,14 @@ from moonpool.scheduler.actions import (
     StepFailed,
     StepsEnded,
 )
-from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
+from moonpool.scheduler.attention_pools.partitions import ArenaTracker
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.prefix_loader import PrefixLoader
 from moonpool.scheduler.request_state import PendingTransfer, RequestPhase, RequestState
 from moonpool.scheduler.scheduler import Scheduler, Step
 from moonpool.scheduler.speculation.speculation import Speculation
-from moonpool.scheduler.tokens import Tokens
-from moonpool.types import Token, TokenLogprobs
+from moonpool.types import Token, TokenLogprobs, Tokens
 
 
 class AttemptLifecycle:
@@ -129,8 +128,8 @@ class AttemptLifecycle:
             self._actions_out.perform(CancelStream(attempt.attempt_id))
 
     def _releases_blocks(self) -> bool:
-        """Whether blocks are released as soon as a step or a cancelled stream has ended: those of
-        attempts that have ended before, and those that a repeated step holds ahead."""
+        """Whether the end of a step or of a cancelled stream will release blocks: those of attempts
+        that have ended, and those that a repeated step holds ahead."""
         if any(step and self._scheduler.holds_ahead(step) for step in self._scheduler.steps):
             return True
         receives = PendingTransfer.RECEIVE

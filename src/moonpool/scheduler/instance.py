@@ -12,7 +12,7 @@ does both. KVCache that does not arrive or fails its checksum is computed again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from moonpool.cost.model import CostModel
@@ -68,7 +68,7 @@ from moonpool.scheduler.actions import (
     WorkerEvent,
 )
 from moonpool.scheduler.attempt_lifecycle import AttemptLifecycle
-from moonpool.scheduler.attention_pools.arena_tracker import ArenaTracker
+from moonpool.scheduler.attention_pools.partitions import ArenaTracker
 from moonpool.scheduler.instance_config import NEW_MEMORY, InstanceConfig, InstanceMemory
 from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.scheduler.loading.handover import KvHandover, hottest
@@ -449,3 +449,34 @@ class Instance:
             assert (request in scheduler.waiting) == (
                 request.phase is RequestPhase.WAITING and not request.closing
             )
+
+
+Performers = Mapping[type[WorkerAction], Callable[[Any], object]]
+"""The performer of each type of action, called with the action."""
+
+
+class InstanceDriver:
+    """Drives one instance: gives it events, and has the actions that follow performed.
+
+    Live worker, simulator, tests and benchmarks differ in the parts that compute and move blocks.
+    Each names them in one table, action by action.
+    """
+
+    def __init__(
+        self, instance: Instance, now_s: Callable[[], float], performers: Performers
+    ) -> None:
+        """`performers` may leave out actions that the instance never takes: one without SSD stores
+        nothing. A part that ends its work posts the outcome, but never from within its call."""
+        self.instance = instance
+        self._now_s = now_s
+        self._performers = performers
+
+    def post(self, event: WorkerEvent) -> None:
+        """Handles one event and performs what follows. Raises KeyError if an action has no
+        performer."""
+        self.perform(self.instance.handle(event, self._now_s()))
+
+    def perform(self, actions: Iterable[WorkerAction]) -> None:
+        """Performs actions in their order. Raises KeyError if one has no performer."""
+        for action in actions:
+            self._performers[type(action)](action)

@@ -27,16 +27,16 @@ class InstanceConfig(Struct, frozen=True):
     batching: Batching = "chunked"
     max_steps_in_flight: int = 1  # more than one for the stages of a pipeline
     micro_batches: int = 1  # steps that divide the decodes evenly: one per stage
-    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0: the whole pool
+    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0 means the whole pool
     tbt_slo_s: float = float("inf")  # for requests without an SLO of their own
     layer_wise_load: bool = False  # a prefill may compute while its prefix still arrives
     max_repeats: int = 1  # steps of decodes alone that may run without a report between them
-    ssd_blocks: int = 0  # slots of the SSD tier; 0: no such tier
+    ssd_blocks: int = 0  # slots of the SSD tier; 0 means no such tier
     ssd_admission: SsdAdmission = "always"
     ssd_write_ahead: bool = False
     store_shared: bool = False  # a store that other instances use takes the place of the SSD
     learning: bool = True  # measured times correct the cost model
-    kept_tokens: int = 0  # a token sees this many, its own included; 0: all before it
+    kept_tokens: int = 0  # a token sees this many, with its own; 0 means all before it
     speculative: SpeculativeConfig | None = None  # None: steps have no drafts
 
 

@@ -41,15 +41,15 @@ from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
 from moonpool.kvcache.eviction.policies import make_eviction
 from moonpool.kvcache.eviction.replica_aware import ReplicaAwareEviction
 from moonpool.kvcache.ssd_tier import SsdTier
-from moonpool.protocol.block_hash import extend_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, extend_keys, root_key
 from moonpool.protocol.messages import BlocksChanged, BlocksSnapshot, MarkReplicas, TierLoad
 from moonpool.scheduler.attention_pools.partitions import (
+    OneArena,
     PartitionedPool,
     PartitionedReplicaAwareness,
+    SequenceAllocator,
 )
 from moonpool.scheduler.attention_pools.segments import SegmentedPool
-from moonpool.scheduler.attention_pools.sequence_allocator import OneArena, SequenceAllocator
 from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.scheduler.request_state import RequestState
 from moonpool.scheduler.speculation.continuations import Continuations

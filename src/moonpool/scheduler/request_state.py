@@ -13,10 +13,8 @@ from moonpool.kvcache.block_owner import BlockOwner
 from moonpool.protocol.messages import AttemptId, AttemptSpan, AttemptSpec, PrefillStarted
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import ActionBuffer, DraftTask
-from moonpool.scheduler.batching.tenant_accounts import TenantAccount
 from moonpool.scheduler.speculation.drafts import DraftState
-from moonpool.scheduler.tokens import Tokens
-from moonpool.types import BlockId, BlockKey, FinishReason, TokenLogprobs
+from moonpool.types import BlockId, BlockKey, FinishReason, TokenLogprobs, Tokens
 
 
 class RequestPhase(Enum):
@@ -59,6 +57,18 @@ class TransferEta(NamedTuple):
         to the nearer of this report and the next: acting too early costs as much waiting as acting
         too late costs idling."""
         return self.left_s - self.part_s / 2
+
+
+@dataclass(slots=True)
+class TenantAccount:
+    """The counter of one tenant at this instance. `served`: tokens over the weight."""
+
+    weight: float
+    served: float = 0.0
+    num_requests: int = 0
+
+    def charge(self, num_tokens: int) -> None:
+        self.served += num_tokens / self.weight
 
 
 @dataclass(slots=True, eq=False)

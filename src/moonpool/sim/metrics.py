@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.distributions.histogram import Histogram
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import Histogram, rounded
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
 
@@ -90,23 +89,17 @@ class GroupFigures:
         }
 
 
-class Collector:
+class Collector(GroupFigures):
     """Sums and distributions over all requests, taken from their records as they end."""
 
     def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_completed = 0
-        self.num_effective = 0
+        super().__init__()
         self.num_failed = 0
         self.rejected: Counter[str] = Counter()
-        self.input_tokens = 0
-        self.hit_tokens = 0
         self.fetched_tokens = 0
         self.loaded_tokens = 0
-        self.output_tokens = 0
         self.wasted_prefill_s = 0.0
         self.num_wasted = 0
-        self.ttft_s = Histogram()
         self.gap_s = Histogram()
         self.tbt_top10_mean_s = Histogram()
         self.prefill_compute_s = Histogram()
@@ -134,10 +127,10 @@ class Collector:
 
     def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
         """Adds a request that has ended, of the class with that name. The record is not kept."""
-        self.num_requests += 1
         gap_runs = record.gap_runs
         if record.outcome in COMPLETED:
             record.forget_gaps()  # TBT figures sort the gaps; the runs are kept here
+        self.add(record)
         self._note_tenant(record)
         if slo_class:
             self.slo_classes.setdefault(slo_class, GroupFigures()).add(record)
@@ -167,17 +160,11 @@ class Collector:
     def _note_completed(
         self, record: RequestRecord, gap_runs: Sequence[tuple[float, int]], prefill_s: float
     ) -> None:
-        self.num_completed += 1
-        self.num_effective += record.effective
-        self.input_tokens += record.num_prompt_tokens
-        self.hit_tokens += record.cached_tokens
         self.fetched_tokens += record.fetched_tokens
         self.loaded_tokens += record.loaded_tokens
-        self.output_tokens += record.num_generated_tokens
         self.prefill_compute_s.add(prefill_s)
         ttft_s = record.ttft_s
         assert ttft_s is not None
-        self.ttft_s.add(ttft_s)
         if record.expected_ttft_s is not None:
             error_s = record.expected_ttft_s - ttft_s
             self.ttft_error_s.add(abs(error_s))

@@ -8,7 +8,7 @@ import msgspec
 
 from moonpool.conductor.forecast.cost_estimator import learned_factors
 from moonpool.config.tables import Config
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.sim.metrics import Collector
 from moonpool.sim.sim_instance import SimInstance
 from moonpool.sim.simulation import Simulation

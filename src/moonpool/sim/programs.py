@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.distributions.histogram import Histogram
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import Histogram, rounded
 from moonpool.request_record import RequestRecord
 from moonpool.trace.closed_loop import LoopCall
 

@@ -19,7 +19,7 @@ class SimulationSettings(Struct, frozen=True):
     may have. Without `layer_wise`, KVCache is sent and loaded whole. `capped_answers`: clients cap
     each answer at the length it has, as a replay does. `boot_s`: until an instance that autoscale
     starts can serve. `sample_s`: between two samples of the load. `node_series`: instances whose
-    busy time is sampled. `most_programs`: that run at a time; None: as many as the trace has.
+    busy time is sampled. `most_programs`: that run at a time; None means as many as the trace has.
     `objects`: policies themselves, by config key (see `plugins.policies`).
     """
 

@@ -24,8 +24,7 @@ from moonpool.scheduler.actions import (
     StoreBlocks,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.sim.clock import Clock
 from moonpool.sim.engine import SimEngine
 from moonpool.sim.transfers import SimMessenger

@@ -51,7 +51,7 @@ from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
 
 IDLE_S = 600.0
-"""After so long without a request, ticks are two apart, after twice as long three."""
+"""After this long without a request every second tick is done, after twice as long every third."""
 TICK_S = 1.0
 DRAIN_S = 60.0
 MAX_REPEATS = 256

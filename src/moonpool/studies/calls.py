@@ -50,7 +50,7 @@ def simulate(
     `trace` is a file, `TraceRows`, or requests in order of arrival: `TraceRow`s without hash_ids.
     `config` is a TOML file, tables, or a `Config`; the other parameters override it. A policy is a
     name, "module:Class", or an object: a class, a function, or an instance (docs/extending.md).
-    `progress` shows a line of progress; None: in notebooks.
+    `progress` shows a line of progress; None shows it in notebooks.
     `settings` are further fields of `RunSettings`, such as noise=0.05. Raises ValueError
     (`TraceError`, `ConfigError`) with one line about what is wrong.
     """

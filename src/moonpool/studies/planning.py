@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
 from math import inf
@@ -131,7 +131,7 @@ def plan_cluster(
     """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
 
     `what_if` also simulates clusters at other loads, which the sliders of its page need. `progress`
-    shows a line of progress; None: in notebooks.
+    shows a line of progress; None shows it in notebooks.
     More than one of `processes` are spawned: a script that asks for them needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
@@ -144,13 +144,10 @@ def plan_cluster(
     trace = as_trace(trace)
     slo = {"ttft_s": slo_ttft_s, "tbt_s": slo_tbt_s}
     given = {name: value for name, value in slo.items() if value is not None}
-    base, kinds = base_and_kinds(cluster_config(config, {"slo": given}), devices, cost)
+    base = cluster_config(config, {"slo": given})
     rows = open_scaled(trace, requests, speed, as_share(scale_tokens), trace_format)
-    workload, priced = priced_workload(
-        tuple(rows), rows.info.block_tokens, base, kinds, catalogue_file, prices_file, max_power_kw
-    )
-    kinds = with_rivals(kinds, priced.prices)
-    prepared = prepare(workload, base, kinds, priced, attainment, layout)
+    asked = AskedPlan(devices, layout, cost, catalogue_file, prices_file, max_power_kw, attainment)
+    prepared, workload, priced = asked.prepared(tuple(rows), rows.info.block_tokens, base)
     goal = PlanGoal(attainment, confidence, seeds, runs, seed, time_limit_s)
     with SimulationPool(workload, processes) as pool_of_runs, ProgressLine(progress) as line:
         search = ClusterSearch(pool_of_runs, workload, prepared, goal, priced)
@@ -163,6 +160,34 @@ def plan_cluster(
     run = {"speed": speed, "scale_tokens": str(scale_tokens), "devices": devices, "layout": layout}
     done = SearchDone(found, stored, prepared, priced)
     return PlanResult(figures | {"run": named_trace(trace) | run}, done)
+
+
+class AskedPlan(NamedTuple):
+    """The nodes and the prices that a plan is asked for."""
+
+    devices: str
+    layout: Layout
+    cost: str | None
+    catalogue_file: str | None
+    prices_file: str | None
+    max_power_kw: float
+    attainment: float
+
+    def prepared(
+        self,
+        rows: tuple[TraceRow, ...],
+        block_tokens: int,
+        given: Config,
+        reprice: Callable[[Priced, list[NodeKind]], Priced] = lambda priced, kinds: priced,
+    ) -> tuple[Prepared, Workload, Priced]:
+        """Returns where the search begins. `reprice` may change the prices. Raises ConfigError."""
+        base, kinds = _base_and_kinds(given, self.devices, self.cost)
+        files = self.catalogue_file, self.prices_file
+        workload, priced = _workload(rows, block_tokens, base, kinds, *files, self.max_power_kw)
+        priced = reprice(priced, kinds)
+        kinds = with_rivals(kinds, priced.prices)
+        prepared = prepare(workload, base, kinds, priced, self.attainment, self.layout)
+        return prepared, workload, priced
 
 
 class ClusterSearch(NamedTuple):
@@ -215,7 +240,7 @@ def _teller(line: ProgressLine) -> Report:
     return tell
 
 
-def base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:
+def _base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:
     """The configuration that all candidates change, and the nodes that `devices` names. Raises
     ConfigError."""
     names = [name.strip() for name in devices.split(",") if name.strip()]
@@ -248,19 +273,19 @@ def _devices(text: str, base: Config) -> tuple[str, int]:
     return name, int(number)
 
 
-def priced_workload(
+def _workload(
     rows: tuple[TraceRow, ...],
     block_tokens: int,
     base: Config,
     kinds: list[NodeKind],
     catalogue_file: str | None,
     prices_file: str | None,
-    max_power_kw: float = inf,
+    max_power_kw: float,
 ) -> tuple[Workload, Priced]:
     """What candidates are simulated with, and what they cost. Raises ConfigError."""
     from moonpool.plan.trial import Workload
     from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
-    from moonpool.sim.hardware.formats import in_formats
+    from moonpool.sim.hardware.model_shapes import in_formats
 
     catalogue, profile = read_catalogue_and_profile(base, catalogue_file)
     if profile is not None and len(kinds) > 1:

@@ -56,7 +56,8 @@ class ResultTable:
         parquet.write_table(arrow.table(self.columns), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Writes Parquet to a name that ends in `.parquet`, else CSV. Raises as these do."""
+        """Writes Parquet to a name that ends in `.parquet`, else CSV. Raises the errors of
+        `to_parquet` and `to_csv`."""
         if Path(path).suffix.lower() == ".parquet":
             self.to_parquet(path)
         else:

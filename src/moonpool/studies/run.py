@@ -18,8 +18,7 @@ from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import make_arrivals
 from moonpool.studies.hardware_files import instance_usd, read_beliefs, read_catalogue_and_profile
-from moonpool.studies.request_log import RequestLog
-from moonpool.studies.simulation_result import SimulationResult
+from moonpool.studies.simulation_result import RequestLog, SimulationResult
 from moonpool.studies.trace_rows import TraceRows, named_trace, open_scaled
 from moonpool.trace.row import TraceInfo, TraceRow
 

@@ -48,7 +48,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def renamed(self, aliases: Mapping[str, str]) -> Fields:
-        """Fields that the file has under other names, by ours."""
+        """Returns the fields under our names; `aliases` has the file's name for each of ours."""
         found = {ours: self._values[name] for ours, name in aliases.items() if name in self}
         return self.made(found)
 

@@ -163,7 +163,7 @@ class Milliseconds:
 
 
 def name_of(value: str | int | None) -> str:
-    """A name as text; "": none."""
+    """A name as text; "" means none."""
     return "" if value is None else str(value)
 
 

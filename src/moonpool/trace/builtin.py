@@ -191,7 +191,7 @@ AGENTS = GeneratorProfile(
     gap_s=_through((0, 0.3), (0.5, 2), (0.75, 6), (0.9, 40), (0.97, 240), (0.99, 660), (1, 2_400)),
     message_tokens=_through((0, 50), (0.5, 800), (0.9, 4_000), (1, 20_000)),
 )
-# The statistics that Weka publishes of 642 conversations of coding agents: prompts at the begin and
+# The statistics that Weka publishes of 642 conversations of coding agents: prompts at the start and
 # at the end, and calls; answers and pauses as in the corpus itself, whose longest pauses (people
 # who come back the next day) are cut at an hour.
 CODING_AGENTS = GeneratorProfile(

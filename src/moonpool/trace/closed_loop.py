@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from moonpool.retry_delays import RetryDelays
 
 MAX_TRIES = 12
-"""A client gives its program up when a call was refused so often, as coding agents do."""
+"""A client gives its program up when a call was refused this often, as coding agents do."""
 _DELAYS = RetryDelays((0.5, 1.0, 2.0, 4.0, 8.0))
 LONGEST_WAIT_S = 60.0
 """A client waits no longer between two tries, whatever the server says."""

@@ -448,7 +448,7 @@ def milliseconds_of(value: Any, read: Milliseconds) -> float:
 
 
 def duration(fields: dict[str, Any], name: str, unit: str = "seconds") -> float | None:
-    """None: the field is not there. Raises LineError."""
+    """Returns None if the field is absent. Raises LineError."""
     value = fields.get(name)
     if value is None:
         return None

@@ -8,15 +8,37 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tomllib
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
-from moonpool.trace.catalogue import PublicTrace
 from moonpool.trace.row import TraceError
+from moonpool.types import Struct
+
+
+class PublicTrace(Struct, frozen=True):
+    """A trace to download. `sha256` is None where no reference sum is published."""
+
+    file_name: str
+    url: str
+    licence: str
+    sha256: str | None = None
+
+
+def _read_public_traces() -> dict[str, PublicTrace]:
+    text = resources.files(__package__).joinpath("public_traces.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), dict[str, PublicTrace])
+
+
+PUBLIC_TRACES = _read_public_traces()
+"""The public traces by the name that `moonpool trace download` takes."""
+
 
 _TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 16

@@ -112,7 +112,7 @@ def _rows(
 def _programs(
     sessions: _Sessions, num_requests: int | None, duration_s: float | None
 ) -> Iterator[TraceRow]:
-    """The rows of whole programs, those of one after another, in the order of their begins."""
+    """Yields the rows of whole programs, program by program, in the order in which they begin."""
     num_rows = 0
     clock = BurstClock(sessions.profile, sessions.rng)
     while num_requests is None or num_rows < num_requests:

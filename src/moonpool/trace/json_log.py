@@ -264,7 +264,8 @@ def _roles(path: tuple[str, ...], fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _named(fields: dict[str, Any], names: Sequence[str]) -> str:
-    """The field with the best of these names, however it is written; "": none has a value."""
+    """The field with the best of these names, however it is written; "" means that none has a
+    value."""
     plain = {
         _plain(name): name
         for name, value in fields.items()

@@ -27,6 +27,7 @@ from moonpool.trace.agent_rows import (
     AgentLine,
     AgentParser,
     Milliseconds,
+    name_of,
     plain_ids,
     whole,
 )
@@ -137,19 +138,9 @@ class JsonlParser:
             )
         elif len(ids) != -(-num_input // self.block_tokens):
             raise LineError(wrong_ids(len(ids), num_input, self.block_tokens))
-        if num_input == 0 or num_output == 0:
-            return None
         time = row.timestamp
-        return ParsedRow(
-            self._milliseconds(time) if isinstance(time, str) else time,
-            num_input,
-            num_output,
-            plain_ids(ids),
-            "" if row.session_id is None else str(row.session_id),
-            row.tenant or "",
-            row.priority or 0,
-            slo_class=row.slo_class or "",
-        )
+        at = self._milliseconds(time) if isinstance(time, str) else time
+        return _parsed(row, at, num_input, num_output, ids, row.session_id)
 
 
 class BailianParser:
@@ -178,18 +169,22 @@ class BailianParser:
         num_full = num_input // BAILIAN_BLOCK_TOKENS
         if not num_full <= len(row.hash_ids) <= -(-num_input // BAILIAN_BLOCK_TOKENS):
             raise LineError(wrong_ids(len(row.hash_ids), num_input, BAILIAN_BLOCK_TOKENS))
-        if num_input == 0 or num_output == 0:
-            return None
-        return ParsedRow(
-            row.timestamp,
-            num_input,
-            num_output,
-            plain_ids(row.hash_ids),
-            "" if row.chat_id is None else str(row.chat_id),
-            row.tenant or "",
-            row.priority or 0,
-            slo_class=row.slo_class or "",
-        )
+        return _parsed(row, row.timestamp, num_input, num_output, row.hash_ids, row.chat_id)
+
+
+def _parsed(
+    row: _MooncakeLine | _BailianLine,
+    time: float,
+    num_input: int,
+    num_output: int,
+    ids: tuple[int, ...],
+    session: str | int | None,
+) -> ParsedRow | None:
+    """The row of a request; None if it has no prompt or no answer."""
+    if num_input == 0 or num_output == 0:
+        return None
+    shape = time, num_input, num_output, plain_ids(ids), name_of(session)
+    return ParsedRow(*shape, row.tenant or "", row.priority or 0, slo_class=row.slo_class or "")
 
 
 def _whole(field: str, value: float) -> int:

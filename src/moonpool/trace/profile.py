@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 from moonpool.trace.row import TraceError
 from moonpool.types import MALFORMED, Struct
 

@@ -4,7 +4,7 @@ The reader passes over a file twice. The first pass checks every row, so that no
 at a bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
 second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one an index
 (time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for later lines,
-a third pass finds an order first (`later_calls`).
+a third pass finds an order first (`CallGraph`).
 
 Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
 is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.
@@ -29,10 +29,9 @@ from moonpool.trace.agent_rows import AgentParser
 from moonpool.trace.gathered.rows import GatheredRows, Gatherer
 from moonpool.trace.json_log import JsonLogParser
 from moonpool.trace.jsonl import jsonl_parser
-from moonpool.trace.later_calls import CallGraph, RowError
 from moonpool.trace.own_format import KEY as OWN_FORMAT
 from moonpool.trace.own_format import OwnParser
-from moonpool.trace.programs import CallOrder
+from moonpool.trace.programs import CallGraph, CallOrder, RowError
 from moonpool.trace.row import (
     OTHER_LINE,
     LaterCallError,
@@ -60,7 +59,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_PROGRAM_BYTES = 256 << 20
 """Longer than any line with a whole program: a thousand calls with a million tokens each."""
 MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
-"""A log with more lines that are no requests is another kind of file."""
+"""A log with more lines that are not requests is another kind of file."""
 SAMPLE_ROWS = 8192
 """Rows of which the times decide about ticks."""
 _MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
@@ -233,7 +232,8 @@ def _left_out(scan: _Scan) -> int:
 
 
 def own_parser(format: str) -> Parser | None:
-    """The parser of a format from outside the package; None: a built-in one. Raises TraceError."""
+    """The parser of a format from outside the package; None stands for a built-in one. Raises
+    TraceError."""
     if format in get_args(TraceFormat):
         return None
     name = own_name(OWN_FORMAT, format)
@@ -353,8 +353,8 @@ def _scan(
     keep_index: bool,
     places: Sequence[tuple[int, int]] | None = None,
 ) -> _Scan | None:
-    """The first pass. None: the file is not sorted, and the pass must keep an index. `places`: of
-    the lines, in the order to read them in; without, that of the file."""
+    """The first pass. Returns None if the file is not sorted, so that the pass must keep an index.
+    `places`: of the lines, in the order to read them in; without, that of the file."""
     scan = _Scan()
     order = CallOrder(parser.units_per_s, parser.block_tokens)
     unsorted = _Unsorted()

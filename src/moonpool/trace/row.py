@@ -31,10 +31,10 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     A call of a program (an agent) has a name, `call`, and waits for the calls in `after`: it starts
     `delay_s` after the last of them has ended, which is how long its tools ran. `arrived_s` is then
     no time of its own but that of its program. `session` names its agent, and `parent` the agent
-    that waits for that one; "": none does. `tool`: what runs when it has ended.
+    that waits for that one; "" means that none does. `tool`: what runs when it has ended.
 
-    `slo_class` names the class whose service levels hold for it; "": that of its tenant, if there
-    is one, or none.
+    `slo_class` names the class whose service levels hold for it; "" means that of its tenant, if
+    there is one, or none.
     """
 
     arrived_s: float
@@ -87,10 +87,10 @@ class ParsedRow(NamedTuple):
     """One row of a file. `time` is in the parser's units since an origin of the file's own.
 
     `delay_s`: it starts this long after the rows named in `after`, or after the row before it of
-    its `session`; None: at its time. `ended`: when its answer ended, in the units of `time`: the
-    row after it of its session then starts so long after its end as it did in the file. `adds`: its
-    prompt is `input_tokens` longer than the prompt and the answer before it in its session.
-    `alongside`: it starts `delay_s` after these began, if it waits for none to end.
+    its `session`; None means its time. `ended`: when its answer ended, in the units of `time`:
+    the row after it of its session then starts as long after that end as in the file.
+    `adds`: its prompt is `input_tokens` longer than the prompt and the answer before it in its
+    session. `alongside`: it starts `delay_s` after these began, if it waits for none to end.
     """
 
     time: float

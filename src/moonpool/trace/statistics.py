@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 from moonpool.trace.blocks import LruCurve, TurnTracker
 from moonpool.trace.row import TraceError, TraceRow
 from moonpool.types import Struct

@@ -260,7 +260,8 @@ def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()
 
 
 def _log_table(header: Sequence[str]) -> TableFormat | None:
-    """The columns of a log of one's own. None: one of the three that it needs is missing."""
+    """The columns of a log of one's own. Returns None if one of the three that it needs
+    is missing."""
     plain = {_plain(column): column for column in reversed(header)}
     found = {
         role: plain[next(name for name in names if name in plain)]

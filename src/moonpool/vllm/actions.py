@@ -65,7 +65,7 @@ class PrefixesCounted:
 
 @dataclass(frozen=True, slots=True)
 class CacheExplained:
-    """Why the events of the engine's cache do not fit, for the operator; "": they do."""
+    """Why the events of the engine's cache do not fit, for the operator; "" means that they do."""
 
     note: str
 
@@ -150,7 +150,7 @@ class FlushStep:
 class ExplainCache:
     """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
     lost ones again, and post `CacheExplained`. Or they fit again. `other_block_tokens`: the size
-    of blocks in events of another size; 0: there were none."""
+    of blocks in events of another size; 0 means that there were none."""
 
     fits: bool
     other_block_tokens: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moonpool.protocol.block_hash import KEY_BYTES, extend_keys, root_key
+from moonpool.protocol.block_layout import KEY_BYTES, extend_keys, root_key
 from moonpool.types import BlockKey, Struct, salt_part
 
 ForeignHash = bytes | int
@@ -88,7 +88,8 @@ class ExternalBlocks:
         self._holders: dict[BlockKey, int] = {}  # number of hashes with that key
         self._changes = Changes()
         self.other_block_tokens = 0
-        """The block size of the last event whose blocks have another one; 0: there was none."""
+        """The block size of the last event whose blocks have another one; 0 means that there was
+        none."""
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -16,10 +16,11 @@ from moonpool.config.vllm import split_rank
 from moonpool.http_client.client import (
     ConnectionFailedError,
     HttpClient,
+    HttpResponse,
+    TooLargeError,
     UnreachableError,
     header_lines,
 )
-from moonpool.http_client.response import HttpResponse, TooLargeError
 from moonpool.protocol.model_offer import COMPLETIONS
 from moonpool.server_events import DONE, MAX_EVENT_BYTES, ServerEventReader
 from moonpool.types import MALFORMED

@@ -28,8 +28,9 @@ _UNBOUNDED_CONTEXTS = 64
 
 class VllmFacts(msgspec.Struct, frozen=True):
     """`offer` is what it serves; the others describe its KVCache. `make`: of the server.
-    `assumed`: what of it the server does not tell, in words; "": it tells all. `num_slots`: places
-    of one sequence each that its KVCache is cut into; 0: it is not cut."""
+    `assumed`: what of it the server does not tell, in words; "" means that it tells all.
+    `num_slots`: places of one sequence each that its KVCache is cut into; 0 means that it is not
+    cut."""
 
     offer: ModelOffer
     block_tokens: int
@@ -139,7 +140,7 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
 
 def read_counts(metrics: str, rank: int | None = None) -> PrefixCounts | None:
     """Reads the hits of the prefix cache from `/metrics`, or None if it has none. `rank`: of one
-    data-parallel rank; None: the sums of all."""
+    data-parallel rank; None means the sums of all."""
     labels = r"(?:\{.*\})?" if rank is None else rf'\{{(?:.*,)?engine="{rank}"(?:,.*)?\}}'
     found = [re.findall(_COUNTER.format(name, labels), metrics, re.M) for name in _COUNTS]
     if not all(found[:2]):

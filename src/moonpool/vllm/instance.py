@@ -18,8 +18,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from moonpool.kvcache.block_owner import BlockOwner
-from moonpool.protocol.block_hash import extend_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, extend_keys, root_key
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,
@@ -124,7 +123,8 @@ class VllmInstance:
         context_tokens: int = 0,
     ) -> None:
         """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
-        they are. `context_tokens`: most of a prompt and its answer; 0: no limit is known."""
+        they are. `context_tokens`: most of a prompt and its answer; 0 means that no limit is
+        known."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role

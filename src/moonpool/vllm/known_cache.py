@@ -74,7 +74,8 @@ class KnownCache:
 
     @property
     def other_block_tokens(self) -> int:
-        """The size of blocks that the last event of another block size has; 0: there was none."""
+        """The size of blocks that the last event of another block size has; 0 means that there was
+        none."""
         return 0 if self._reported is None else self._reported.other_block_tokens
 
     def holds(self, key: BlockKey) -> bool:

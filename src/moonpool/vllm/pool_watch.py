@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from moonpool.host_pool.framing import framed, is_own_user, read_message
 from moonpool.host_pool.messages import (
     FROM_POOL,
     PROTOCOL,
@@ -31,6 +30,9 @@ from moonpool.host_pool.messages import (
     PoolState,
     Release,
     Watch,
+    framed,
+    is_own_user,
+    read_message,
 )
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import MALFORMED

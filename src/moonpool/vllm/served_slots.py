@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from moonpool.log_limit import limited_logger
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import BlockKey
 from moonpool.vllm.actions import SlotsChanged

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from moonpool.protocol.block_hash import KEY_BYTES, block_keys
+from moonpool.protocol.block_layout import KEY_BYTES, block_keys
 from moonpool.types import MALFORMED, BlockKey
 from moonpool.vllm.slot_table import Held, name_of
 
@@ -190,7 +190,7 @@ class SlotFolder:
         return Held(root, keys, len(token_ids), name)
 
     def _read_note(self, name: str) -> _Note | None:
-        """None: there is none, or it does not belong to the name."""
+        """Returns None if there is none, or if it does not belong to the name."""
         try:
             with open(self._note(name), "rb", opener=_open) as file:
                 raw = file.read(MAX_NOTE_BYTES + 1)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moonpool.protocol.block_hash import block_keys
+from moonpool.protocol.block_layout import block_keys
 from moonpool.types import BlockKey
 from moonpool.vllm.block_names import Changes, ForeignEvent
 
@@ -36,8 +36,9 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "": it is
-    not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for its file."""
+    """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "" means
+    that it is not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for
+    its file."""
 
     root: BlockKey
     keys: tuple[BlockKey, ...]
@@ -105,7 +106,7 @@ class SlotTable:
     # Requests
 
     def begin(self, prompt: Prompt) -> SlotPlan | None:
-        """Makes the slot busy until `end`. None: all slots are busy."""
+        """Makes the slot busy until `end`. Returns None if all slots are busy."""
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
         if not free:
             return None

@@ -23,7 +23,7 @@ import msgspec
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
-from moonpool.discovery.hold_off import HoldOff
+from moonpool.discovery.membership import HoldOff
 from moonpool.gc_tuning import settle_memory
 from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError

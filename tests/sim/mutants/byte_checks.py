@@ -18,8 +18,7 @@ from moonpool.protocol.transfer_events import FetchEnded, LoadEnded, ReadRequest
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.folder import StoreError
 from moonpool_engine.storage.store import open_store
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 from moonpool_engine.transfer.reshard import ShardView
 from tests.contract.messenger_harness import Node
 

@@ -15,7 +15,7 @@ from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
-from moonpool.conductor.waiting.retry_schedule import RetrySchedule
+from moonpool.conductor.waiting.rules import RetrySchedule
 from moonpool.kvcache.eviction.replicas import ReplicaOwners
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.messages import AttemptFailed, BlocksSnapshot, ReserveDecode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.kept_stream import accepted_bytes
 
 
 class Shelf:

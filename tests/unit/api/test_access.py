@@ -75,7 +75,7 @@ def ask(client: httpx.Client, rule: RouteRule, headers: dict[str, str]) -> httpx
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Why a request was not admitted; "": it was."""
+    """Why a request was not admitted; "" means that it was."""
     if answer.status_code not in (401, 403):
         return ""
     error = answer.json()["error"]  # Anthropic's errors have no code

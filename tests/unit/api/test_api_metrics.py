@@ -5,13 +5,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moonpool.api.metrics.catalogue import CATALOGUE, HISTOGRAMS
 from moonpool.api.metrics.server_metrics import PrometheusHistogram, ServerMetrics
+from moonpool.api.models.metrics_text import metrics_text
 from moonpool.protocol.instance_counters import STEP_TOKENS, CountedHistogram
 
 
 def samples(metrics: ServerMetrics) -> dict[tuple[str, str], float]:
     """(sample name, the label besides the model's) -> value."""
     found = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(metrics_text([metrics]).decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if not family.name.startswith("process_"):

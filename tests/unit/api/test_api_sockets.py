@@ -17,7 +17,7 @@ from scripted_head import ScriptedHead, Step, one_by_one, served, spoken, wait_u
 
 from moonpool.api.connection.listening import PortError, listen
 from moonpool.api.serving_backend import ApiOptions, Output, RequestRefused
-from moonpool.api.sharing import body_memory
+from moonpool.api.sharing import shared_buffer
 from moonpool.types import FinishReason, Request, Token
 
 USER = {"role": "user", "content": "Hi"}
@@ -172,8 +172,8 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
 
 
 def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_memory, "SMALL_BYTES", 0)
-    monkeypatch.setattr(body_memory, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "SMALL_BYTES", 0)
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
     half = raw_request("/v1/completions", b"{" + b" " * 900, length=1000)
     with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url:
         links = [connected(url) for _ in range(8)]

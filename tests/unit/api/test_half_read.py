@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from shelf import Shelf
 
 from moonpool.api.connection.call_log import CallLog
-from moonpool.api.connection.half_read import HalfRead
-from moonpool.api.connection.kept_stream import MAX_FRUITLESS
+from moonpool.api.connection.kept_stream import MAX_FRUITLESS, HalfRead
 
 pieces = st.lists(st.binary(min_size=1, max_size=50), max_size=8)
 

@@ -11,8 +11,7 @@ import pytest
 
 from moonpool.api.grammars.check import MODULE
 from moonpool.api.helpers import process as process_module
-from moonpool.api.helpers.helper import Helper
-from moonpool.api.helpers.process import HelperEndedError, HelperProcess
+from moonpool.api.helpers.process import Helper, HelperEndedError, HelperProcess
 from moonpool.api.serving_backend import RequestRefused
 
 GRAMMAR = b'{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'

@@ -12,7 +12,7 @@ import pytest
 from scripted_head import ScriptedHead, call, served
 from starlette.types import Message
 
-from moonpool.api.cluster_view import OwnClusterView
+from moonpool.api.cluster_view import own_view
 from moonpool.api.errors import ApiError
 from moonpool.api.http_context import HttpContext
 from moonpool.api.page.live_page import MAX_VIEWERS, LivePage
@@ -91,7 +91,7 @@ def test_viewers_share_frames_are_bounded_and_leave_nothing() -> None:
     async def run() -> None:
         head = ScriptedHead()
         head.most_views = 1000
-        page = LivePage(head, OwnClusterView(head))
+        page = LivePage(head, own_view(head))
         await asyncio.sleep(0)
         assert head.num_views == 0, "nothing is computed while nobody looks"
         viewers = [Viewer(page) for _ in range(MAX_VIEWERS - 1)] + [Viewer(page, "ann")]

@@ -18,8 +18,7 @@ from moonpool.api.bodies import ChatBody, CompletionBody
 from moonpool.api.errors import ApiError
 from moonpool.api.output_text.text_offsets import prompt_offsets
 from moonpool.api.preparation import Preparer
-from moonpool.api.prompt_text.truncation import Truncation
-from moonpool.api.prompts import PromptReader
+from moonpool.api.prompts import PromptReader, Truncation
 from moonpool.api.serving_backend import ApiOptions, ModelCard, Output
 from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.text.tokenizers.huggingface import HfTokenizer

@@ -21,8 +21,7 @@ from uvicorn.server import ServerState
 
 from moonpool.api.app import HttpServer, http_server, make_app
 from moonpool.api.connection.call_log import CallLog
-from moonpool.api.connection.kept_stream import KeptStream
-from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes
+from moonpool.api.connection.kept_stream import KeptStream, ResumedTransport, accepted_bytes
 from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.types import FinishReason, Request, Token
 
@@ -104,7 +103,7 @@ def received(
 def respond(
     path: str, head: SometimesSilent, shelf: Shelf, fields: dict[str, Any] | None = None
 ) -> tuple[bytes, int]:
-    """Returns the response of a server that nothing happens to, and the position of its begin."""
+    """Returns the response of a server that nothing happens to, and the position of its start."""
     ours, theirs = connected()
     server = make_server(head, shelf, b"Mon")
     body = json.dumps(fields or CALLS[path]).encode()

@@ -19,7 +19,7 @@ from moonpool.api.connection import bounded_protocol, connection_limit
 from moonpool.api.connection.http_protocol import limited_protocol
 from moonpool.api.page import live_page
 from moonpool.api.serving_backend import ApiOptions, Output
-from moonpool.api.sharing import body_memory
+from moonpool.api.sharing import shared_buffer
 from moonpool.types import Request, Token
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-eve": "eve"}
@@ -41,8 +41,8 @@ def script(request: Request) -> Iterator[Step]:
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server with little room of each kind."""
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(32))
-    monkeypatch.setattr(body_memory, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
-    monkeypatch.setattr(body_memory, "MAX_SMALL_BYTES", 32 * body_memory.SMALL_BYTES)
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "MAX_SMALL_BYTES", 32 * shared_buffer.SMALL_BYTES)
     monkeypatch.setattr(connection_limit, "MAX_HALF_HEADER_BYTES", 256 << 10)
     monkeypatch.setattr(connection_limit, "MAX_UNREAD_BYTES", 4 << 20)
     monkeypatch.setattr(live_page, "MAX_VIEWERS", 8)
@@ -95,7 +95,7 @@ def grammar() -> bytes:
 
 FLOODS: dict[str, Callable[[], bytes]] = {
     "large bodies that are not complete": lambda: unfinished(LARGEST),
-    "small bodies that are not complete": lambda: unfinished(body_memory.SMALL_BYTES),
+    "small bodies that are not complete": lambda: unfinished(shared_buffer.SMALL_BYTES),
     "bodies of a byte": lambda: unfinished(2),
     "large bodies of a wrong key": lambda: unfinished(LARGEST, "k-nobody"),
     "answers that do not end": stream,

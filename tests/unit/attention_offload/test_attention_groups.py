@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.head.attention_assignments import AttentionAssignments
+from moonpool.head.attention_links import AttentionAssignments
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.types import InstanceId
 

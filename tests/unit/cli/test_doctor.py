@@ -14,7 +14,7 @@ import pytest
 from moonpool.cli import doctor
 from moonpool.cli.completion import PLACES, contexts
 from moonpool.cli.main import cli
-from moonpool.head.spoken_names import SPOKEN_KINDS, SPOKEN_THINGS, spoken_name
+from moonpool.head.explain import SPOKEN_KINDS, SPOKEN_THINGS, spoken_name
 from tests.cli_runner import invoke, succeed
 
 

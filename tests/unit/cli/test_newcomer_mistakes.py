@@ -17,7 +17,7 @@ import moonpool.cli.serve as serve
 from moonpool.cli.main import SuggestingGroup, main
 from moonpool.cli.watch.cluster_events import time_text
 from moonpool.cli.watch.status import status_lines
-from moonpool.plugins import engines, plots
+from moonpool.plugins import engines, entry_points
 from tests.cli_runner import invoke
 from tests.http_server import QuietHandler, serving
 
@@ -134,9 +134,12 @@ def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(serve, "find_spec", found)
-    for name, module in {"moonpool_engine": engines, "moonpool_lab": plots}.items():
-        if package == name:
-            monkeypatch.setattr(module, "entry_points", lambda group: {})
+    if package == "moonpool_engine":
+        monkeypatch.setattr(engines, "entry_points", lambda group: {})
+    if package == "moonpool_lab":
+        known = entry_points.entry_points
+        others = lambda group: {} if group == "moonpool.plots" else known(group)  # noqa: E731
+        monkeypatch.setattr(entry_points, "entry_points", others)
 
 
 def test_events_without_pyzmq_are_one_line_and_no_worker_starts(

@@ -16,7 +16,7 @@ from moonpool.cli.main import HEADINGS, LAST_HEADING, cli, under_headings
 from moonpool.cli.options import ConfigFlags, SectionedCommand
 from moonpool.config.schema import schema_of
 from moonpool.config.tables import Config
-from moonpool.plugins.commands import added_commands
+from moonpool.plugins.entry_points import added_commands
 from tests.cli_runner import succeed
 from website.command_page import command_page
 

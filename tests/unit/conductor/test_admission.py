@@ -16,7 +16,7 @@ from moonpool.conductor.forecast.decode_forecast import IntervalForecast
 from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.config.tables import ConductorConfig
-from moonpool.cost.derived import scaled
+from moonpool.cost.fitted import scaled
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 

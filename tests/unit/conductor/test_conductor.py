@@ -16,7 +16,7 @@ from moonpool.conductor.actions import (
     Send,
     Tick,
 )
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,

@@ -67,7 +67,7 @@ def test_a_few_samples_of_steps_change_nothing() -> None:
 
 
 def test_the_first_prompts_correct_those_behind_them() -> None:
-    """They count with one that took what was expected."""
+    """The mean also counts one imagined prompt that took the expected time."""
     once_s = predicted(Desk("p0", "d0"))[0]
     for count, factor in [(1, 2.0), (2, 7 / 3), (3, 2.5), (ENOUGH - 1, 1 + 2 * 12 / 13)]:
         assert predicted(slow_desk(count))[0] == pytest.approx(factor * once_s)

@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 from conductor_instances import COST, info
 
-from moonpool.conductor.admission.context import AdmissionContext, SloBudget
-from moonpool.conductor.admission.expected_goodput import (
+from moonpool.conductor.admission.context import (
     LEAST_TTFT_CHANCE_ALONE,
+    AdmissionContext,
     ExpectedGoodput,
+    SloBudget,
 )
 from moonpool.conductor.admission.goodput import GoodputModel, decide
 from moonpool.conductor.admission.resource_prices import (
@@ -22,7 +23,7 @@ from moonpool.conductor.forecast.decode_forecast import IntervalForecast
 from moonpool.conductor.placement.choice import Placement, Rejection, place
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.config.tables import ConductorConfig
-from moonpool.cost.derived import scaled
+from moonpool.cost.fitted import scaled
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import Slo
 

@@ -26,7 +26,7 @@ def view(name: str, **known: Any) -> dict[str, Any]:
         "name": name,
         "host_id": "",
         "source_tokens": 0,
-        "dram_tokens": None,  # of those held, before the first that is on the SSD only; None: all
+        "dram_tokens": None,  # held before the first that is on the SSD only; None means all
         "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes a millisecond to compute
         "queue_s": 0.0,
         "num_fetches_served": 0,

@@ -9,7 +9,7 @@ from conductor_desk import Desk, of
 
 from moonpool.conductor.actions import ConductorAction, Send, Tick
 from moonpool.conductor.forecast.turn_forecast import AGE_LIMITS_S, TurnForecast, session_class
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     BlocksChanged,
     BlocksSnapshot,
@@ -23,7 +23,7 @@ OF = session_class(1, None)
 
 
 def teach(forecast: TurnForecast, pauses_s: list[float | None]) -> None:
-    """None: a session that never continues."""
+    """Returns None for a session that never continues."""
     for pause_s in pauses_s:
         for number, limit_s in enumerate(AGE_LIMITS_S):
             if pause_s is not None and pause_s < limit_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conductor_desk import Desk, sent
 
 from moonpool.conductor.actions import Tick
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import BlocksSnapshot, PrefixTakenOver, TakeOverPrefix
 from moonpool.types import BlockKey
 

@@ -125,7 +125,7 @@ def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
 
 
 def test_other_instances_take_most_of_those_who_come_meanwhile() -> None:
-    # One of two is busy half of the time, and then each is as likely to be free first.
+    # The other instance is busy half of the time; then either may be free first, at equal odds.
     assert delay(2, 5.0) == pytest.approx(3.0 * 0.5 / 2, rel=0.05)
     assert delay(8, 5.0) < 0.001
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.conductor.waiting.retry_schedule import MAX_RETRY_AFTER_S, STALE_S, RetrySchedule
+from moonpool.conductor.waiting.rules import MAX_RETRY_AFTER_S, STALE_S, RetrySchedule
 
 
 def busy(until: int = 20) -> RetrySchedule:

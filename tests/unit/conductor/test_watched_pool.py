@@ -8,9 +8,13 @@ import pytest
 from conductor_desk import Desk
 
 from moonpool.conductor.actions import HotRequested
-from moonpool.head.watch.hot_list import MAX_CACHED_BLOCKS, WATCHED_EVERY_S
-from moonpool.head.watch.live_view import LiveView
-from moonpool.head.watch.moved_bytes import WINDOW_S, moved_bytes
+from moonpool.head.watch.live_view import (
+    MAX_CACHED_BLOCKS,
+    WATCHED_EVERY_S,
+    WINDOW_S,
+    LiveView,
+    moved_bytes,
+)
 from moonpool.protocol.messages import BlocksSnapshot, HotPrefix, HotPrefixes, InstanceLoad
 from moonpool.types import BlockKey
 

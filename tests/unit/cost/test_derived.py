@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.cost.derived import fit_to_ground_truth, pipelined, scaled
-from moonpool.cost.fitted import FittedCost
+from moonpool.cost.fitted import FittedCost, fit_to_ground_truth, pipelined, scaled
 from moonpool.cost.model import StepCost, prompt_s
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN

@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cost.derived import pipelined
-from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
+from moonpool.cost.fitted import (
+    DecodeSample,
+    FittedCost,
+    MixedSample,
+    PrefillSample,
+    fit_cost,
+    pipelined,
+)
 from moonpool.cost.model import Chunk
 
 TRUE = FittedCost(prefill=(0.004, 2e-4, 3e-9, 5e-9), decode=(0.006, 4e-4, 2e-8))

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.distributions.histogram import GROWTH, Histogram
-from moonpool.distributions.quantiles import (
+from moonpool.distributions import (
+    GROWTH,
+    Histogram,
     interpolated,
     nearest_bin,
     nearest_rank,

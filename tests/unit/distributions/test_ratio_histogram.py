@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.distributions.ratio_histogram import (
+from moonpool.distributions import (
     NUM_BINS,
     RatioHistogram,
     edge,

@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.api.errors import ApiError
 from moonpool.api.serving_backend import RequestRefused
-from moonpool.epp.body_room import BODIES, BodyRoom
+from moonpool.epp.exchange import BODIES, BodyRoom
 
 
 def test_one_body_is_bounded() -> None:

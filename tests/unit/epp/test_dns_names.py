@@ -19,8 +19,7 @@ import dns.rdatatype
 import dns.rrset
 
 from moonpool.discovery import dns_names
-from moonpool.discovery.dns_names import DnsName, addresses
-from moonpool.discovery.dns_query import DnsSettings, parse_settings
+from moonpool.discovery.dns_names import DnsName, DnsSettings, addresses, parse_settings
 from moonpool.discovery.endpoint import Listing, SourceError
 from moonpool.discovery.source_text import DnsSource, read_dns_name
 from moonpool.discovery.sources import Sources

@@ -8,7 +8,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.epp.response_watch import MAX_REST_BYTES, ResponseWatch
+from moonpool.epp.exchange import MAX_REST_BYTES, ResponseWatch
 
 
 def event(**fields: object) -> bytes:

@@ -10,12 +10,13 @@ import pytest
 
 from moonpool.http_client.client import (
     MAX_HEAD_BYTES,
+    MOST_WAITING_BYTES,
     ConnectionFailedError,
     HttpClient,
+    TooLargeError,
     UnreachableError,
     header_lines,
 )
-from moonpool.http_client.response import MOST_WAITING_BYTES, TooLargeError
 
 Serve = Callable[["Exchange"], Awaitable[None]]
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nX-Kind: whole\r\n\r\nbody"

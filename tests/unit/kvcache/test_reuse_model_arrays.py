@@ -1,5 +1,5 @@
-"""The reuse model works on arrays of all classes. Class by class, in plain Python, it is the same
-to the last bit, on every machine and version."""
+"""The reuse model works on arrays of all classes. Its figures equal, bit for bit, those of a plain
+Python model that takes class after class, on every machine and version."""
 
 from __future__ import annotations
 

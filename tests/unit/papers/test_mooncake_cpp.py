@@ -8,7 +8,6 @@ import pytest
 
 from moonpool.config.tables import Parallelism
 from moonpool.sim.hardware.calibrated import SHAPE
-from moonpool.sim.hardware.parallel_cost import group_nic_bytes
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 from moonpool.trace.jsonl import write_trace
@@ -23,6 +22,7 @@ from papers.mooncake.cpp import (
     LENGTHS,
     NODES,
     alone,
+    group_nic_bytes,
     serve_groups,
 )
 from papers.mooncake.workload import MooncakeWorkload

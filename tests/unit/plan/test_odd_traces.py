@@ -32,7 +32,7 @@ def planned(path: Path, *arguments: str) -> Result:
 
 
 def written(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """The rows with a mark at their begin, CRLF, and a blank line at their end."""
+    """The rows with a mark at their start, CRLF, and a blank line at their end."""
     path = folder / "trace.jsonl"
     text = "".join(json.dumps(row) + "\r\n" for row in rows)
     path.write_bytes((text + "\r\n").encode("utf-8-sig"))

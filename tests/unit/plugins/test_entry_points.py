@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.plugins.commands import EXTRA_OF_COMMAND, added_commands
-from moonpool.plugins.entry_points import entry_points, load
+from moonpool.plugins.entry_points import EXTRA_OF_COMMAND, added_commands, entry_points, load
 
 
 @pytest.mark.parametrize(

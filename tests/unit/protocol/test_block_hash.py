@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.protocol.block_hash import KEY_BYTES, block_keys, extend_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import KEY_BYTES, BlockLayout, block_keys, extend_keys, root_key
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "block_keys.json").read_text())
 ROOT = root_key(b"layout", "")

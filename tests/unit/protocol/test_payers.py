@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.api.call_headers import tenant_of
-from moonpool.protocol.block_hash import root_key
+from moonpool.protocol.block_layout import root_key
 from moonpool.types import payer_of, paying, salt_part
 from moonpool.vllm.block_names import salt_of
 

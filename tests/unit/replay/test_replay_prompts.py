@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.protocol.block_hash import block_keys
+from moonpool.protocol.block_layout import block_keys
 from moonpool.trace.blocks import prompt_keys
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate

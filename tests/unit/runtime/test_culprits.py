@@ -14,11 +14,21 @@ import msgspec
 import pytest
 from log_keeper import LogKeeper
 
-from moonpool.api.connection.half_read import HalfRead
-from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
-from moonpool.api.connection.poison import MAX_ENDED, MAX_REMEMBERED, REMEMBERED_S, Enders
-from moonpool.api.connection.resumption import accepted_bytes
-from moonpool.api.connection.work_mark import MarkedWork, WorkMark
+from moonpool.api.connection.kept_stream import (
+    HalfRead,
+    KeptStream,
+    Opening,
+    accepted_bytes,
+    draw_facts,
+)
+from moonpool.api.connection.poison import (
+    MAX_ENDED,
+    MAX_REMEMBERED,
+    REMEMBERED_S,
+    Enders,
+    MarkedWork,
+    WorkMark,
+)
 from moonpool.api.serving_backend import Output
 from moonpool.config.tables import Config
 from moonpool.head.supervisor_link import SupervisorLink

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 from log_keeper import LogKeeper
 
-from moonpool.api.connection.half_read import HalfRead
-from moonpool.api.connection.kept_stream import KeptStream, Opening, draw_facts
+from moonpool.api.connection.kept_stream import HalfRead, KeptStream, Opening, draw_facts
 from moonpool.config.tables import Config
 from moonpool.head import supervisor_link
 from moonpool.head.supervisor_link import SupervisorLink

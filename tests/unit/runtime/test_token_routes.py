@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from moonpool.head.fronts.direct_server import DirectServer
+from moonpool.head.fronts.front_process import DirectServer
 from moonpool.link.token_routes import TokenRoutes
 from moonpool.protocol.direct_tokens import DirectWork
 from moonpool.protocol.messages import (

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import LEAST_CHUNK_TOKENS, Chunk
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
+from moonpool_lab.solo import solo_attempt
 
 LAYOUT = BlockLayout(
     model_fingerprint="m",

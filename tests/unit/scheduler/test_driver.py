@@ -6,11 +6,10 @@ import pytest
 
 from moonpool.protocol.messages import PrefillStarted, StartPrefill
 from moonpool.scheduler.actions import RunStep, SendReport, StepEnded, WorkerAction
-from moonpool.scheduler.driver import InstanceDriver
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
+from moonpool_lab.solo import solo_attempt
 from tests.unit.scheduler.test_instance import COST, LAYOUT
 
 START = StartPrefill(attempt=solo_attempt("a", range(10), SamplingParams(max_tokens=1)))

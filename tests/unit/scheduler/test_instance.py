@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import pytest
 
 from moonpool.cost.fitted import FittedCost
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.protocol.instance_counters import ATTEMPT_PREEMPTIONS, STEP_TOKENS
 from moonpool.protocol.messages import (
     Abort,

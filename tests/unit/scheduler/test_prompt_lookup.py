@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.scheduler.speculation import prompt_lookup
 from moonpool.scheduler.speculation.prompt_lookup import PromptLookup
-from moonpool.scheduler.tokens import Tokens
+from moonpool.types import Tokens
 
 
 def text(*token_ids: int) -> Tokens:

@@ -15,12 +15,11 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, StartPrefill
 from moonpool.scheduler.actions import RunStep, StepEnded, WorkerEvent
 from moonpool.scheduler.batching import queue_order
-from moonpool.scheduler.batching.queue_order import QueueOrder
-from moonpool.scheduler.batching.tenant_accounts import MAX_ABSENT, TenantAccounts
+from moonpool.scheduler.batching.queue_order import MAX_ABSENT, QueueOrder, TenantAccounts
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import Role, SamplingParams, Token
+from moonpool_lab.solo import solo_attempt
 
 CHUNK = 16
 LAYOUT = BlockLayout(

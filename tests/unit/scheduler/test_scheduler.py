@@ -33,8 +33,8 @@ from moonpool.scheduler.actions import (
 )
 from moonpool.scheduler.instance import Instance
 from moonpool.scheduler.instance_config import InstanceConfig
-from moonpool.sim.solo import solo_attempt
 from moonpool.types import BlockKey, Role, SamplingParams, Slo, Token
+from moonpool_lab.solo import solo_attempt
 
 SIZE, EOS = 16, 1
 LAYOUT = BlockLayout(

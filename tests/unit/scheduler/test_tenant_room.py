@@ -87,7 +87,7 @@ def test_a_tenant_served_about_as_much_makes_no_room() -> None:
 
 
 def test_the_tenant_that_was_served_most_is_preempted_where_answers_outgrow_the_room() -> None:
-    """Though the other one's answer is the youngest."""
+    """The youngest answer, which the other tenant has, stays."""
     bench = Bench(Role.DECODE, num_blocks=9)
     decode(bench, "a", 100, tenant="flood")
     for _ in range(9):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cost.chunk_limits import LEAST_CHUNK_TOKENS
+from moonpool.cost.model import LEAST_CHUNK_TOKENS
 from moonpool.scheduler.batching.chunk_budget import token_budget
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.scheduler.tokens import Tokens
+from moonpool.types import Tokens
 
 IDS = st.lists(st.integers(0, 99), max_size=8)
 

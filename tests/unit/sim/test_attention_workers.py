@@ -68,8 +68,8 @@ def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() ->
 
 def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
     serial, staggered = (MeasuredOffload(ALONE, PARTS, 1, staggered=flag) for flag in (False, True))
-    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # too few
-    # 16 of 1,000 tokens: a half is 12 ms of the model's and 9.8 ms of attention's.
+    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # 7 are too few
+    # 16 requests of 1,000 tokens: for half of them the model takes 12 ms and attention 9.8 ms.
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
     assert staggered.step_s((), 16, 16_000) == pytest.approx(around_s + 0.024)
     assert staggered.step_s((), 16, 16_000) < serial.step_s((), 16, 16_000)

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.sim.capacity import (
-    PromptBlocks,
-    Routing,
-    belady_hit_ratio,
-    hit_ratios,
-    prompts_of,
-    split_hit_ratios,
-)
+from moonpool.sim.capacity import PromptBlocks, prompts_of
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 from moonpool.trace.reader import open_trace
 from moonpool.trace.row import TraceRow
 from moonpool.types import BlockKey
+from moonpool_lab.oracle.hit_ratios import (
+    Routing,
+    belady_hit_ratio,
+    hit_ratios,
+    split_hit_ratios,
+)
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not here")

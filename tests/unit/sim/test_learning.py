@@ -82,7 +82,8 @@ def test_a_belief_that_is_right_stays() -> None:
 
 
 def test_a_decode_instances_own_check_learns_too() -> None:
-    """A work placed before anybody knew is refused by the instance that is slow itself."""
+    """The slow instance itself refuses a request that was placed before anybody knew of its
+    speed."""
     found = {}
     for learning in (True, False):
         settings = config(

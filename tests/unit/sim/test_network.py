@@ -408,7 +408,7 @@ def test_thousands_of_rerates_do_not_drift() -> None:
     assert bench.link["near"].bytes_carried == long_bytes
     assert bench.link["out"].bytes_carried == total
     assert bench.network.num_rerated > 20_000 and company_s > 1000
-    # Alone the long one gets all of `near`; in company `out` is full.
+    # The long flow alone fills `near`; with the others it fills `out`.
     assert 0.7e9 * alone_s + 1e9 * company_s == pytest.approx(total, rel=1e-12)
 
 

@@ -41,7 +41,7 @@ KEYS = tuple(BlockKey(bytes([i])) for i in range(10))
 
 
 class Bench:
-    """Three instances; whoever is asked grants the blocks it is said to hold."""
+    """Three instances, each of which grants up to `granted` blocks when it is asked."""
 
     def __init__(self, layer_wise: bool = True, granted: int = 10) -> None:
         self.clock = Clock()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import moonpool
-from moonpool.config.parse import parse_config
+from moonpool.config.parse import parse_config, write_toml
 from moonpool.config.tables import ConfigError
-from moonpool.config.toml import write_toml
 from moonpool.trace.jsonl import write_trace
 from moonpool.trace.row import TraceRow
 from tests.cli_runner import invoke, succeed
@@ -31,7 +30,7 @@ tbt_s = 0.1
 
 
 def rows() -> list[TraceRow]:
-    """Every third by itself, every third of a class, every third of a tenant with a class."""
+    """A third of the rows has no class, a third names one, and a third has a tenant with one."""
     named = ({}, {"slo_class": "chat", "tenant": "never"}, {"tenant": "never"})
     return [TraceRow(2.0 * i, 4000, 20, **named[i % 3]) for i in range(30)]  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.trace.later_calls import CallGraph
+from moonpool.trace.programs import CallGraph
 from moonpool.trace.reader import Trace, open_trace
 from moonpool.trace.row import ParsedRow, TraceError, TraceRow
 

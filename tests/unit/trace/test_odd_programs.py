@@ -15,7 +15,7 @@ NAME = "Grüße 日本語 \u2028\0x"
 
 
 def opened(folder: Path, *lines: Any) -> Trace:
-    """A file as some programs write it: with a mark at its begin, CRLF, and plain Unicode."""
+    """A file as some programs write it: with a mark at its start, CRLF, and plain Unicode."""
     path = folder / "trace.jsonl"
     text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
     path.write_bytes(text.encode("utf-8-sig"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sample_traces import line, write
 
-from moonpool.trace.catalogue import PUBLIC_TRACES, PublicTrace
+from moonpool.trace.download import PUBLIC_TRACES, PublicTrace
 from moonpool.trace.reader import open_trace
 from tests.cli_runner import invoke, refusal, succeed
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.trace.catalogue import PUBLIC_TRACES, PublicTrace
-from moonpool.trace.download import download
+from moonpool.trace.download import PUBLIC_TRACES, PublicTrace, download
 from moonpool.trace.row import TraceError
 
 CONTENT = b"".join(b'{"timestamp": %d}\n' % number for number in range(20_000))

@@ -11,10 +11,15 @@ from moonpool.protocol.block_layout import BlockLayout
 from moonpool.types import BlockId
 from moonpool_engine.engine.native.library import ISAS
 from moonpool_engine.engine.native.slices import open_slices
-from moonpool_engine.transfer import checksums as checksums_module
+from moonpool_engine.transfer import arena as arena_module
 from moonpool_engine.transfer import slice_copier as copiers
-from moonpool_engine.transfer.arena import Arena, PeerArena, PeerArenas
-from moonpool_engine.transfer.checksums import DeferredChecksums, checksum_slice
+from moonpool_engine.transfer.arena import (
+    Arena,
+    DeferredChecksums,
+    PeerArena,
+    PeerArenas,
+    checksum_slice,
+)
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.errors import ProtocolError
 from moonpool_engine.transfer.slice_copier import (
@@ -146,7 +151,7 @@ def test_a_wrong_number_of_checksums_is_refused() -> None:
 def test_no_more_checksums_are_returned_than_a_message_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checksums_module, "MAX_DEFERRED_CHECKSUMS", 2)
+    monkeypatch.setattr(arena_module, "MAX_DEFERRED_CHECKSUMS", 2)
     arena = make_arena(8, 1)
     here = DeferredChecksums(arena.checksums)
     for block in (1, 2, 3):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from moonpool.protocol.block_hash import root_key
+from moonpool.protocol.block_layout import root_key
 from moonpool.protocol.messages import AttemptId, AttemptSpec
 from moonpool.types import BadWord, FinishReason, SamplingParams, Slo
 from moonpool.vllm.actions import EngineOutput, SubmitRequest

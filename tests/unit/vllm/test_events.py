@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.types import BlockKey
 from moonpool.vllm.actions import CacheEventsReceived
 from moonpool.vllm.block_names import (

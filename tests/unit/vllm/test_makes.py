@@ -30,7 +30,7 @@ def listed(*ids: str, owner: str = "", **more: Any) -> Answers:
 
 @contextmanager
 def server(answers: Answers, calls: list[tuple[str, Any]]) -> Iterator[str]:
-    """Answers these paths; a list is a stream of events. Paths with messages refuse `{}`."""
+    """Answers these paths; a list is a stream of events. Paths that take messages refuse `{}`."""
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moonpool.protocol.block_hash import block_keys, root_key
+from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.vllm.slot_folder import STRAY_S, SlotFolder, SlotFolderError
 from moonpool.vllm.slot_identity import identity_of, weights_digest
 from moonpool.vllm.slot_table import Held, Prompt, held_by

@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.protocol.messages import (
     Abort,
     AttemptFailed,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.protocol.block_hash import block_keys, root_key
-from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.protocol.messages import (
     AttemptId,
     AttemptSpec,

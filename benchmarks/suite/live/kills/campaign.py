@@ -23,7 +23,7 @@ from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
-from moonpool.distributions.quantiles import interpolated
+from moonpool.distributions import interpolated
 from moonpool_lab.demo.local_server import LocalServer, is_alive
 
 MODEL = "random:hidden=64,layers=4,heads=4,kv_heads=2,inter=128,vocab=300"

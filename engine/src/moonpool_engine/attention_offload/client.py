@@ -88,7 +88,7 @@ class AttachOptions(Struct, frozen=True):
     threads: int
     ring_bytes: int
     spin_s: float = SHORT_SPIN_S
-    kv_heads: KvHeadRange | None = None  # the heads it holds of all blocks; None: all heads
+    kv_heads: KvHeadRange | None = None  # the heads it holds of all blocks; None means all heads
 
     def attach(self, token: str) -> Attach:
         """The first message of the control connection; `token` authorises the step connection."""

@@ -61,7 +61,8 @@ def share_heads(num_kv_heads: int, num_workers: int) -> tuple[KvHeadRange, ...]:
 
 
 def segment_blocks(partition: AttentionPartition, layout: BlockLayout) -> int:
-    """Blocks of one segment, which lie together at one worker; 0: all blocks of a sequence do."""
+    """Blocks of one segment, which lie together at one worker; 0 means that all blocks of a
+    sequence do."""
     return SEGMENT // layout.block_tokens if partition == "tokens" else 0
 
 

@@ -281,8 +281,8 @@ class RemoteOps:
         return self._lost_error(worker, why)
 
     def _lost_error(self, worker: int, why: str) -> AttentionLostError:
-        """If the workers share the heads, no block is complete without one of them: as
-        `Partition.arena_of`."""
+        """Makes the error. If the workers share the heads, arena 0 stands for all, like in
+        `Partition.arena_of`: no block is complete without one of them."""
         return AttentionLostError(worker, 0 if self._head_ranges else worker, why)
 
 

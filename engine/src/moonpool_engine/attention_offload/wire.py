@@ -111,8 +111,8 @@ class LayerRule(Struct, frozen=True):
 class Attach(Struct, frozen=True, tag=True):
     """The first message of a control connection. `layout` and `num_heads` are the model's. With
     `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the elements at the
-    end of a key that are its value too (MLA); 0: V is apart. `rules`: one for each layer, or none.
-    `token` authorises the step connection."""
+    end of a key that are its value too (MLA); 0 means that V is apart. `rules`: one for each
+    layer, or none. `token` authorises the step connection."""
 
     owner: InstanceId
     layout: BlockLayout

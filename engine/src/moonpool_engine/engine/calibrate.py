@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import inf
 from typing import Literal, Protocol
@@ -16,7 +16,6 @@ from typing import Literal, Protocol
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
-from moonpool.cost.step_curves import find_tile, tile_points
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId
 from moonpool.scheduler.actions import StepEntry
@@ -52,11 +51,16 @@ SLOW_TOKENS = 4
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 ALWAYS = 3  # steps of each kind are measured even if slow: the fit is better with them
 PATIENCE_S = 3.0
-"""After so long, the start of a slow model measures only what the fit cannot do without: two
+"""After this long, the start of a slow model measures only what the fit cannot do without: two
 prefills and a decode. Without kernels, one step may take seconds."""
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
+TILES = (128, 64, 32, 16)  # tokens; looked for, largest first
+MULTIPLES = (2, 3, 4)
+WHOLE_TILE = 0.6
+"""A token past a tile's end that costs at least this share of a tile pays for all of it. At half,
+it would be a token past the end of the next smaller tile."""
 _GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -252,3 +256,23 @@ def _best_s(engine: MeasuredEngine, step: list[StepEntry], ends_s: float) -> flo
 
 def _run(engine: MeasuredEngine, step: list[StepEntry]) -> float:
     return engine.step(step).seconds
+
+
+def tile_points() -> tuple[int, ...]:
+    """Chunk sizes whose times `find_tile` needs: ends of tiles, and one token beyond each."""
+    ends = {tile * multiple for tile in TILES for multiple in MULTIPLES}
+    return tuple(sorted(ends | {end + 1 for end in ends}))
+
+
+def find_tile(curve: Mapping[int, float]) -> int:
+    """Returns the device's tile in tokens: the largest candidate for which, past each of its
+    multiples, one more token costs a whole tile. Returns 1 if there is none or points are missing.
+    `curve`: seconds of a step by its number of prefill tokens."""
+    for tile in TILES:
+        ends = [tile * multiple for multiple in MULTIPLES]
+        if not all(end in curve and end + 1 in curve for end in ends):
+            continue
+        steps = [(curve[end + 1] - curve[end]) / (curve[end] * tile / end) for end in ends]
+        if min(steps) >= WHOLE_TILE:
+            return tile
+    return 1

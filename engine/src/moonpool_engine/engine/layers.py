@@ -20,7 +20,7 @@ Mlp = GatedMlp | ExpertsMlp
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's packed weights. Norm weights are [hidden] float32; None: no norm there."""
+    """One layer's packed weights. Norm weights are [hidden] float32; None means no norm there."""
 
     attention: Attention
     mlp: Mlp

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 REPORT_S = 5.0
-"""Seconds between two lines. A model that loads faster causes none."""
+"""Seconds between two lines. A model that loads faster than this logs no line."""
 DRAW_S = 0.3
 """Seconds between two states of a terminal's bar."""
 log = logging.getLogger("moonpool.worker")

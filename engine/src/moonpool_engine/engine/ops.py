@@ -121,8 +121,8 @@ class QkNorm:
 class AttendRule(NamedTuple):
     """How a layer's attention differs from causal softmax over the whole context."""
 
-    window: int = 0  # tokens that a row sees, its own included; 0: all
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    window: int = 0  # tokens that a row sees, its own included; 0 means all
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 means that they stay
     sinks: Tensor | None = None  # [num_heads] float32: a score that takes weight but has no value
 
 

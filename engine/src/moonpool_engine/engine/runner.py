@@ -31,7 +31,6 @@ from moonpool_engine.engine.device import Model, choose_device_ops, with_graphs
 from moonpool_engine.engine.model import DecoderModel
 from moonpool_engine.engine.ops import KvCache, Ops, SplitOps
 from moonpool_engine.engine.parallel.tensor_model import ShardedModel
-from moonpool_engine.engine.pooling import pool, pooled_rows
 from moonpool_engine.engine.reference import ReferenceOps, ReferenceSplitOps
 from moonpool_engine.engine.sampler import draw_of, sample, score
 from moonpool_engine.engine.slices import INNER, LATENT_INNER, check_layout, sharded_inner
@@ -44,6 +43,8 @@ from moonpool_engine.engine.step import (
     drawing_rows,
     first_positions,
     plan_rows,
+    pool,
+    pooled_rows,
 )
 from moonpool_engine.engine.tokenizers import open_vocabulary
 

@@ -70,7 +70,7 @@ def sample(
 ) -> list[tuple[Token, ...]]:
     """Draws one token for each draw, and one more after each right draft.
 
-    A draw has 1 + its number of drafts rows, in order: each draws as if the tokens before it had
+    A draw with n drafts has n + 1 rows, in order. Each row draws as if the tokens before it had
     been drawn one by one, so no token depends on the drafts. logits: [rows, vocab] float32.
     positions: [draws], the places of the first new tokens in their sequences. grammars: needed by
     draws with structured output. Raises `NonFiniteLogitsError`.

@@ -27,7 +27,7 @@ class RopeSpec:
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn
-    rotary_dim: int = 0  # leading elements of a head that are rotated; 0: all of them
+    rotary_dim: int = 0  # leading elements of a head that are rotated; 0 means all of them
     factors: tuple[float, ...] = ()  # longrope: of each pair's wavelength
 
 
@@ -40,7 +40,7 @@ class LatentSpec:
     rope_dim: int
     nope_dim: int  # of each head's queries and keys, not rotated
     value_dim: int  # of each head
-    query_rank: int = 0  # of a latent of the queries; 0: none
+    query_rank: int = 0  # of a latent of the queries; 0 means none
     interleaved: bool = True  # rotated pairs are neighbours in the checkpoint
 
 
@@ -96,7 +96,7 @@ class ExpertSpec:
     shared_size: int = 0  # intermediate size of an MLP that all rows pass besides
     shared_gate: bool = False  # what it adds is weighted by a sigmoid of each row
     dense_layers: tuple[int, ...] = ()  # the layers with an MLP instead
-    own: tuple[int, int] | None = None  # the experts first .. end - 1 of one shard; None: all
+    own: tuple[int, int] | None = None  # the experts first .. end - 1 of one shard; None means all
 
     @property
     def own_experts(self) -> range:
@@ -139,7 +139,7 @@ class ModelSpec:
     logit_cap: float = 0.0  # 0: none
     score_scale: float = 0.0  # 0: head_dim ** -0.5
     score_cap: float = 0.0  # 0: none
-    windows: tuple[int, ...] = ()  # tokens that each layer's rows see, their own included; 0: all
+    windows: tuple[int, ...] = ()  # tokens that rows of each layer see, with their own; 0 means all
     local_rope: RopeSpec | None = None  # of layers with a window, if it is another
     no_rope: tuple[int, ...] = ()  # the layers without RoPE
     sinks: bool = False  # a score per head that takes weight from all tokens
@@ -211,12 +211,12 @@ class ModelSpec:
         return tuple(name for name, has in found.items() if has)
 
     def window_of(self, layer: int) -> int:
-        """The tokens that a row of the layer sees, its own included; 0: all."""
+        """The tokens that a row of the layer sees, its own included; 0 means all."""
         return self.windows[layer] if self.windows else 0
 
     @property
     def kept_tokens(self) -> int:
-        """The newest tokens whose KVCache later rows can see, their own included; 0: all."""
+        """The newest tokens whose KVCache later rows can see, their own included; 0 means all."""
         return max(self.windows) if self.windows and all(self.windows) else 0
 
     def scale(self) -> float:

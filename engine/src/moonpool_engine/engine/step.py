@@ -3,6 +3,10 @@
 A step mixes prefill chunks and decodes of any lengths; the engine treats both alike. The step's
 input is the scheduler's `StepEntry`, one per sequence. `plan_rows` checks that a step can run and
 lays its tokens out as rows. It never touches a block.
+
+The embedding of a prompt is a vector of length 1, made of its final hidden states (`pool`). A sum
+over the tokens is carried from chunk to chunk. It adds one token after the other in float64, so
+that its bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -173,3 +177,40 @@ def _block_tables(
     if tables.min() < 0 or tables.max() >= num_blocks:
         raise StepError(f"a block id lies outside 0..{num_blocks - 1}")
     return tables
+
+
+def pooled_rows(entry: StepEntry) -> int:
+    """How many of the entry's last rows its embedding needs."""
+    if entry.pooling == "mean":
+        return len(entry.new_token_ids)
+    return 1 if entry.pooling == "last" else 0
+
+
+def pool(entry: StepEntry, states: Tensor) -> bytes | Token:
+    """Returns the sum that the next step of the entry continues, or the finished embedding.
+
+    states: [pooled_rows(entry), hidden], any dtype. Raises `ArithmeticError` for states that are
+    not finite.
+    """
+    rows = states.detach().cpu().double().numpy()
+    total = np.frombuffer(entry.pooled, dtype="<f8") if entry.start and entry.pooled else None
+    if total is None:
+        total = np.zeros(rows.shape[1])
+    for row in rows:
+        total = total + row
+    if entry.draw is None:
+        return total.astype("<f8").tobytes()
+    return _embedding(total)
+
+
+def pool_last(state: Tensor) -> Token:
+    """The embedding that the last token's state [hidden] is. Raises as `pool`."""
+    return _embedding(state.detach().cpu().double().numpy())
+
+
+def _embedding(total: NDArray[np.float64]) -> Token:
+    if not np.isfinite(total).all():
+        raise ArithmeticError("the hidden states of a prompt contain NaN or infinity")
+    # The length does not depend on the number of tokens, so the sum serves for the mean.
+    unit = total / max(float(np.sqrt(np.square(total).sum())), 1e-300)
+    return Token(0, payload=unit.astype("<f4").tobytes())

@@ -7,8 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from moonpool.host_pool.block_space import Finder
-from moonpool.host_pool.framing import framed
-from moonpool.host_pool.messages import PoolMessage
+from moonpool.host_pool.messages import PoolMessage, framed
 from moonpool.host_pool.pool_group import BlockGroup
 from moonpool_engine.host_pool.space_host import SpaceHost
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from moonpool import __version__
 from moonpool.host_pool.block_space import BlocksFetched, BlocksFound, Finder
-from moonpool.host_pool.framing import is_own_user, read_message
 from moonpool.host_pool.messages import (
     PROTOCOL,
     TO_POOL,
@@ -42,7 +41,9 @@ from moonpool.host_pool.messages import (
     Reserved,
     Waiting,
     Watch,
+    is_own_user,
     keys_of,
+    read_message,
 )
 from moonpool.host_pool.places import is_served, make_own_folder
 from moonpool.host_pool.pool_group import GroupFound

@@ -25,8 +25,7 @@ import numpy as np
 from moonpool.types import BlockId, BlockKey
 from moonpool_engine.storage.io_threads import IoThreadPool, Task
 from moonpool_engine.storage.kept_memory import HEAD_BYTES
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import checksum_slice
+from moonpool_engine.transfer.arena import Arena, checksum_slice
 
 MAX_WAITING = 65_536
 """Tasks that may wait to be hashed. A block that finds no place is not kept."""

@@ -149,7 +149,7 @@ def encode_header(header: SlotHeader) -> bytes:
 
 
 def decode_header(data: bytes | memoryview) -> SlotHeader:
-    """Decodes the header at the begin of `data`, which may be truncated. Raises FormatError."""
+    """Decodes the header at the start of `data`, which may be truncated. Raises FormatError."""
     if len(data) < _SLOT.size or bytes(data[: len(_SLOT_MAGIC)]) != _SLOT_MAGIC:
         raise FormatError("no slot begins here")
     fields = _SLOT.unpack_from(data)

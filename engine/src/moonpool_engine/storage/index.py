@@ -192,7 +192,7 @@ def read_index(folder: Path) -> tuple[Held, int] | None:
 
 
 def scan_slots(folder: Path, geometry: Geometry) -> tuple[Held, int]:
-    """Returns the same from the slots' headers. Reads a page or so of each. Raises OSError."""
+    """Returns what `read_index` returns, from the headers of the slots. Raises OSError."""
     held: Held = {}
     for number, path in segments_in(folder).items():
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

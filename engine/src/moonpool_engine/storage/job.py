@@ -66,7 +66,8 @@ class JobListener(Protocol):
     """Gets the progress of a job until its end. Must not block."""
 
     def parts_done(self, num_parts: int, seconds: float) -> None:
-        """The first `num_parts` parts of all blocks are verified; 0: the first thread has begun."""
+        """The first `num_parts` parts of all blocks are verified; 0 means that the first thread
+        has begun."""
         ...
 
     def broken(self) -> None:

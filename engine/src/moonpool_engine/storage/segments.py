@@ -83,7 +83,7 @@ class Segments:
         self._drop_pages(fd, offset, wanted)
 
     def read(self, first_slot: int, buffers: Sequence[memoryview], skip_bytes: int = 0) -> int:
-        """Fills the buffers from `skip_bytes` after the begin of `first_slot`. Returns the bytes
+        """Fills the buffers from `skip_bytes` after the start of `first_slot`. Returns the bytes
         read: fewer, or 0, if the segment is truncated or missing. Raises OSError."""
         geometry = self.geometry
         offset = geometry.offset(first_slot) + skip_bytes

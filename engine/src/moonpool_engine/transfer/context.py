@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from moonpool.protocol.transfer_events import MessengerEvent
 from moonpool.types import BlockId, InstanceId
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import DeferredChecksums
+from moonpool_engine.transfer.arena import Arena, DeferredChecksums
 from moonpool_engine.transfer.connection import Connection
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.reshard import ShardView

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from moonpool.link.auth import AuthError
 from moonpool.protocol.transfer_events import PeerAddress, SendEnded
 from moonpool.types import InstanceId
-from moonpool_engine.transfer.checksums import DeferredChecksums
+from moonpool_engine.transfer.arena import DeferredChecksums
 from moonpool_engine.transfer.connection import CancellableConnection, Connection
 from moonpool_engine.transfer.connection_pool import Completion, ConnectionPool, Connector
 from moonpool_engine.transfer.context import SliceRef, TransferContext

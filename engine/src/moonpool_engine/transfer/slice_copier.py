@@ -15,8 +15,7 @@ from array import array
 from collections.abc import Callable
 from typing import Protocol
 
-from moonpool_engine.transfer.arena import Arena, ArenaError, PeerArena
-from moonpool_engine.transfer.checksums import Checksum, checksum_slice
+from moonpool_engine.transfer.arena import Arena, ArenaError, Checksum, PeerArena, checksum_slice
 from moonpool_engine.transfer.errors import PeerGoneError, ProtocolError, TransportError
 from moonpool_engine.transfer.frame_socket import FrameSocket
 from moonpool_engine.transfer.slice_receiver import GROUP_BYTES, SliceReceiver
@@ -289,7 +288,7 @@ class NativeSliceCopier:
     def _copy_read_ahead(
         self, read_ahead: memoryview, offers: bytes, receiver: SliceReceiver
     ) -> None:
-        """Copies the begin of the slices, which the socket has read together with the message."""
+        """Copies the start of the slices, which the socket has read together with the message."""
         if not read_ahead:
             return
         size, buffer = receiver.arena.slice_bytes, receiver.arena.buffer

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from moonpool.log_limit import limited_logger
 from moonpool.types import BlockId
-from moonpool_engine.transfer.arena import Arena
-from moonpool_engine.transfer.checksums import DeferredChecksums, checksum_slice, has_deferred
+from moonpool_engine.transfer.arena import Arena, DeferredChecksums, checksum_slice, has_deferred
 from moonpool_engine.transfer.counters import Counters
 from moonpool_engine.transfer.errors import PeerGoneError, ProtocolError
 from moonpool_engine.transfer.reshard import NOWHERE, ReshardPlan, ShardView, reshard_plan

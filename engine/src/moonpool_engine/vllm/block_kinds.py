@@ -20,8 +20,8 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """`window_blocks` before its end are what a prefix needs; 0: all. Layers' slices in a block of
-    the kind are in the order of its groups, and within a group as in the layout."""
+    """`window_blocks` before its end are what a prefix needs; 0 means all. Layers' slices in a
+    block of the kind are in the order of its groups, and within a group as in the layout."""
 
     index: int
     window_blocks: int
@@ -72,7 +72,7 @@ def windows_of(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
 
 
 def window_blocks(group: CacheGroup) -> int:
-    """How many blocks before its end a prefix needs; 0: all. A token sees itself and the
+    """How many blocks before its end a prefix needs; 0 means all. A token sees itself and the
     `window_tokens - 1` before it."""
     if group.window_tokens is None:
         return 0

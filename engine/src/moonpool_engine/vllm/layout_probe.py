@@ -30,7 +30,8 @@ MOST_NOISE = 0.05
 none."""
 NOISE_MARGIN = 4.0
 LEAST_EFFECT = 10.0
-"""What blocks that were not copied change has to be more than this many times the tolerance."""
+"""The check computes over blocks that were not copied, too. The difference that they make must be
+more than this many times the tolerance."""
 
 Outcome = list[Logprobs]
 """The outcome of each prompt; empty on a rank without the last layer, which judges bytes alone."""
@@ -156,8 +157,8 @@ class _Probe:
                 self.wrong.append(f"layer {layer}: a copy of a block wrote into another one")
 
     def _copy(self, prompt: ProbePrompt, places: Places) -> None:
-        """The blocks of a prompt's prefix: out into the host's memory, and from there to `places`.
-        What the mover refuses is wrong."""
+        """Copies the blocks of a prompt's prefix to the host's memory, and from there to `places`.
+        Records an error if the mover refuses."""
         groups = self._layout.groups
         sources, targets = (prompt.prefix_of(p, groups) for p in (prompt.computed, places))
         for group, here, there in zip(groups, sources, targets, strict=True):
@@ -223,8 +224,8 @@ class _Probe:
 
 
 def difference(one: Outcome, other: Outcome) -> float:
-    """The largest between the log-probabilities of two outcomes. A token that only one of them has
-    is at most as likely as the last of the other."""
+    """The largest difference between the log-probabilities of two outcomes. A token that only one
+    of them has is at most as likely as the last of the other."""
     found = 0.0
     for a, b in zip(one, other, strict=True):
         if not all(map(math.isfinite, (*a.values(), *b.values()))):

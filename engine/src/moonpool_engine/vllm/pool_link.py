@@ -23,8 +23,8 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from moonpool.host_pool.framing import FRAMES, framed, is_own_user
 from moonpool.host_pool.messages import (
+    FRAMES,
     FROM_POOL,
     AttachRank,
     ClientMessage,
@@ -33,6 +33,8 @@ from moonpool.host_pool.messages import (
     PoolMessage,
     PoolRefused,
     RankAttached,
+    framed,
+    is_own_user,
 )
 from moonpool.retry_delays import RetryDelays
 from moonpool.types import MALFORMED

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from moonpool.protocol.block_hash import KEY_BYTES, extend_keys, root_key
+from moonpool.protocol.block_layout import KEY_BYTES, extend_keys, root_key
 from moonpool.types import BlockKey
 
 

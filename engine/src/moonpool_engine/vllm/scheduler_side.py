@@ -165,7 +165,8 @@ class SchedulerSide:
             self._search(self._state(request))
 
     def matched_tokens(self, request: Any, num_computed: int) -> int | None:
-        """Returns how many tokens after `num_computed` can be loaded; None: ask again later."""
+        """Returns how many tokens after `num_computed` can be loaded; None says to ask again
+        later."""
         if not self._group:
             return 0
         state = self._state(request)

@@ -85,8 +85,8 @@ class SpaceClient:
     # Loads
 
     def memory(self) -> SpaceMemory | None:
-        """Where the pool's blocks are, also of one that has just gone, or None if there was
-        none."""
+        """Where the blocks of the pool are, or those of the last pool if it has just gone. None if
+        there was no pool."""
         self._memory = self._link.memory or self._memory
         return self._memory
 

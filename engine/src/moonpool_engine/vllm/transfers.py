@@ -33,9 +33,9 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoreSpec:
-    """Full blocks of a request, the first at index `first` of its prompt. They keep their content
-    until the request is preempted, or its end is allowed by the worker; those of groups with a
-    window until all ranks have reported `number`."""
+    """Full blocks of a request, the first at index `first` of its prompt. Blocks keep their content
+    until the request is preempted, or until the worker allows its end. Blocks of groups with a
+    window keep it until all ranks have reported `number`."""
 
     req_id: str
     first: int

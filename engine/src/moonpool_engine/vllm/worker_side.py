@@ -55,7 +55,7 @@ class WorkerSide:
         self._pending: dict[str, int] = {}
         self._storing: StoreSpec | None = None  # what the thread of stores has taken
         self._is_copying = False  # whether it reads vLLM's blocks now
-        self._is_given_up = False  # whether it must not begin to, any more
+        self._is_given_up = False  # whether the thread must not begin to copy it
         self._finished: set[str] = set()
         self._closing = False
         self.counts = {"stored": 0, "dropped": 0, "spared": 0, "loaded": 0, "wrong": 0}

@@ -15,8 +15,7 @@ import torch
 
 from moonpool.config.tables import ConfigError, ParallelConfig, SpeculativeConfig
 from moonpool.cores import CoreShare, pin_thread, usable_cores
-from moonpool.cost.derived import pipelined
-from moonpool.cost.fitted import FittedCost
+from moonpool.cost.fitted import FittedCost, pipelined
 from moonpool.plugins.policies import load_eviction
 from moonpool.protocol.block_layout import DTYPE_BYTES, BlockLayout
 from moonpool.protocol.frames import Setup

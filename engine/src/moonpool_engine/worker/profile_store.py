@@ -197,7 +197,7 @@ def _read(path: Path) -> list[StepSample]:
 
 
 def _decoded(path: Path) -> StoredProfile | None:
-    """None: there is none, or it is damaged. Earlier releases wrote the samples alone."""
+    """Returns None if the file is absent or damaged. Earlier releases wrote the samples alone."""
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=StoredProfile | list[StepSample])
     except FileNotFoundError:

@@ -42,8 +42,7 @@ from moonpool.scheduler.actions import (
     WorkerAction,
     WorkerEvent,
 )
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool_engine.attention_offload.remote_messenger import Event, RemoteAttentionMessenger
 from moonpool_engine.engine.gguf.shared_weights import SharedWeights
 from moonpool_engine.engine.parallel.pipeline import PipelineEngine
@@ -54,11 +53,12 @@ from moonpool_engine.worker.engine_thread import (
     PATIENCE_S,
     DomainNotice,
     EngineThread,
+    LayerGates,
     PipelineThread,
     StepWatchdog,
 )
 from moonpool_engine.worker.instance_boot import BootedInstance, boot_instance
-from moonpool_engine.worker.transfers import LayerGates, storage_by, transfers_by
+from moonpool_engine.worker.transfers import storage_by, transfers_by
 
 log = logging.getLogger("moonpool.worker")
 

@@ -1,4 +1,4 @@
-"""Finds the folders of a checkout that are no part of the package: benchmarks and papers."""
+"""Finds the folders of a checkout that are not part of the package: benchmarks and papers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moonpool.cli.inputs import report_skipped
+from moonpool.cli.inputs import open_catalogue_and_profile, report_skipped
 from moonpool.cli.options import (
     COUNT,
     POSITIVE,
@@ -26,7 +26,7 @@ from moonpool.cli.options import (
     trace_option,
 )
 from moonpool.cli.output import check_folders, one_line, origin, write_json
-from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, open_hardware, read_cluster
+from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
 from moonpool.config.tables import ADMISSIONS, Config, ConfigError
 from moonpool.gc_tuning import rare_collections
 
@@ -99,6 +99,7 @@ def oracle(
     Two figures frame the optimum: a bound that no schedule on this cluster exceeds, and the best
     run of the simulator that a search finds with an admission that knows the future.
     """
+    from moonpool.sim.hardware.build import build_hardware
     from moonpool.sim.settings import SimulationSettings
     from moonpool.trace.row import TraceError
     from moonpool_lab.oracle.bound import upper_bound
@@ -108,7 +109,8 @@ def oracle(
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     check_folders(json_file)
     with one_line(TraceError, ConfigError):
-        hardware = open_hardware(config, catalogue_file, 1.0, 1.0)
+        catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
+        hardware = build_hardware(config, profile, catalogue, 1.0, 1.0)
         arrivals = _read_arrivals(trace_file, config, hardware, requests, speed, scale)
         demand, resources = limits_of(config, hardware, arrivals, noise)
         bound = upper_bound(demand, resources)

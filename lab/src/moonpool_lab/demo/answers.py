@@ -53,7 +53,7 @@ COLUMNS = (
     *("SSD", "prefill on", "decode on"),
 )
 TEXTS = ("user", "asked", "right", "prefill on", "decode on")
-"""The columns that are no numbers."""
+"""The columns that are not numbers."""
 
 
 @dataclass(slots=True)

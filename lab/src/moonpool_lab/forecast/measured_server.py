@@ -16,10 +16,10 @@ from time import monotonic
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
-from moonpool.cost.step_curves import with_decode_curve
-from moonpool.distributions.quantiles import rank_above
+from moonpool.distributions import rank_above
 from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
+from moonpool_lab.profiling.decode_curve import with_decode_curve
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
 """Shares of the measuring time for each kind of measurement; the rest fills the cache."""

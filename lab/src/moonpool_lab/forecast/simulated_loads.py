@@ -60,8 +60,8 @@ class SimulatedServer:
     def __init__(
         self, measured: MeasuredServer, described: dict[str, Any] | None, trace: TraceRows
     ) -> None:
-        """`described`: the configuration that a moonpool server shows of itself; None: another
-        server. Raises ConfigError, TraceError."""
+        """`described`: the configuration that a moonpool server shows of itself; None means that
+        another server. Raises ConfigError, TraceError."""
         self._trace = trace
         self._folder = tempfile.TemporaryDirectory()
         profile = Path(self._folder.name) / "profile.json"

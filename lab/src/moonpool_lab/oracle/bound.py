@@ -9,7 +9,7 @@ interval. So for each resource (`Resource`) and each interval,
 Requests that are all served or not at all, on instances that serve one thing at a time, in caches
 that lose blocks and over links that take time, meet all these constraints. So the most that they
 allow is a bound. Constraints are added where the solution breaks them most, until it breaks none by
-much; each round's solution is a bound by itself.
+much; the solution of each round is a bound.
 
 The solver is not trusted. Any prices >= 0 of the constraints give a bound (`price_bound`): what all
 capacities cost, plus what requests are worth above what their work costs. The solver only proposes

@@ -16,7 +16,7 @@ from functools import reduce
 import numpy as np
 
 from moonpool.config.tables import Config, ConfigError
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, SHARED_CHUNK_TOKENS
+from moonpool.cost.model import CHUNKED_STEP_SHARE, SHARED_CHUNK_TOKENS
 from moonpool.sim.hardware.build import Hardware, NodeHardware
 from moonpool.sim.workload import Arrival
 from moonpool.trace.row import MAX_LENGTH_TOKENS

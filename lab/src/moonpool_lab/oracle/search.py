@@ -37,7 +37,7 @@ FIRST_SHARE = 0.25
 """Share of the requests left out that the first batch adds."""
 LEAST_BATCH = 4
 SPREAD = 0.2
-"""How far the order of candidates is shuffled, as a share of the differences in promise."""
+"""How much noise shuffles the order of candidates, as a share of the differences between them."""
 
 Chosen = frozenset[int]
 WITHOUT_WAIT = " (no wait)"

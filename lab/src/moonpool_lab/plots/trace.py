@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from moonpool.distributions.quantiles import nearest_rank
+from moonpool.distributions import nearest_rank
 from moonpool.trace.statistics import TraceStatistics
 from moonpool_lab.plots.style import BLUE, ORANGE, SOFT, drawing
 

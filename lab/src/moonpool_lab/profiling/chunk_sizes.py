@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
 from moonpool.cost.fitted import ChunkChoice, FittedCost, Profile
-from moonpool.cost.model import Chunk
-from moonpool.cost.step_curves import saturation_tokens
+from moonpool.cost.model import CHUNKED_STEP_SHARE, Chunk
 from moonpool.scheduler.batching.chunk_budget import token_budget
+
+SATURATED = 0.95  # share of the highest throughput
 
 
 def recommend(
@@ -56,3 +56,12 @@ def _choose(
         step_s=seconds,
         holds=seconds <= tbt_s,
     )
+
+
+def saturation_tokens(curve: Mapping[int, float], tile_tokens: int = 1) -> int:
+    """Returns the smallest measured chunk of whole tiles whose throughput is at least SATURATED of
+    the highest (SARATHI section 4.3 and Fig. 4)."""
+    rates = {tokens: tokens / seconds for tokens, seconds in curve.items()}
+    aligned = {t: rate for t, rate in rates.items() if t % tile_tokens == 0} or rates
+    highest = max(aligned.values())
+    return min(tokens for tokens, rate in aligned.items() if rate >= SATURATED * highest)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import fsum
 
 from moonpool.cost.fitted import DecodeSpread, FittedCost
-from moonpool.cost.step_curves import equally_likely
 from moonpool.types import Struct
 
 MOST = 20.0
 """Largest ratio: a longer step was delayed by something outside the model."""
+
+
+NUM_RATIOS = 32
 
 
 class RehearsedRequest(Struct, frozen=True):
@@ -78,3 +81,19 @@ def _computing(answers: Sequence[RehearsedRequest], at_s: float) -> set[str]:
     return found | {
         o.prefill_instance for o in answers if o.prefill_began_s <= at_s <= o.prefill_ended_s
     }
+
+
+def equally_likely(ratios: Sequence[float]) -> tuple[float, ...]:
+    """Reduces ratios (the time of a single step over its usual time) to NUM_RATIOS equally likely
+    values in rising order with the same mean. Empty if there are fewer ratios than that.
+
+    A serving machine runs a head, a client, transfers and a kernel beside the engine. A mean alone
+    would make all gaps equal, so no quantile of gaps would be right. A simulation draws from these
+    ratios.
+    """
+    if len(ratios) < NUM_RATIOS:
+        return ()
+    found = sorted(ratios)
+    share = len(found) / NUM_RATIOS
+    parts = (found[int(i * share) : int((i + 1) * share)] for i in range(NUM_RATIOS))
+    return tuple(fsum(part) / len(part) for part in parts)

@@ -126,7 +126,7 @@ class LiveWorkload(Struct, frozen=True):
     scale: Fraction = Fraction(1, 32)
     seed: int = 1
     trace_file: str = ""
-    longest_tokens: int = 0  # of prompt and answer, scaled; longer requests are left out; 0: none
+    longest_tokens: int = 0  # longer requests, scaled, are left out; 0 leaves out none
     burst: float = 1.0
     """How much denser arrivals are in the first fifth of every ten seconds; at most 5."""
     prompts: int = 0

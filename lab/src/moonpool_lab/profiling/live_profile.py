@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from moonpool.cost.fitted import DecodeSample, FittedCost, PrefillSample, fit_cost
-from moonpool.cost.step_curves import with_decode_curve
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.http_client.trust import untrusted_hint
 from moonpool.request_record import RequestRecord
 from moonpool.types import RequestId
+from moonpool_lab.profiling.decode_curve import with_decode_curve
 from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
@@ -439,7 +439,7 @@ def prefill_time_s(stages_s: Mapping[str, float], least_start_s: float) -> float
     """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
     their placement.
 
-    On a busy machine, the reports of its begin and its end may reach the head together. Its time
+    On a busy machine, the reports of its start and its end may reach the head together. Its time
     then lies before the first report, which is late.
     """
     return stages_s["prefill"] + stages_s["queue_and_fetch"] - least_start_s

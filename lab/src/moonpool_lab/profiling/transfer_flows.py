@@ -36,7 +36,7 @@ _CHUNK_BYTES = 256 << 10
 class FlowLimit:
     """A relay from `port` on the loopback to the real address, until closed.
 
-    The kernel paces answers, for each connection by itself; requests are not paced.
+    The kernel paces the answers of each connection. Requests are not paced.
     """
 
     def __init__(self, host: str, port: int, bytes_per_s: int) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 
 from moonpool.config.slo import SloClass, SloConfig
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
 from moonpool.request_record import RequestRecord
 from moonpool.sim.metrics import Collector

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from moonpool.config.slo import SloClass, SloConfig
-from moonpool.distributions.quantiles import rounded
+from moonpool.distributions import rounded
 from moonpool.http_client.client import HttpClient
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.sim.outcome import request_figures

@@ -53,8 +53,8 @@ class Phase(msgspec.Struct):
 
     @property
     def unexplained(self) -> int:
-        """Answers with a difference that is not a near-tie, except those for which nothing
-        tells."""
+        """Answers that differ by more than a near-tie, without those for which no logprobs show
+        it."""
         return sum(self.kinds[kind] for kind in ("wrong", "missing", "doubled"))
 
 

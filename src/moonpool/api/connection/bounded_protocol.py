@@ -19,7 +19,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moonpool.api.connection.connection_limit import MAX_LINGERING, ConnectionLimit
-from moonpool.api.connection.resumption import accepted_bytes
+from moonpool.api.connection.kept_stream import accepted_bytes
 from moonpool.api.sharing.shared_buffer import party_of
 from moonpool.log_limit import limited_logger
 
@@ -36,7 +36,8 @@ MAX_IGNORED_BYTES = 1 << 20
 """Most bytes of a body that no handler reads."""
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 4 << 20
-"""After its last response a connection waits so long, and reads so much, for its client to read the
+"""After its last response a connection waits this long, and reads this much, for its client to
+read the
 response: a connection that is closed with bytes unread is reset, and its response may be lost."""
 UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
@@ -69,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whose connection it is in this process: the address, or the tenant of the last request.
         """
         self._address = ""  # as a party
-        self._tenant = ""  # of the last request; "" if the server has no others
+        self._tenant = ""  # of the last request; "" if the server has no tenants
         self._in_header = True
         self._has_begun = False  # the first line of the present request has
         self._loose_bytes = 0  # of the present request, outside of its body

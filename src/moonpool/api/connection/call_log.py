@@ -20,7 +20,7 @@ RECORDS = Framing("<")
 
 class StreamKeeper(Protocol):
     """The party that outlives this head and holds what its successor needs. Parties share its room
-    as that of a `SharedBuffer`."""
+    like that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         """Holds duplicates of both. Returns their number, or None if there is no room."""

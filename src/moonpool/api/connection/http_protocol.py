@@ -16,11 +16,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from moonpool.api.connection.bounded_protocol import BoundedProtocol
 from moonpool.api.connection.call_log import StreamKeeper
 from moonpool.api.connection.connection_limit import ConnectionLimit, most_connections
-from moonpool.api.connection.half_read import HalfRead
 from moonpool.api.connection.kept_answers import KeptAnswers, Known
-from moonpool.api.connection.kept_stream import KeptStream, Opening, StreamFacts
-from moonpool.api.connection.resumption import ResumedTransport, accepted_bytes, request_bytes
-from moonpool.api.connection.work_mark import MarkedWork, WorkMark
+from moonpool.api.connection.kept_stream import (
+    HalfRead,
+    KeptStream,
+    Opening,
+    ResumedTransport,
+    StreamFacts,
+    accepted_bytes,
+    request_bytes,
+)
+from moonpool.api.connection.poison import MarkedWork, WorkMark
 from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
@@ -59,7 +65,7 @@ class LimitedProtocol(BoundedProtocol):
         if self._half_read is None and self._resumed is None:
             self._keep_half_read()  # before anything arrives: what is not read is lost, too
         with self._marked():
-            for piece in self._received_before:  # now: what the kernel has comes after it
+            for piece in self._received_before:  # earlier than what the kernel has
                 self._parse(piece)
         self._received_before.clear()
 
@@ -177,7 +183,7 @@ class LimitedProtocol(BoundedProtocol):
         num_returns: int = 0,
         num_ended: int = 0,
     ) -> KeptStream | None:
-        """Keeps the call that is being answered. None: it cannot be kept."""
+        """Keeps the call that is being answered. Returns None if it cannot be kept."""
         self._drop_kept()
         base = None if self.pipeline else self._sent_bytes()
         may_return = digest and not self.transport.is_closing()

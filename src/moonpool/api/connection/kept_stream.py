@@ -2,21 +2,29 @@
 
 It is a log in anonymous memory, which the supervisor holds together with the client's socket. An
 increment is logged before its bytes are sent. Everything else that a response contains follows from
-the log, so a successor makes the same bytes again, and sends those that its kernel lacks.
+the log, so a successor makes the same bytes again, and sends those that its kernel lacks. A request
+that arrives in several pieces has a log of its own until it is complete (`HalfRead`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import hashlib
+import os
 import secrets
+import socket
+import struct
+import termios
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
 from moonpool.api.connection.call_log import RECORDS, CallLog, StreamKeeper
-from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders
-from moonpool.api.connection.work_mark import WorkMark
+from moonpool.api.connection.poison import INSTANCES_ENDED, MAX_ENDED, Enders, WorkMark
 from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.refusal import Refusal
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
@@ -356,3 +364,135 @@ def digest_of(path: str, body: bytes) -> bytes:
     made = hashlib.blake2b(path.encode() + b"\0", digest_size=16)
     made.update(body)
     return made.digest()
+
+
+_BYTES_ACKED = 120
+"""Offset of `tcpi_bytes_acked` in Linux's `struct tcp_info`."""
+_U64 = struct.Struct("=Q")
+_I32 = struct.Struct("=i")
+_MAX_LOOKS = 1000
+_NOT_REPEATED = (b"content-length", b"transfer-encoding", b"expect")
+
+
+def accepted_bytes(fd: int) -> int:
+    """Returns how many bytes the kernel has accepted on a TCP socket, counted from a start that is
+    fixed per connection. Raises OSError if the kernel does not count them.
+
+    Bytes are accepted when they are acknowledged or still in the kernel's queue.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(fd)) as sock:
+        acked = _acked(sock)
+        for _ in range(_MAX_LOOKS):
+            queued = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+            before, acked = acked, _acked(sock)
+            if before == acked:  # else an acknowledgement came between the two looks
+                return acked + int(_I32.unpack(queued)[0])
+    raise OSError("the connection's counters keep changing")
+
+
+def _acked(sock: socket.socket) -> int:
+    if not hasattr(socket, "TCP_INFO"):
+        raise OSError("this kernel does not count acknowledged bytes")
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if len(info) < _BYTES_ACKED + _U64.size:
+        raise OSError("this kernel does not count acknowledged bytes")
+    return int(_U64.unpack_from(info, _BYTES_ACKED)[0])
+
+
+def request_bytes(scope: Scope, body: bytes) -> bytes:
+    """Returns a request as a client would send it whose body has arrived."""
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    version = scope["http_version"].encode()
+    lines = [b"%b %b%b HTTP/%b" % (scope["method"].encode(), scope["raw_path"], query, version)]
+    lines += [b"%b: %b" % pair for pair in scope["headers"] if pair[0] not in _NOT_REPEATED]
+    lines.append(b"content-length: %d" % len(body))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+class ResumedTransport:
+    """A transport that does not send its first bytes, because the client was sent them before."""
+
+    def __init__(self, transport: asyncio.Transport, num_sent: int) -> None:
+        self._transport = transport
+        self._num_left = num_sent
+
+    def write(self, data: bytes) -> None:
+        if self._num_left:
+            num_skipped = min(self._num_left, len(data))
+            self._num_left -= num_skipped
+            data = data[num_skipped:]
+        if data:
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+_START = struct.Struct("<9sQ")
+_MARK = b"half-read"
+"""Begins the first record. No opening of a kept call begins so: it is a map in msgpack."""
+
+
+class HalfRead:
+    """The log of one request that is arriving: each record is a piece of it. A request that arrives
+    in one piece needs none, because its call is kept before its head does anything else."""
+
+    def __init__(self, call_log: CallLog, base: int) -> None:
+        """`base`: as in `Opening`."""
+        self.base = base
+        self.received: list[bytes] = []  # by earlier heads
+        self.num_ended = 0
+        """Heads that the request has ended."""
+        self._log = call_log
+
+    @classmethod
+    def begin(
+        cls, keeper: StreamKeeper, socket_fd: int, base: int, party: str = ""
+    ) -> HalfRead | None:
+        """Keeps a request of which nothing is logged yet. Returns None if there is no room for
+        it."""
+        call_log = CallLog.begin(keeper, socket_fd, _START.pack(_MARK, base), party)
+        return None if call_log is None else cls(call_log, base)
+
+    @staticmethod
+    def is_in(call_log: CallLog) -> bool:
+        """Whether the log of an earlier head is that of a request that was arriving."""
+        return bool(call_log.records) and call_log.records[0].startswith(_MARK)
+
+    @classmethod
+    def take_over(
+        cls, call_log: CallLog, party: str = "", num_ended: int = 0, num_killed: int = 0
+    ) -> HalfRead:
+        """`num_ended`, `num_killed`: as in `kept_stream.TakenOver`. Raises ValueError if the log is
+        damaged, or too many heads have died with the request."""
+        first, *records = call_log.records
+        if len(first) != _START.size:
+            raise ValueError("the log of a request is damaged")
+        half_read = cls(call_log, _START.unpack(first)[1])
+        half_read.num_ended = num_ended + num_killed
+        half_read.received = [record for record in records if record]
+        num_heads = 1 + len(records) - len(half_read.received)
+        if num_heads > MAX_FRUITLESS:
+            raise ValueError(f"{num_heads} heads ended while they read this request")
+        call_log.belong_to(party)
+        call_log.append(b"")  # stands for a further head
+        return half_read
+
+    @property
+    def party(self) -> str:
+        """Who has the room that the log takes."""
+        return self._log.party
+
+    @property
+    def number(self) -> int:
+        """The keeper's number of this log."""
+        return self._log.number
+
+    def note(self, data: bytes) -> None:
+        """Logs bytes. Call it before they are parsed."""
+        if data:
+            self._log.append(data)
+
+    def drop(self) -> None:
+        """Notes that the call is kept elsewhere from now on, or no longer has to be."""
+        self._log.drop()

@@ -38,14 +38,14 @@ def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
 
 
 class Silence:
-    """Watches one stream between `heard` and `listens`. Its time is that between two looks, so that
-    an increment costs no look at a clock."""
+    """Watches one stream between `heard` and `listens`. A periodic look measures the time, so
+    that an increment need not read a clock."""
 
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
     ) -> None:
-        """A comment comes after one to two periods of silence; 0: none comes. `next_comment`
-        returns it; empty: there is none yet."""
+        """A comment comes after one to two periods of silence; 0 means that none comes.
+        `next_comment` returns it; empty means that there is none yet."""
         self._context = context
         self._period_s = period_s
         self._next_comment = next_comment

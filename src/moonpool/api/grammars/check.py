@@ -12,8 +12,7 @@ import signal
 from collections import OrderedDict
 
 from moonpool.api.grammars.check_process import TOO_COMPLEX, TOO_LONG
-from moonpool.api.helpers.helper import Helper
-from moonpool.api.helpers.process import HelperEndedError, HelperProcess
+from moonpool.api.helpers.process import Helper, HelperEndedError, HelperProcess
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.api.sharing.shared_buffer import oldest_of_most
 from moonpool.api.structured_output import unusable

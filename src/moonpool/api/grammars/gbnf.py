@@ -1,8 +1,8 @@
 """Converts a grammar in GBNF to Lark, which llguidance reads.
 
 GBNF is the notation of llama.cpp and of vLLM's examples (xgrammar's EBNF): rules `name ::= ...`, of
-which `root` is the whole. A rule that does not lead back to itself becomes one terminal, whose text
-is matched as by one regular expression; the others become rules between such.
+which `root` is the whole. A rule that does not lead back to itself becomes one terminal, which
+matches like a regular expression. The other rules become rules over these terminals.
 """
 
 from __future__ import annotations

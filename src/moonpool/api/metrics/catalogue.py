@@ -8,6 +8,7 @@ Prometheus sees no increase in a series whose first value is 1.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from moonpool.api.metrics.labels import (
@@ -29,17 +30,17 @@ from moonpool.types import Struct
 Kind = Literal["counter", "gauge", "histogram"]
 
 
-class MetricSpec(Struct, frozen=True):
+class MetricSpec(Struct, frozen=True, kw_only=False):
     """One metric. `meaning` is its help text. `label`: the label besides model and engine; `known`:
     values of it that are always there. `bounds`: of a histogram's buckets."""
 
     name: str
-    kind: Kind
     meaning: str
     raised_by: str
     label: str = ""
     known: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+    kind: Kind = "gauge"
 
     @property
     def exported_name(self) -> str:
@@ -47,33 +48,14 @@ class MetricSpec(Struct, frozen=True):
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
-def _gauge(
-    name: str, meaning: str, raised_by: str, label: str = "", known: tuple[str, ...] = ()
-) -> MetricSpec:
-    return MetricSpec(
-        name=name, kind="gauge", meaning=meaning, raised_by=raised_by, label=label, known=known
-    )
-
-
-def _counter(
-    name: str, meaning: str, raised_by: str, label: str = "", known: tuple[str, ...] = ()
-) -> MetricSpec:
-    return MetricSpec(
-        name=name, kind="counter", meaning=meaning, raised_by=raised_by, label=label, known=known
-    )
+_gauge = MetricSpec
+_counter = partial(MetricSpec, kind="counter")
 
 
 def _histogram(
     name: str, meaning: str, raised_by: str, bounds: tuple[float, ...], label: str = ""
 ) -> MetricSpec:
-    return MetricSpec(
-        name=name,
-        kind="histogram",
-        meaning=meaning,
-        raised_by=raised_by,
-        label=label,
-        bounds=bounds,
-    )
+    return MetricSpec(name, meaning, raised_by, label, bounds=bounds, kind="histogram")
 
 
 _FIRST = "the first token of a request, or its embedding; not again after a retry"
@@ -583,7 +565,7 @@ CACHE_COUNTS = (
     ),
 )
 OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
-"""Their samples are there where vLLM servers are (see `engine_caches`)."""
+"""Their samples are there where vLLM servers are (see `EngineCaches`)."""
 
 
 def catalogue_table() -> str:

@@ -1,7 +1,7 @@
 """The values of the metrics of one head, and their text for Prometheus.
 
 The head pushes all numbers. A sample costs one bisection and no lock: everything runs on the head's
-event loop, and the text is built when it is scraped.
+event loop, and the text is built when it is scraped (`api.models.metrics_text`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import generate_latest
-from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from moonpool.api.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, INFO, MetricSpec
@@ -64,11 +61,10 @@ class PrometheusHistogram:
 
 
 class ServerMetrics(Collector):
-    """All metrics of the catalogue, by name (without `_total`). `text()` renders them."""
+    """All metrics of the catalogue, by name (without `_total`)."""
 
     def __init__(self, model_name: str):
         self._model_name = model_name
-        self._registry = CollectorRegistry(auto_describe=False)
         self._values: dict[str, dict[str, float]] = {
             spec.name: dict.fromkeys(spec.known if spec.label else ("",), 0.0)
             for spec in (*GAUGES, *COUNTERS)
@@ -79,8 +75,6 @@ class ServerMetrics(Collector):
         }
         self._bounds = {spec.name: spec.bounds for spec in HISTOGRAMS}
         self._cache_labels: tuple[str, ...] | None = None
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
 
     def rename(self, model_name: str) -> None:
         """Sets the label of all samples."""
@@ -123,9 +117,6 @@ class ServerMetrics(Collector):
         self._cache_labels = numbers if num_blocks else None
 
     # The Prometheus collector
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         for spec in GAUGES:

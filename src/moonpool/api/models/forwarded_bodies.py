@@ -129,7 +129,8 @@ class ForwardedReader:
         self._encode = encode
 
     def media(self, raw: bytes) -> EstimatedPrompt | None:
-        """Reads a body of an API with messages. None: they hold no images or sounds."""
+        """Reads a body of an API with messages. Returns None if they hold no images
+        or sounds."""
         body = decode_body(_MEDIA, raw)
         said = body.messages if body.messages is not None else body.input
         if not isinstance(said, list):

@@ -1,5 +1,5 @@
 """Calls that a vLLM server answers from the client's own body: with images or sounds, with answers
-in which it finds tool calls or reasoning by itself, or for models that generate nothing.
+in which the server itself finds tool calls or reasoning, or for models that generate nothing.
 
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
 before the first part of its response, another one gets the call. After that, an error ends it.
@@ -34,8 +34,8 @@ from moonpool.api.models.forwarded_bodies import FORWARDED, ForwardedBody, may_h
 from moonpool.api.preparation import PreparedCall
 from moonpool.api.program_identity import program_of
 from moonpool.api.resume.event_ids import HEADER as EVENT_ID
-from moonpool.api.resume.resumed_events import HEADER as NUM_TOKENS
-from moonpool.api.resume.resumed_events import resume_tokens
+from moonpool.api.resume.event_ids import RESUME as NUM_TOKENS
+from moonpool.api.resume.event_ids import resume_tokens
 from moonpool.api.sampling import check_range
 from moonpool.api.serving_backend import Output, RequestRefused
 from moonpool.protocol.messages import ForwardedCall

@@ -74,6 +74,19 @@ class ModelApi:
         return card.generates
 
 
+def meant_api(apis: Sequence[ModelApi], raw: bytes, path: str) -> ModelApi:
+    """The one that a call of this endpoint means by its body; the first if it has no model. Raises
+    ApiError (404) if no name fits."""
+    try:
+        name = _NAMED.decode(raw).model
+    except MALFORMED:
+        return apis[0]
+    named = [api for api in apis if api.is_named(name)]
+    if not named:
+        check_model(name, [each for api in apis for each in api.names])
+    return next((api for api in named if api.has(path)), named[0])
+
+
 class ModelApis:
     """All of a server. `close` ends their processes."""
 
@@ -101,19 +114,11 @@ class ModelApis:
         if len(apis) == 1:
             return apis[0]
         raw = await context.read_ahead(self.options.max_body_bytes, self.options.body_timeout_s)
-        try:
-            name = _NAMED.decode(raw).model
-        except MALFORMED:
-            return apis[0]
-        named = [api for api in apis if api.is_named(name)]
-        if not named:
-            check_model(name, [each for api in apis for each in api.names])
-        path = context.scope["path"]
-        return next((api for api in named if api.has(path)), named[0])
+        return meant_api(apis, raw, context.scope["path"])
 
     def named(self, name: str | None) -> ModelApi:
-        """The one of this name; None: the default. Raises ApiError (404), and RequestRefused (503)
-        if there is no default yet."""
+        """The one of this name; None means the default. Raises ApiError (404), and RequestRefused
+        (503) if there is no default yet."""
         apis = self._present() if name is None else self.all()
         found = next((api for api in apis if api.is_named(name)), None)
         if found is None:

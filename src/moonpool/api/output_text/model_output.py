@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from moonpool.api.output_text.bare_calls import read_bare
 from moonpool.api.output_text.call_writer import CallWriter, Functions
 from moonpool.api.output_text.formats import (
     AUTO,
@@ -21,7 +20,7 @@ from moonpool.api.output_text.formats import (
 from moonpool.api.output_text.grammar import Tag, behind_reasoning
 from moonpool.api.output_text.harmony import MARKS as HARMONY_MARKS
 from moonpool.api.output_text.harmony import harmony_script
-from moonpool.api.output_text.json_calls import NO_MARKS, read_calls
+from moonpool.api.output_text.json_calls import NO_MARKS, read_bare, read_calls
 from moonpool.api.output_text.marks import Marks, MarkSigns, is_special
 from moonpool.api.output_text.reasoning import ReasoningTags, read_reasoning
 from moonpool.api.output_text.said import Sink
@@ -80,7 +79,7 @@ class ModelOutput:
         """Returns the reader of the output for a prompt, None if it is nothing but text, and the
         texts that it needs special tokens to have.
 
-        rules: of calls; None: there are none. next_id: random texts for the ids of calls.
+        rules: of calls; None means that there are none. next_id: random texts for the ids of calls.
         may_not_reason: the output may be JSON at once, although the prompt has opened reasoning.
         """
         signs = self._special if skips_special_tokens else self._spelled

@@ -14,6 +14,7 @@ from moonpool.api.cluster_view import CallBackend, ClusterView
 from moonpool.api.errors import ApiError
 from moonpool.api.http_context import HttpContext
 from moonpool.api.sharing.shared_buffer import SharedBuffer
+from moonpool.pages import whole_page
 
 FRAME_S = 1.0
 MAX_VIEWERS = 32
@@ -67,3 +68,25 @@ class LivePage:
         frame = b"data: %s\n\n" % msgspec.json.encode(described)
         self._frames[tenant] = now, frame
         return frame
+
+
+_POLICY = (
+    b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
+    b" connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    b" frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+
+
+class HtmlPage:
+    """Sends one HTML file of this folder; the browser may load nothing from elsewhere."""
+
+    def __init__(self, file_name: str) -> None:
+        self._page = whole_page(__package__, file_name).encode()
+
+    async def send(self, context: HttpContext) -> None:
+        await context.respond(200, self._page, b"text/html; charset=utf-8", _HEADERS)

@@ -147,7 +147,8 @@ def _disk_folder(name: str) -> Path:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """About a tenth of what is free for the folder, counting what it has; 0: too little."""
+    """Returns about a tenth of the free space for the folder, or 0 if that is too little. What the
+    folder holds counts as free."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     status = os.statvfs(there)
     own = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

@@ -29,7 +29,7 @@ def new_table(is_wide: bool) -> Table:
 
 
 def pool_tables(frame: Frame, lines: int | None, is_wide: bool) -> list[Table]:
-    """Returns the tables that have something to show and fit into `lines`; None: all fit.
+    """Returns the tables that have something to show and fit into `lines`; None means that all fit.
 
     A tenant's frame has none.
     """

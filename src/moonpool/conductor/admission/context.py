@@ -1,16 +1,78 @@
-"""The input of an admission policy."""
+"""The input of an admission policy: a request, its placement, and what it would add and cost."""
 
 from __future__ import annotations
 
 import msgspec
 
-from moonpool.conductor.admission.expected_goodput import ExpectedGoodput
 from moonpool.conductor.forecast.decode_forecast import Forecast
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.placement.policies import RequestFootprint
 from moonpool.config.tables import ConductorConfig
 from moonpool.types import Slo
+
+LEAST_TTFT_CHANCE = 0.5
+"""Below this chance to meet the TTFT SLO a request is rejected: a longer queue serves no more
+requests in time than a shorter one."""
+LEAST_TTFT_CHANCE_ALONE = 0.85
+"""The limit for requests that need not wait for a decode batch: their prompts wait only for other
+prompts, so the queue soon grows as deep as this permits. Both limits apply to a TTFT of which at
+least `WAITING_SHARE` is waiting. If nothing is waited for, a rejection leaves the instance idle, so
+the limits fall with the share of waiting."""
+WAITING_SHARE = 0.5
+LEAST_CHANCE = 0.02
+"""Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
+REST_CHANCE = 0.05
+"""The chance of a TTFT that is in time by the costs measured at rest, but not by those learned
+since. If nothing is waited for and nobody else is harmed, a rejection would free nothing."""
+
+
+class ExpectedGoodput(msgspec.Struct, frozen=True):
+    """What one request adds and costs, in effective requests."""
+
+    worth: float  # its chance to meet both SLOs if no prefill waited
+    ttft_chance: float
+    tbt_chance: float
+    harm: float  # by how much it lowers the chances of the answers in its batch
+    prefill_cost: float
+    decode_cost: float
+    step_s: float  # predicted, with the request
+    wait_s: float = 0.0  # from the end of the prefill until its decode can begin
+    waiting_share: float = 1.0  # of the predicted TTFT, in queues
+    delay: float = 0.0  # effective requests lost because their prefill waits for its own
+    rest_chance: float = 0.0  # `REST_CHANCE` where that applies
+
+    @property
+    def least_ttft_chance(self) -> float:
+        least = LEAST_TTFT_CHANCE if self.wait_s else LEAST_TTFT_CHANCE_ALONE
+        waiting = min(self.waiting_share / WAITING_SHARE, 1.0)
+        return max(least * waiting, LEAST_CHANCE)
+
+    @property
+    def best_ttft_chance(self) -> float:
+        return max(self.ttft_chance, self.rest_chance)
+
+    @property
+    def gain(self) -> float:
+        return self.best_ttft_chance * self.tbt_chance
+
+    @property
+    def cost(self) -> float:
+        # At full load the price of decode and the harm to others are the same loss: once as seen by
+        # requests still to come, once by those under way. So are the price of prefill and the delay
+        # of others.
+        return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
+
+    @property
+    def adds_more(self) -> bool:
+        """Prices compare requests by their worth: the queue is the same for all of them."""
+        if (
+            self.gain < LEAST_CHANCE
+            or self.gain < self.harm + self.delay
+            or self.best_ttft_chance < self.least_ttft_chance
+        ):
+            return False
+        return self.worth >= self.prefill_cost + self.decode_cost
 
 
 class SloBudget(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import msgspec
 from moonpool.conductor.admission.context import AdmissionContext
 from moonpool.conductor.admission.slo_chances import TbtChances
 from moonpool.conductor.instance_table import InstanceTable
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.cost.model import CHUNKED_STEP_SHARE
 from moonpool.request_record import RequestRecord
 
 LONGEST_FIRST_GAP = 2.0

@@ -21,7 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from moonpool.conductor.admission.context import AdmissionContext
+from moonpool.conductor.admission.context import (
+    LEAST_CHANCE,
+    REST_CHANCE,
+    AdmissionContext,
+    ExpectedGoodput,
+)
 from moonpool.conductor.admission.decode_wait import (
     DecodeLoad,
     DecodeWait,
@@ -29,11 +34,6 @@ from moonpool.conductor.admission.decode_wait import (
     full_step_s,
     is_mixed,
     until_room_s,
-)
-from moonpool.conductor.admission.expected_goodput import (
-    LEAST_CHANCE,
-    REST_CHANCE,
-    ExpectedGoodput,
 )
 from moonpool.conductor.admission.resource_prices import (
     ClusterCapacity,

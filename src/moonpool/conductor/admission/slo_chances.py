@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import inf, sqrt
 
-from moonpool.distributions.ratio_histogram import NUM_BINS, RatioHistogram, edge, share_at
+from moonpool.distributions import NUM_BINS, RatioHistogram, edge, share_at
 
 LENGTH_CLASSES = (2, 10, 20, 40, 80, 160, 320)
 """Least tokens of an answer of each class. An answer of one token has no gap."""

@@ -26,11 +26,10 @@ from moonpool.conductor.instance_table import NEVER_S
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.state import InstanceState, TrackedRequest
-from moonpool.cost.derived import scaled
-from moonpool.cost.fitted import FittedCost
+from moonpool.cost.fitted import FittedCost, scaled
 from moonpool.cost.online import MAX_FACTOR, MIN_CHANGE, LearnedFactor
 from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
-from moonpool.distributions.quantiles import rank_above
+from moonpool.distributions import rank_above
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
 from moonpool.request_record import RequestRecord
 from moonpool.types import InstanceId, Role

@@ -90,7 +90,7 @@ class Forecast(Protocol):
         ...
 
     def observe(self, duration_s: float) -> None:
-        """A decode took `duration_s` from begin to end."""
+        """A decode took `duration_s` from start to end."""
         ...
 
     def project(self, at_s: float, now: float) -> tuple[float, float]:
@@ -270,7 +270,7 @@ class SurvivalForecast(_Measured):
     def __init__(self) -> None:
         super().__init__(SURVIVAL_BUCKET_S, NUM_SURVIVAL_BUCKETS)
         self._now = 0  # bucket
-        # [0] requests, [1] their tokens; by the bucket of their begin, modulo the ring.
+        # [0] requests, [1] their tokens; by the bucket of their start, modulo the ring.
         self._decoding = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         self._coming = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         self._old = np.zeros(2)  # have decoded for longer than the ring is

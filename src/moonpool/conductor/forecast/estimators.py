@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moonpool.distributions.quantiles import nearest_bin
-from moonpool.distributions.ratio_histogram import place_of, ratio_at
+from moonpool.distributions import nearest_bin, place_of, ratio_at
 from moonpool.types import BlockKey
 
 FIRST_GUESS_TOKENS = 256.0
@@ -15,7 +14,7 @@ MEMORY = 0.02
 """Weight of the newest value in a running mean, once there are 1 / MEMORY values."""
 MAX_PREFIXES = 65_536
 MAX_LOOK_BACK = 64
-"""Blocks of the shared prefix, from its end, under which an earlier answer is looked for."""
+"""An earlier answer is looked up by this many of the last blocks of the shared prefix."""
 NUM_LENGTH_BUCKETS = 64
 OWN_WEIGHT = 0.5
 """Weight of a conversation's last answer against the mean: it predicts the next one poorly."""

@@ -29,7 +29,7 @@ from moonpool.conductor.placement.policies import (
     source_load_s,
 )
 from moonpool.config.tables import ConductorConfig
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE
+from moonpool.cost.model import CHUNKED_STEP_SHARE
 from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
 
@@ -149,8 +149,9 @@ LONG_QUEUE = "long_queue"
 BATCH_FULL = "batch_full"
 """The reason of a rejection because one more answer in the batch would make the others late."""
 BATCH_SHARE = 0.7
-"""The share of its TTFT SLO that a request may wait for room in a batch. The rest is a margin: on a
-server whose steps prompts fill, the time of the prompt after the wait is less certain."""
+"""The share of its TTFT SLO that a request may wait for room in a batch. The rest is a margin,
+because the time of the prompt after the wait is uncertain on a server that fills its steps with
+prompts."""
 TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
 """Reasons for which it is predicted how long a request would wait."""
 

@@ -191,7 +191,7 @@ class CustomPlacement:
         return WorkerScores(rank, local.ttft_s, local.prefill_s, local)
 
     def decode_scores(self, context: SelectionContext, tbt_s: Floats) -> Floats | None:
-        """None: the policy leaves the choice to the built-in rule."""
+        """Returns None to leave the choice to the built-in rule."""
         score = self._score_decode
         if score is None:
             return None

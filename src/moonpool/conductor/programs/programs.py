@@ -8,21 +8,97 @@ A program's blocks are kept through a pause as long as the learned length of the
 worth their room. The worth of a program's own blocks is the chance that its next call comes before
 the room would serve others, `HORIZON_S`. Below `PARK_CHANCE` the program is *parked*: its blocks
 are the first to leave DRAM, for the SSD if there is one, and `placement.prefetching` brings them
-back before the next call is due. A parked program no longer counts where new ones wait (`door`). A
+back before the next call is due. A parked program no longer counts where new ones wait (`Door`). A
 program ends when its client says so, or after a pause longer than all ranges of ages.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from math import inf
 
+import numpy as np
+
+from moonpool.conductor.actions import ConductorAction, Send
+from moonpool.conductor.attempt_planner import name_blocks
+from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import RunningMean
-from moonpool.conductor.programs.pauses import Pauses
+from moonpool.conductor.forecast.turn_forecast import (
+    AGE_LIMITS_S,
+    SessionClass,
+    TurnForecast,
+    session_class,
+)
+from moonpool.conductor.instance_table import InstanceTable
+from moonpool.conductor.observers import ClusterObserver
+from moonpool.conductor.placement.choice import PROGRAMS_WAIT, PlannedAttempt, Rejection
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
+from moonpool.config.tables import ProgramRules
+from moonpool.protocol.messages import MarkReplicas
 from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
+
+MAX_CLASSES = 4096
+"""Kinds and tools that are told apart; further ones share their classes."""
+
+
+class Pauses:
+    """How long programs pause between two calls, by program, kind and tool. Learns from pauses that
+    end, and from the ages that others reach.
+
+    A program pauses from the end of an answer until its next call arrives: its tool runs, or a
+    person thinks. The curves are those of sessions (`conductor.forecast.turn_forecast`). A pause
+    belongs to the class of its tool if the client names one, to that of programs of its kind, and
+    to that of the last pause of the program itself. A pause that lasts longer than all ranges of
+    ages counts as the program's end.
+    """
+
+    def __init__(self) -> None:
+        self.forecast = TurnForecast()
+        self._named: dict[tuple[str, str], int] = {}
+
+    def begin(self, program: Program, tool: str, now: float) -> None:
+        """Notes that the program's last call has ended."""
+        program.since_s, program.num_ranges = now, 0
+        name = (program.kind, tool)
+        number = self._named.get(name)
+        if number is None:
+            number = len(self._named) + 1 if len(self._named) < MAX_CLASSES else 0
+            if number:
+                self._named[name] = number
+        program.pause_class = self._class_of(program, number)
+
+    def _class_of(self, program: Program, number: int) -> SessionClass:
+        num_turns, pause = session_class(program.num_calls, program.pause_s)
+        return number * 8 + num_turns, pause
+
+    def end(self, program: Program, now: float) -> None:
+        """Notes that the program's next call has arrived."""
+        if program.since_s is None:
+            return
+        self.age(program, now)
+        program.pause_s = now - program.since_s
+        self.forecast.note_returned(program.pause_class, program.pause_s)
+        program.since_s = None
+
+    def age(self, program: Program, now: float) -> bool:
+        """Notes the ages that the pause has reached. Returns whether it exceeds all ranges."""
+        assert program.since_s is not None
+        age_s = now - program.since_s
+        limits = AGE_LIMITS_S
+        while program.num_ranges < len(limits) and limits[program.num_ranges] <= age_s:
+            self.forecast.note_passed(program.pause_class, program.num_ranges)
+            program.num_ranges += 1
+        return program.num_ranges == len(limits)
+
+    def chance(self, program: Program, within_s: float, now: float) -> float:
+        """The probability that the program's next call comes within this time."""
+        if program.since_s is None:
+            return 1.0
+        return self.forecast.chance(program.pause_class, now - program.since_s, within_s)
+
 
 MAX_PROGRAMS = 4096
 """The most programs that are remembered. The tenant with the most programs loses those that have
@@ -245,3 +321,220 @@ class Programs:
                 present[at] = present.get(at, 0.0) + chance
         usual = self.usual_tokens.value
         return {at: max(tokens, present[at] * usual) for at, tokens in held.items()}
+
+
+MAX_QUEUE_S = 2.0
+MAX_SHARE = 0.9
+"""Share of the decode pool's KVCache that programs may need for themselves."""
+UPDATE_EVERY_S = 0.25
+
+
+class Door:
+    """Decides which whole programs wait: a new one begins when there is room for it beside those
+    that have begun. Reads the bookings, and changes none.
+
+    A call of a program that has begun is never refused for the load: it waits, like a request that
+    was admitted before. So the load is limited where programs begin. A new program waits
+
+    * while the programs that have begun need the KVCache of the decode pool for themselves. Beyond
+      that, each computes again what the others evicted, and all get slower;
+    * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are
+      slower than the TBT SLO: it would only share what the others get;
+    * behind programs that came before it.
+
+    A sub-agent belongs to its root, and begins with it. The calls of a program stay where its
+    blocks are, unless another instance is predicted to answer sooner (Algorithm 1) and has room:
+    without room, they would evict the blocks of others.
+    """
+
+    def __init__(self, programs: Programs, table: InstanceTable) -> None:
+        self._programs, self._table = programs, table
+        self._held: dict[InstanceId | None, float] = {}  # tokens, by instance
+        self._updated_s = -inf
+        self._outside: dict[str, dict[int, Program]] = {}  # new ones by tenant and number
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self._outside.values())
+
+    def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
+        """The reason why a call waits for its program, or None if it need not wait."""
+        program = tracked.program
+        if program is None or program.root.has_begun:
+            return None
+        why = self._why(tracked, now)
+        if why is None:
+            self.leave(program)
+            return None
+        self._outside.setdefault(program.tenant, {})[program.root.number] = program.root
+        return Rejection(429, PROGRAMS_WAIT, f"programs that began before it go first: {why}", 0.0)
+
+    def leave(self, program: Program) -> None:
+        """Removes a program that has begun or ended."""
+        waiting = self._outside.get(program.tenant, {})
+        waiting.pop(program.root.number, None)
+        if not waiting:
+            self._outside.pop(program.tenant, None)
+
+    def note_begun(self, program: Program, num_tokens: float) -> None:
+        """Notes that a program has begun, and needs this many tokens more."""
+        self.leave(program)
+        at = program.instance
+        self._held[at] = self._held.get(at, 0.0) + num_tokens
+
+    def note_ended(self) -> None:
+        """Notes that a program has ended: what it held is free."""
+        self._updated_s = -inf
+
+    def _held_now(self, now: float) -> dict[InstanceId | None, float]:
+        if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
+            self._held, self._updated_s = self._programs.held_tokens(), now
+        return self._held
+
+    def crowded(self, tracked: TrackedRequest, now: float) -> list[int]:
+        """Rows of instances that a call should not move to: programs need their KVCache. Its own
+        instance is never among them."""
+        program, table = tracked.program, self._table
+        if program is None:
+            return []
+        own = max(tracked.request.num_prompt_tokens, self._programs.usual_tokens.value)
+        held = self._held_now(now)
+        return [
+            row
+            for row, instance_id in enumerate(table.ids)
+            if instance_id != program.instance
+            and held.get(instance_id, 0.0) + own > MAX_SHARE * table.capacity_tokens.item(row)
+        ]
+
+    def _why(self, tracked: TrackedRequest, now: float) -> str | None:
+        table, program = self._table, tracked.program
+        assert program is not None
+        if not table.num_decodes or not table.num_prefills:
+            return None  # another rule tells
+        first = min(self._outside.get(program.tenant, ()), default=program.root.number)
+        if first < program.root.number:
+            return f"{len(self)} wait already"
+        held = sum(self._held_now(now).values())
+        capacity = float(table.capacity_tokens[table.decodes].sum())
+        own = max(tracked.request.num_prompt_tokens, self._programs.usual_tokens.value)
+        if held and held + own > MAX_SHARE * capacity:
+            return f"they need {held:,.0f} of the {capacity:,.0f} tokens of KVCache"
+        queue_s = table.queue_s(now)[table.prefills]
+        least_s = float(queue_s.min(initial=inf))
+        if least_s > MAX_QUEUE_S:
+            return f"prompts wait {least_s:.1f} s on every instance"
+        tbt_s = table.booked_tbt_s(tracked.request.num_prompt_tokens)[table.decodes]
+        busy = table.booked_batch[table.decodes] > 0
+        if bool(np.all(busy)) and float(tbt_s.min()) > tracked.request.slo.tbt_s:
+            return f"answers take {float(tbt_s.min()):.3f} s a token on every instance"
+        return None
+
+
+class ProgramKeeper(ClusterObserver):
+    """Applies the rules of programs to their calls: who waits, what is kept, and what leaves first.
+    The life of a request calls nothing else here. Appends what is to be done to `actions`."""
+
+    def __init__(
+        self,
+        rules: ProgramRules,
+        cluster_state: ClusterState,
+        waiting: WaitingRequests,
+        actions: list[ConductorAction],
+    ) -> None:
+        self.programs = Programs(waiting)
+        self._recognises = rules == "all"
+        self._is_on = rules != "off"
+        self._cluster_state = cluster_state
+        self._index, self._instances = cluster_state.index, cluster_state.instances
+        self._table = cluster_state.instance_table
+        self.door = Door(self.programs, cluster_state.instance_table)
+        self._actions = actions
+
+    def arrived(self, tracked: TrackedRequest, now: float) -> None:
+        """Finds the program whose call it is, if it is one."""
+        if not self._is_on:
+            return
+        program, layout = self.programs.arrive(tracked, now), self._cluster_state.layout
+        if program is None and self._recognises and layout is not None:
+            name_blocks(tracked, tracked.request.token_ids, layout)
+            program = self.programs.recognise(tracked, now)
+        if program is None:
+            return
+        tracked.program = program
+        tracked.record.program = program.program_id
+        named = tracked.request.program
+        if program.parent is not None:
+            tracked.record.parent_program = program.parent.program_id
+        elif named is not None:  # no call of its parent came
+            tracked.record.parent_program = named.parent_id
+        tracked.explanation.add(_describe(program, now))
+        if program.parked:
+            program.parked = False
+            self._mark(program, leaves_first=False)
+
+    def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
+        """The reason why the call waits for its program, or None if it need not wait."""
+        if tracked.program is None:
+            return None
+        why = self.door.why_wait(tracked, now)
+        if why is None:
+            tracked.crowded = self.door.crowded(tracked, now)
+        return why
+
+    def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
+        program = tracked.program
+        if program is not None:
+            self.programs.place(tracked, planned.placement.hit_tokens, now)
+            is_new = program.num_calls == 1 and tracked.num_attempts == 1
+            usual = self.programs.usual_tokens.value
+            self.door.note_begun(program, max(program.own_tokens, usual) if is_new else 0.0)
+
+    def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
+        program = tracked.program
+        if program is None:
+            return
+        ended = self.programs.end_call(tracked, is_answered, now)
+        if not program.root.has_begun:
+            self.door.leave(program)
+        if ended is not None:
+            self.door.note_ended()
+            self._mark(ended, leaves_first=True)
+
+    def tick(self, now: float) -> Sequence[ConductorAction]:
+        """Blocks of programs that pause for long leave first."""
+        for program in self.programs.tick(now):
+            self._mark(program, leaves_first=True)
+        return ()
+
+    def _mark(self, program: Program, leaves_first: bool) -> None:
+        """Tells the instances that hold the program's own blocks whether these leave DRAM first.
+        Blocks that others began with are not its own."""
+        keys = program.keys
+        if not keys or not self._instances:
+            return
+        layout = next(iter(self._instances.values())).info.layout
+        first = program.shared_tokens // layout.block_tokens
+        own = tuple(keys[first:])
+        if not own:
+            return
+        held = self._index.match(keys).held
+        for row in (held > first).nonzero()[0]:
+            state = self._instances.get(self._table.ids[int(row)])
+            if state is not None:
+                there = own[: int(held.item(row)) - first]
+                command = MarkReplicas(spare=there) if leaves_first else MarkReplicas(last=there)
+                self._actions.append(Send(state.info.instance_id, command))
+
+
+def _describe(program: Program, now: float) -> str:
+    """The line of `/explain` about a call's program."""
+    text = f"call {program.num_calls} of program {program.program_id}"
+    if program.parent is not None:
+        text += f", of {program.parent.program_id}"
+    if not program.is_named:
+        text += " (recognised by its prompt)"
+    if program.pause_s is not None:
+        text += f"; it paused for {program.pause_s:.1f} s"
+        text += ", so its blocks were the first to leave" if program.parked else ""
+    if not program.root.has_begun:
+        text += "; it has not begun"
+    return text

@@ -18,7 +18,7 @@ import numpy as np
 
 from moonpool.conductor.instance_table import InstanceTable
 from moonpool.conductor.state import InstanceState
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
+from moonpool.cost.model import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
 from moonpool.protocol.messages import InstanceInfo
 from moonpool.types import Role
 

@@ -23,7 +23,7 @@ from moonpool.conductor.forecast.estimators import FIRST_GUESS_TOKENS
 from moonpool.conductor.instance_table import Floats, InstanceTable
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
-from moonpool.distributions.quantiles import rank_above
+from moonpool.distributions import rank_above
 
 MEMORY_ANSWERS = 256
 """Recent answers whose lengths are remembered."""

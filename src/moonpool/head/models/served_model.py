@@ -15,7 +15,7 @@ from moonpool import __version__
 from moonpool.api.body_reading.client import BodyClient
 from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
-from moonpool.api.models.engine_caches import EngineCaches
+from moonpool.api.models.metrics_text import EngineCaches
 from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard, Output
 from moonpool.conductor.actions import ConductorAction, ConductorEvent
 from moonpool.conductor.conductor import Conductor
@@ -128,7 +128,7 @@ class ServedModel:
         self._limits: dict[InstanceId, tuple[Role, int, str]] = {}  # of the context, and why
         self.has_offers = False  # else it is known by the configuration alone
         self.offer: ModelOffer | None = None
-        """What it was read from; None: the configuration of the own engine."""
+        """What it was read from; None for the own engine, which is configured."""
 
     def is_named(self, name: str) -> bool:
         return name in (self.key, self.card.model_id, *self.card.other_names)

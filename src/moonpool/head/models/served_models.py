@@ -7,19 +7,25 @@ is read when the first server that offers it comes, and stays when its last serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moonpool.conductor.actions import ConductorEvent, DrainRequested, InstanceCrashed, Reported
 from moonpool.conductor.conductor import Conductor
 from moonpool.conductor.state import InstanceState
+from moonpool.config.tables import ConfigError
 from moonpool.head.cluster_error import ClusterError
+from moonpool.head.explain import describe_cluster, describe_to_tenant
 from moonpool.head.models.model_loading import ApiModel, load_offered
 from moonpool.head.models.served_model import HeadSettings, ModelHost, ServedModel
+from moonpool.head.worker_link import WorkerLink
 from moonpool.log_limit import limited_logger
+from moonpool.protocol.frames import Setup, TurnedAway
 from moonpool.protocol.model_offer import ModelOffer, OfferedAdapter
 from moonpool.text.model_folder import GGUF_SUFFIX
 from moonpool.types import InstanceId, Role
@@ -109,7 +115,7 @@ class ServedModels:
         return model
 
     def named(self, name: str | None) -> ServedModel | None:
-        """The model of this name; None: the default."""
+        """The model of this name; None means the default."""
         if name is None:
             return self.default
         return next((model for model in self if model.is_named(name)), None)
@@ -255,3 +261,99 @@ def _are_two(one: str, other: str) -> bool:
         return first.is_dir() and second.is_dir() and not first.samefile(second)
     except OSError:
         return False
+
+
+NO_OFFER = "it does not say which model it serves: its release is older than the head's"
+
+
+class VllmSetups:
+    """Sets up the workers of vLLM servers: the model that a server offers is read before its worker
+    gets the settings."""
+
+    def __init__(
+        self,
+        served: ServedModels,
+        setup: Callable[[], Setup],
+        on_failed: Callable[[WorkerLink, str], None],
+    ) -> None:
+        self._served = served
+        self._setup = setup
+        self._on_failed = on_failed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, link: WorkerLink, offer: ModelOffer | None) -> None:
+        """Sends the settings to a worker that has applied, or rejects it."""
+        task = asyncio.create_task(self._set_up(link, offer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _set_up(self, link: WorkerLink, offer: ModelOffer | None) -> None:
+        try:
+            model = await self._model(link, offer)
+        except (ClusterError, ConfigError) as error:
+            self._turn_away(link, str(error))
+            return
+        except Exception as error:  # an error of the files that no check foresaw
+            log.exception("the model of %s cannot be read", link.instance_id)
+            found = f"{type(error).__name__}: {error}"
+            self._turn_away(link, f"its model cannot be read: {found}; the head's log has more")
+            return
+        setup = self._setup()
+        named = msgspec.structs.replace(setup.model, name=model.key)
+        link.channel.send(msgspec.structs.replace(setup, model=named))
+
+    def _turn_away(self, link: WorkerLink, message: str) -> None:
+        self._on_failed(link, message)
+        link.channel.send(TurnedAway(message=message))
+        link.channel.close(f"rejected: {message}")
+
+    async def _model(self, link: WorkerLink, offer: ModelOffer | None) -> ServedModel:
+        """Raises ClusterError and ConfigError."""
+        if offer is not None:
+            return await self._served.of_offer(link.instance_id, offer)
+        if self._served.default is None:
+            raise ClusterError(NO_OFFER)
+        return self._served.default
+
+
+_OF_MODEL = ("role_balance", "predictions", "longest_gaps_over_mean", "late_ttft_over_predicted")
+"""The parts of the description that are about one model's instances."""
+_OF_EACH = ("lack", "requests_under_way", "requests_waiting", "programs")
+_SUMS = ("answers_paused", "requests_under_way", "requests_waiting", "indexed_blocks")
+
+
+def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]:
+    """Like `describe_cluster`. Parts about one model are those of the first model; `models` has
+    them for each."""
+    each = [describe_cluster(model.conductor, now) for model in models]
+    described = _together(models, each)
+    described["drains"] = {
+        name: sum(one["drains"][name] for one in each) for name in ("left", "handed_over_blocks")
+    }
+    programs: Counter[str] = Counter()
+    for one in each:
+        programs.update(one["programs"])  # keeps those of 0
+    described["programs"] = dict(programs)
+    described |= {name: each[0][name] for name in _OF_MODEL} if each else {}
+    described["models"] = [
+        {"name": model.card.model_id, "root": model.card.root}
+        | {name: one[name] for name in (*_OF_MODEL, *_OF_EACH)}
+        for model, one in zip(models, each, strict=True)
+    ]
+    return described
+
+
+def describe_models_to_tenant(models: Sequence[ServedModel], tenant: str) -> dict[str, Any]:
+    return _together(models, [describe_to_tenant(model.conductor, tenant) for model in models])
+
+
+def _together(models: Sequence[ServedModel], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    instances = [
+        instance | {"model": model.card.model_id}
+        for model, one in zip(models, each, strict=True)
+        for instance in one["instances"]
+    ]
+    sums = {name: sum(one.get(name, 0) for one in each) for name in _SUMS}
+    return {"instances": instances} | {
+        name: total for name, total in sums.items() if not each or name in each[0]
+    }

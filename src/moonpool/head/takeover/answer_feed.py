@@ -16,7 +16,7 @@ COPY_S = 0.05
 """How many seconds the copies may be behind. The tokens that they lack are computed again."""
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
-"""While the standby has so much to read, no more is sent."""
+"""While the standby has this much to read, no more is sent."""
 
 
 class CopyChannel(Protocol):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from moonpool.api.connection.work_mark import MarkedStep, WorkMark
+from moonpool.api.connection.poison import MarkedStep, WorkMark
 from moonpool.protocol.supervision import HUNG_STATUS, HeadsEnded
 
 LONG_S = 5.0
@@ -51,7 +51,8 @@ class Culprits:
     def __init__(self, ended: Mapping[int, tuple[int, int]] | None = None) -> None:
         """`ended`: what an earlier program of this process knew."""
         self.ended: dict[int, tuple[int, int]] = dict(ended or {})
-        """Heads that the call has hung or crashed, and those that were killed with it."""
+        """By the number of the call: how many heads it has hung or crashed, and how many were
+        killed while they worked on it."""
         self.alike: deque[HeadsEnded] = deque(maxlen=MAX_REMEMBERED)
         self._mark: WorkMark | None = None
         self._hung: MarkedStep | None = None
@@ -74,19 +75,20 @@ class Culprits:
         self.ended.pop(number, None)
 
     def is_working(self) -> bool:
-        """Whether the process has begun with a call's work a moment ago: it turns, if slowly."""
+        """Whether the process has just begun to work on a call: its loop still runs, though
+        slowly."""
         work = None if self._mark is None else self._mark.read()
         return work is not None and time.monotonic() - work.since_s < LONG_S
 
     def note_hang(self) -> None:
-        """The head does not respond, and will be killed."""
+        """Notes that the head does not respond and will be killed."""
         self._hung = None if self._mark is None else self._mark.read()
         if self._hung is not None and time.monotonic() - self._hung.since_s < LONG_S:
             self._hung = None
         self._is_spared = self._hung is None
 
     def spare(self) -> None:
-        """The head will be killed, and no call is the cause."""
+        """Notes that the head will be killed for a reason other than a call."""
         self._is_spared = True
 
     def judge(self, status: int | None, present: Iterable[int]) -> int | None:

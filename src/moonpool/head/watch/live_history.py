@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.conductor.conductor import Conductor, PoolLoads
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, payer_of
 
@@ -59,7 +59,7 @@ class LiveHistory:
         self._all.at(now)
 
     def describe(self, now: float, tenant: str | None) -> dict[str, Any]:
-        """Returns lists of `NUM_BINS` numbers by name, the oldest first; None: unknown."""
+        """Returns lists of `NUM_BINS` numbers by name, the oldest first; None means unknown."""
         if tenant is None:
             columns = self._all.columns(now)
         else:
@@ -93,7 +93,7 @@ class _Samples:
         self._loads = loads
         self._ring = np.full((NUM_BINS, len(_COLUMNS)), _NONE, dtype=np.float32)
         self._open: _Sample | None = None
-        self._number = 0  # of the open sample: its begin over `BIN_S`
+        self._number = 0  # of the open sample: its start over `BIN_S`
 
     def at(self, now: float) -> _Sample:
         """Returns the open sample."""

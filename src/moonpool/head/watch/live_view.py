@@ -6,20 +6,25 @@ which the head keeps anyway, so they reach back no further than those do.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from moonpool.conductor.actions import HotRequested
 from moonpool.conductor.conductor import DEFAULT_SLO, Conductor
 from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
-from moonpool.distributions.quantiles import percentiles
-from moonpool.head.watch.hot_list import HotList
+from moonpool.distributions import percentiles
+from moonpool.head.explain import (
+    MAX_LISTED_BLOCKS,
+    describe_hot,
+    describe_slo,
+    finite_loads,
+    named_instance,
+)
 from moonpool.head.watch.live_events import LiveEvents
 from moonpool.head.watch.live_history import ANSWERED, LiveHistory, most_loaded
-from moonpool.head.watch.moved_bytes import MovedBytes
 from moonpool.request_record import RequestRecord
 from moonpool.types import Slo, payer_of
 
@@ -74,7 +79,7 @@ def describe_live(
     """Returns the present state, the sums of the last ten minutes and the last requests.
 
     `newest`: records of ended requests, the last ended first. `tenant`: only its own requests, and
-    no loads; None: everything.
+    no loads; None means everything.
     """
     own = [
         tracked
@@ -89,13 +94,13 @@ def describe_live(
     slo = conductors[0].default_slo if conductors else DEFAULT_SLO
     return {
         "tenant": tenant,
-        "slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)},
+        "slo": describe_slo(slo),
         "instances": [
             _describe_instance(conductor, state, now, with_load=tenant is None)
             for conductor in conductors
             for state in conductor.instances.values()
         ],
-        "loads": None if tenant is not None else _finite(loads._asdict()),
+        "loads": None if tenant is not None else finite_loads(loads),
         "under_way": len(own),
         "stages": dict(Counter(_stage_of(tracked) for tracked in own)),
         "totals": _totals(recent),
@@ -249,11 +254,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def _describe_instance(
     conductor: Conductor, state: InstanceState, now: float, *, with_load: bool
 ) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "instance_id": state.info.instance_id,
-        "role": state.role.value,
-        "draining": None if state.drain is None else state.drain.reason,
-    }
+    described = named_instance(state)
     if not with_load:
         return described
     present, projected = _loads(conductor, state, now, conductor.default_slo)
@@ -308,5 +309,121 @@ def _loads(conductor: Conductor, state: InstanceState, now: float, slo: Slo) -> 
     return round(present, 4), round(projected, 4)
 
 
-def _finite(loads: dict[str, float]) -> dict[str, float | None]:
-    return {name: round(load, 4) if isfinite(load) else None for name, load in loads.items()}
+HOT_S = 2.0
+"""An instance that does not report its hot prefixes within this time is left out."""
+WATCHED_EVERY_S = 10.0
+WATCHED_BLOCKS = 2048
+"""Blocks that an instance lists for the page. Each list also goes into the event log."""
+MAX_CACHED_BLOCKS = 50_000
+"""An instance with more blocks is not asked for the page: its steps wait while it ranks them."""
+NUM_WATCHED = 10
+
+
+class HotList:
+    """Asks the instances for their most used prefixes: once for a client, and again and again while
+    an operator watches the live page."""
+
+    def __init__(
+        self,
+        conductors: Sequence[Conductor],
+        post: Callable[[HotRequested], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._conductors = conductors
+        self._post = post
+        self._now = now
+        self._asked_s = float("-inf")
+
+    async def collect(self, num_prefixes: int) -> list[dict[str, Any]]:
+        """Returns the most used prefixes first. Waits for reports, at most `HOT_S`."""
+        for state in self._states():
+            state.hot = None
+        self._post(HotRequested(MAX_LISTED_BLOCKS))
+        until_s = self._now() + HOT_S
+        while self._now() < until_s:
+            if all(state.hot is not None for state in self._states()):
+                break
+            await asyncio.sleep(HOT_S / 100)
+        return describe_hot(self._conductors, num_prefixes)
+
+    def watched(self) -> list[dict[str, Any]] | None:
+        """Returns the latest reports, and asks for new ones if they are old. Returns None if
+        the instances cache too many blocks to be asked again and again."""
+        loads = [state.load for state in self._states()]
+        if any(load is not None and load.cached_blocks > MAX_CACHED_BLOCKS for load in loads):
+            return None
+        if self._now() - self._asked_s >= WATCHED_EVERY_S:
+            self._asked_s = self._now()
+            self._post(HotRequested(WATCHED_BLOCKS))
+        return describe_hot(self._conductors, NUM_WATCHED)
+
+    def _states(self) -> Iterator[InstanceState]:
+        for conductor in self._conductors:
+            yield from conductor.instances.values()
+
+
+WINDOW_S = 10.0
+_MAX_REMEMBERED = 64
+FLOWS = ("handed_over", "fetched", "copied", "sent", "ssd_loaded", "ssd_stored")
+_Bytes = dict[str, float]
+
+
+class MovedBytes:
+    """Bytes that each instance has moved, from the counters of its load reports, and their rates:
+    those of the newest report beside one up to `WINDOW_S` older. Reports are remembered only while
+    an operator watches."""
+
+    def __init__(self) -> None:
+        self._before: deque[tuple[float, dict[tuple[str, int], _Bytes]]] = deque(
+            maxlen=_MAX_REMEMBERED
+        )
+
+    def describe(self, states: Iterable[InstanceState], now: float) -> list[dict[str, Any]]:
+        """Returns totals in bytes and rates in bytes/s, one entry per instance that has reported.
+
+        A rate is None until a report is at least a second old.
+        """
+        totals = {
+            (str(state.info.instance_id), state.info.incarnation): moved_bytes(
+                state.load.counters, state.info.layout.block_bytes
+            )
+            for state in states
+            if state.load is not None
+        }
+        while self._before and self._before[0][0] < now - WINDOW_S:
+            self._before.popleft()
+        since_s, earlier = self._before[0] if self._before else (now, {})
+        self._before.append((now, totals))
+        passed_s = now - since_s
+        return [
+            {
+                "instance_id": key[0],
+                "bytes": moved,
+                "bytes_per_s": _rates(moved, earlier.get(key), passed_s),
+            }
+            for key, moved in totals.items()
+        ]
+
+
+def moved_bytes(counters: Mapping[str, float], block_bytes: int) -> _Bytes:
+    """Returns the bytes of each of `FLOWS` since the process started.
+
+    `handed_over`: received from prefill instances. `fetched`: for a request. `copied`: taken over
+    from a leaving instance, or replicated. `sent`: handed over to decode instances.
+    """
+    fetched = counters.get("fetched_bytes", 0.0)  # of requests and of copies
+    copied = min(counters.get("taken_over_blocks", 0.0) * block_bytes, fetched)
+    return {
+        "handed_over": counters.get("received_bytes", 0.0),
+        "fetched": fetched - copied,
+        "copied": copied,
+        "sent": counters.get("sent_bytes", 0.0),
+        "ssd_loaded": counters.get("loaded_bytes", 0.0),
+        "ssd_stored": counters.get("stored_bytes", 0.0),
+    }
+
+
+def _rates(moved: _Bytes, earlier: _Bytes | None, passed_s: float) -> _Bytes | None:
+    if earlier is None or passed_s < 1.0:
+        return None
+    return {name: max(moved[name] - earlier[name], 0.0) / passed_s for name in FLOWS}

@@ -15,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.kvcache.eviction.policies import EvictionPolicy
-from moonpool.kvcache.eviction.wrapped_eviction import WrappedEviction
+from moonpool.kvcache.eviction.policies import EvictionPolicy, WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 MAX_REFUSED = 32

@@ -60,7 +60,7 @@ class _Segment:
         self.parent = parent
         self.class_id = class_id
         self.released_at = released_at
-        self.cell = -1  # the cell whose queue it is in; -1: none, because others continue it
+        self.cell = -1  # the cell whose queue it is in; -1 means none, because others continue it
 
 
 class PredictiveEviction:

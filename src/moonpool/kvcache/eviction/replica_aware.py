@@ -17,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from moonpool.kvcache.eviction.cache_shares import CacheShareEviction
-from moonpool.kvcache.eviction.policies import EvictionPolicy
-from moonpool.kvcache.eviction.wrapped_eviction import WrappedEviction
+from moonpool.kvcache.eviction.policies import EvictionPolicy, WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 LIFE = 1 << 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.config.slo import ASSUMED_TBT_S, ASSUMED_TTFT_S
+from moonpool.config.slo import SloConfig
 from moonpool.config.tables import Admission, ConductorConfig, Placement
 from moonpool.types import Slo, Struct
 
@@ -25,12 +25,7 @@ class RouterSettings(Struct, frozen=True):
 
     @property
     def slo(self) -> Slo:
-        return Slo(
-            ttft_s=ASSUMED_TTFT_S if self.ttft_s is None else self.ttft_s,
-            tbt_s=ASSUMED_TBT_S if self.tbt_s is None else self.tbt_s,
-            ttft_stated=self.ttft_s is not None,
-            tbt_stated=self.tbt_s is not None,
-        )
+        return SloConfig(ttft_s=self.ttft_s, tbt_s=self.tbt_s).usual
 
     @property
     def conductor(self) -> ConductorConfig:

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.context import _get_global_client
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from moonpool.ray.replicas.calls import read_call
@@ -25,7 +26,6 @@ from moonpool.ray.replicas.replica_conductor import Decision, RefusedCall
 from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.ray.routing.conductor_actor import CALLS, ConductorActor, Sighting
 from moonpool.ray.routing.observed_replica import ObservedReplica
-from moonpool.ray.routing.refusal import refusal
 
 log = logging.getLogger("ray.serve")
 
@@ -241,3 +241,23 @@ def _settings_of(given: dict[str, Any]) -> RouterSettings:
 
 def _name_of(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
+
+
+STATUSES = (429, 503)
+"""Serve's proxies make an Internal Server Error of every other one."""
+
+
+class CallRefusedError(BackPressureError):  # type: ignore[misc]
+    """Serve answers with its status, its reason and Retry-After, as to other back pressure."""
+
+    def __init__(self, reason: str, message: str, status: int, retry_after_s: float | None) -> None:
+        super().__init__(0, 0, status, retry_after_s)
+        self.args = (reason, message, status, retry_after_s)  # what pickling makes it again of
+        self.reason = reason
+        self._message = f"{reason}: {message}"
+
+
+def refusal(refused: RefusedCall) -> CallRefusedError:
+    why = refused.refusal
+    status = why.status if why.status in STATUSES else 429
+    return CallRefusedError(why.reason, why.message, status, why.retry_after_s)

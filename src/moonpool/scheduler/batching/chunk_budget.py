@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from moonpool.cost.chunk_limits import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS
-from moonpool.cost.model import Chunk, CostModel
+from moonpool.cost.model import CHUNKED_STEP_SHARE, LEAST_CHUNK_TOKENS, Chunk, CostModel
 from moonpool.cost.online import FactorsBySize
 from moonpool.scheduler.batching.policies import Share
 from moonpool.scheduler.instance_config import InstanceConfig
@@ -86,8 +85,8 @@ class ChunkBudget:
         return -(-num_tokens // self._cost.tile_tokens)
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
-        """Seconds from begin to end. The cost model gives the time of prompts in one stage (see
-        `cost.derived`); a step passes all stages."""
+        """Seconds from start to end. The cost model gives the time of prompts in one stage (see
+        `cost.fitted`); a step passes all stages."""
         seconds = self._cost.step_s(chunks, batch, context_tokens)
         further = self._config.micro_batches - 1
         return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds

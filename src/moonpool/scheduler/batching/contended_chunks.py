@@ -94,7 +94,8 @@ class ContendedChunks:
             del self._seen[tenant]
 
     def _shortest(self, request: RequestState, order: QueueOrder) -> int:
-        """Tokens of the shortest prompt that would go before this request; 0: there is none."""
+        """Tokens of the shortest prompt that would go before this request; 0 means that there is
+        none."""
         assert request.account is not None
         tenant, priority = payer_of(request.attempt.tenant), order.priority(request)
         return min(

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from moonpool.kvcache.block_pool import BlockPool
-from moonpool.scheduler.tokens import Tokens
-from moonpool.types import BlockKey
+from moonpool.types import BlockKey, Tokens
 
 
 class Continuations:

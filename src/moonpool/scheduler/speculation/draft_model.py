@@ -22,7 +22,8 @@ KVCACHE_SHARE = 1 / 8
 """The KVCache of a draft model takes at most this share of the memory for KVCache, unless a size is
 set."""
 READY_TOKENS = 8
-"""A draft model that lacks so few tokens computes them together with its first guess."""
+"""A draft model that lacks no more than this many tokens computes them together with its first
+guess."""
 EXPECTED_TOKENS = 64
 """An answer is expected to go on for as many tokens as it has, and for at least this many."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.scheduler.tokens import Tokens
+from moonpool.types import Tokens
 
 READ_TOKENS = 4096
 """Most tokens that one call reads, so that a long prompt delays no step by much."""
@@ -23,7 +23,7 @@ class PromptLookup:
         agrees in most tokens is taken, where `most` are enough, and of equals the newest."""
         assert 0 < least <= most
         self._least, self._most = least, most
-        self._begin = -1  # position of the first token read; -1: none was
+        self._begin = -1  # position of the first token read; -1 means that none was
         self._read = 0  # all runs that end before this position are known
         self._newest_end: dict[tuple[int, ...], int] = {}
         self._end_before: dict[int, int] = {}  # end of a run -> end of the same run before it

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from moonpool.config.tables import Config, ConfigError, HardwareConfig, ParallelConfig
-from moonpool.cost.derived import fit_to_ground_truth, scaled
 from moonpool.cost.domain import CostDomain
-from moonpool.cost.fitted import DecodeSpread, FittedCost
+from moonpool.cost.fitted import DecodeSpread, FittedCost, fit_to_ground_truth, scaled
 from moonpool.cost.model import StepCost
 from moonpool.protocol.block_layout import FP8, LATENT, BlockLayout
 from moonpool.scheduler.ssd_tiering import reserved_blocks
@@ -39,7 +38,7 @@ class NodeHardware:
     engine_tokens: int
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
-    num_slots: int  # SSD slots; 0: no SSD
+    num_slots: int  # SSD slots; 0 means no SSD
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())

@@ -61,7 +61,7 @@ class Device(Struct, frozen=True):
     pcie_bytes_per_s: float
     nic_bytes_per_s: float
     all_reduce: tuple[AllReduce, ...]
-    peak_fp8_flops_per_s: float = 0.0  # dense; 0: products in FP8 run as bfloat16
+    peak_fp8_flops_per_s: float = 0.0  # dense; 0 if products in FP8 run as bfloat16
     gemm: Gemm = Gemm()
     attention: Attention = Attention()
     elementwise_share: float = 0.5  # of memory_bytes_per_s: norms, rotary, activation, additions
@@ -69,7 +69,7 @@ class Device(Struct, frozen=True):
     collective_share: float = 0.71  # of nic_bytes_per_s, by NCCL
     nic_latency_s: float = 33e-6  # one way, by NCCL
     price: Price | None = None
-    power_w: float = 0.0  # the most that it draws, without its share of the node; 0: not known
+    power_w: float = 0.0  # the most that it draws, without its share of the node; 0 if unknown
     source: str = ""
 
     def all_reduce_row(self, num_devices: int) -> AllReduce | None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.fitted import FittedCost
-from moonpool.cost.model import Chunk, prompt_s
+from moonpool.cost.model import Chunk, OneStage, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 
 CHUNK_TOKENS = 2048
@@ -31,7 +31,7 @@ CHUNK_TOKENS = 2048
 MEMO_ENTRIES = 65_536
 
 
-class DomainCost:
+class DomainCost(OneStage):
     """`fitted`, which must have a domain, on the device of `roofline`; implements `StepCost`."""
 
     def __init__(self, fitted: FittedCost, roofline: RooflineCost) -> None:
@@ -42,10 +42,6 @@ class DomainCost:
         self._context_token_s = fitted.decode[2] - roofline.decode_attention_s(1)
         self._prompt_memo: dict[tuple[int, int], float] = {}
         self._decode_memo: dict[int, float] = {}
-
-    @property
-    def num_stages(self) -> int:
-        return 1
 
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
@@ -73,9 +69,6 @@ class DomainCost:
         departure_s = num_steps * self._batch_departure_s(batch)
         return seconds + departure_s + self._context_token_s * contexts
 
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
-
     def prompt_departure_s(self, num_tokens: int, cached_tokens: int) -> float:
         """Returns the seconds by which a prompt departs from the roofline, its computed tokens
         together."""
@@ -83,7 +76,8 @@ class DomainCost:
         return computed * self._prompt_departure_s(num_tokens, cached_tokens)
 
     def decode_departure_s(self, batch: int) -> float:
-        """The least by which a step of `batch` decodes departs, whatever their contexts."""
+        """Returns the least difference from the roofline of a step of `batch` decodes, over all
+        contexts."""
         ends = (self._context_token_s * context for context in self.domain.context_tokens)
         return self._batch_departure_s(batch) + min(ends)
 

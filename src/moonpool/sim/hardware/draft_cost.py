@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moonpool.config.tables import Config, ConfigError, ModelConfig, SpeculativeConfig
-from moonpool.cost.derived import fit_to_ground_truth
+from moonpool.cost.fitted import fit_to_ground_truth
 from moonpool.cost.model import StepCost
 from moonpool.scheduler.speculation.draft_model import KVCACHE_SHARE, DraftModelPlace
 from moonpool.sim.hardware.catalogue import Catalogue
-from moonpool.sim.hardware.formats import in_formats
-from moonpool.sim.hardware.model_shapes import ModelShape
+from moonpool.sim.hardware.model_shapes import ModelShape, in_formats
 from moonpool.sim.hardware.node_cost import MEMORY_SHARE, NodeCost, kv_capacity_tokens
 from moonpool.sim.hardware.roofline import RooflineCost
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
+from moonpool.config.tables import ModelConfig
+from moonpool.protocol.block_layout import FP8
 from moonpool.types import Struct
 
 
@@ -9,8 +13,8 @@ class ExpertShape(Struct, frozen=True):
     """A mixture of experts in place of the feed-forward part: each token passes `per_token` of
     `count` experts of width `ffn`, and a part of width `shared_ffn` that all tokens pass.
 
-    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0: as
-    all others.
+    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0
+    means those of the others.
     """
 
     count: int
@@ -25,7 +29,7 @@ class LatentShape(Struct, frozen=True):
     """Attention over latents (MLA): `rank` + `rope` elements per token and layer are cached, for
     heads whose keys have `nope` + `rope` elements and whose values have `value`.
 
-    `query_rank`: the rank of a latent of the queries; 0: none.
+    `query_rank`: the rank of a latent of the queries; 0 means none.
     """
 
     rank: int
@@ -42,9 +46,9 @@ class ModelShape(Struct, frozen=True):
     `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
     Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
     `head_dim` its rank + rope.
-    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0: as all others.
+    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0 means those of the others.
     `fp8_products`: the layers multiply in FP8 on devices that can.
-    `max_positions`: longest text of a draft model; 0: any. Other models are not held to it.
+    `max_positions`: longest text of a draft model; 0 means any. Other models are not held to it.
     """
 
     name: str
@@ -171,3 +175,35 @@ class ModelShape(Struct, frozen=True):
     def activation_bytes_per_token(self) -> float:
         """Bytes of one token's hidden state, the operand of an all-reduce and of a pipeline hop."""
         return self.hidden * self.bytes_per_activation
+
+
+WEIGHT_BYTES = {"int4": 0.5 + 4 / 32, "int8": 1.0 + 4 / 256, "fp8": 1.0}
+
+
+def is_plain(model: ModelConfig) -> bool:
+    """Whether weights and KVCache have the formats of the shape itself."""
+    return model.quantization == "none" and model.kv_cache_dtype == "auto"
+
+
+def in_formats(shape: ModelShape, model: ModelConfig) -> ModelShape:
+    """The shape with weights and KVCache as `model` asks. Weights that are smaller stay so.
+
+    The bytes are those of our own formats: int4 has a scale and a minimum of two bytes per 32
+    weights, int8 a scale of four bytes per 256, and FP8 KVCache a byte of scale per token, head, K
+    and V. Embedding and LM head keep their format, as published checkpoints have them.
+    """
+    if model.kv_cache_dtype == FP8:
+        shape = structs.replace(shape, bytes_per_kv=1.0 + 1.0 / shape.head_dim)
+    if model.quantization == "none":
+        return shape
+    each, mixture = WEIGHT_BYTES[model.quantization], shape.experts
+    if mixture is not None and mixture.bytes_per_weight:
+        smaller = min(mixture.bytes_per_weight, each)
+        mixture = structs.replace(mixture, bytes_per_weight=smaller)
+    return structs.replace(
+        shape,
+        bytes_per_weight=min(shape.bytes_per_weight, each),
+        bytes_per_embedding=shape.bytes_per_embedding or shape.bytes_per_weight,
+        fp8_products=model.quantization == "fp8" or (shape.fp8_products and each >= 1.0),
+        experts=mixture,
+    )

@@ -12,8 +12,7 @@ from moonpool.sim.hardware import calibrated
 from moonpool.sim.hardware.catalogue import BUILT_IN, Catalogue, nearest
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.domain_cost import DomainCost
-from moonpool.sim.hardware.formats import in_formats, is_plain
-from moonpool.sim.hardware.model_shapes import ModelShape
+from moonpool.sim.hardware.model_shapes import ModelShape, in_formats, is_plain
 from moonpool.sim.hardware.offload_cost import AttentionPool, OffloadCost, OffloadNetwork
 from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost

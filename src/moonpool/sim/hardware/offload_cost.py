@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from moonpool.cost.fitted import FittedCost, OffloadParts
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import Chunk, OneStage
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.roofline import RooflineCost
@@ -117,7 +117,7 @@ class LayerTimes:
         return self.model_s + self.attention_s + self.network_s
 
 
-class OffloadCost:
+class OffloadCost(OneStage):
     """Implements `StepCost` for one decode instance: `model` with its attention on `attention`.
 
     `num_batches` - 1 replicas of `model` serve `num_batches` batches. Raises ValueError for fewer
@@ -145,10 +145,6 @@ class OffloadCost:
         element_bytes = shape.bytes_per_activation * shape.head_dim
         self._query_s = element_bytes * shape.heads / network.bytes_per_s
         self._kv_s = 2 * element_bytes * shape.kv_heads / network.bytes_per_s
-
-    @property
-    def num_stages(self) -> int:
-        return 1
 
     @property
     def num_replicas(self) -> int:
@@ -182,9 +178,6 @@ class OffloadCost:
             return 0.0
         return piecewise_steps_s(self._round_s, batch, context_tokens, num_steps)
 
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
-
     def _round_s(self, batch: float, context_tokens: float) -> float:
         """One token of all batches."""
         n = min(self.num_batches, int(batch))
@@ -213,7 +206,7 @@ def least_bandwidth_bytes_per_s(
     return token_bytes * batch * shape.layers / (INFLATION * (model_s + attention_s))
 
 
-class MeasuredOffload:
+class MeasuredOffload(OneStage):
     """Implements `StepCost` from the profile of a live instance.
 
     The profiled instance had `parts.seen_workers` attention workers, or none, and one batch at a
@@ -239,10 +232,6 @@ class MeasuredOffload:
         self._staggered = staggered
         self._own_tokens = own_tokens
 
-    @property
-    def num_stages(self) -> int:
-        return 1
-
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
@@ -253,9 +242,6 @@ class MeasuredOffload:
         if not batch:
             return 0.0
         return piecewise_steps_s(self._decode_s, batch, context_tokens, num_steps)
-
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
 
     def _attention_s(
         self, num_workers: int, own_tokens: int, batch: float, context_tokens: float

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.config.tables import Parallelism
-from moonpool.cost.model import Chunk, StepCost, prompt_chunks, prompt_s
+from moonpool.cost.model import Chunk, OneStage, StepCost
 from moonpool.sim.hardware.devices import Device
 from moonpool.sim.hardware.model_shapes import ModelShape
 from moonpool.sim.hardware.roofline import RooflineCost
@@ -97,7 +97,7 @@ class PipelineCost:
         return self._hop_latency_s + self._hop_token_s * num_tokens
 
 
-class DividedCost:
+class DividedCost(OneStage):
     """A cost known only as a whole, divided by the number of nodes, plus the time on the NICs.
 
     It ignores that small inputs are less efficient, that each node reads its weights, and overlap.
@@ -122,10 +122,6 @@ class DividedCost:
             sent = 2 * layers * 2 * others / num_nodes * shape.activation_bytes_per_token
             self._reduce_token_s = sent / nic.bytes_per_s
 
-    @property
-    def num_stages(self) -> int:
-        return 1
-
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
@@ -146,11 +142,8 @@ class DividedCost:
         sent_s = self._reduce_token_s * batch + (self._launch_s if self._reduce_token_s else 0.0)
         return alone_s / self._num_nodes + (num_steps * sent_s if batch else 0.0)
 
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
 
-
-class SequenceParallelCost:
+class SequenceParallelCost(OneStage):
     """Ring attention: each node computes its share of a chunk's tokens with all weights.
 
     It attends to the KVCache of each node as it passes around the ring, so attention takes the
@@ -165,10 +158,6 @@ class SequenceParallelCost:
         self._ring_latency_s = base.shape.layers * others * nic.latency_s
         sent = others / num_nodes * base.shape.kv_bytes_per_token
         self._ring_token_s = sent / nic.bytes_per_s
-
-    @property
-    def num_stages(self) -> int:
-        return 1
 
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
@@ -193,66 +182,3 @@ class SequenceParallelCost:
         added = batch * (num_steps * (num_steps - 1) // 2)
         added_s = self._base.decode_attention_s(added) / self._num_nodes
         return num_steps * self.step_s((), batch, context_tokens) + added_s
-
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
-
-
-def group_prefill_s(
-    cost: StepCost, kind: Parallelism, num_tokens: int, cached_tokens: int, chunk_tokens: int
-) -> float:
-    """Latency of one prompt alone on the group, in seconds. Only cpp divides it into chunks."""
-    whole = num_tokens if kind != "cpp" else chunk_tokens
-    return pipeline_s(cost, prompt_chunks(num_tokens, cached_tokens, whole))
-
-
-def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
-    """When the last of these chunks leaves the last stage of an otherwise idle pipeline.
-
-    A chunk enters a stage when it has arrived from the previous stage and the previous chunk has
-    left.
-    """
-    free_at = [0.0] * cost.num_stages
-    for chunk in chunks:
-        step_s, hop_s = cost.step_s((chunk,), 0, 0), cost.hop_s(chunk.num_tokens)
-        at = 0.0
-        for stage, free in enumerate(free_at):
-            free_at[stage] = max(at, free) + step_s
-            at = free_at[stage] + hop_s
-    return free_at[-1]
-
-
-def group_node_s(
-    cost: StepCost,
-    num_nodes: int,
-    kind: Parallelism,
-    num_tokens: int,
-    cached_tokens: int,
-    chunk_tokens: int,
-) -> float:
-    """Busy time of all nodes of the group for one prompt, summed.
-
-    Under load, this and not the latency determines the throughput of the group.
-    """
-    whole = num_tokens if kind != "cpp" else chunk_tokens
-    return num_nodes * prompt_s(cost, num_tokens, cached_tokens, whole)
-
-
-def group_nic_bytes(
-    shape: ModelShape,
-    num_nodes: int,
-    kind: Parallelism,
-    num_tokens: int,
-    cached_tokens: int = 0,
-) -> float:
-    """Bytes that the nodes of a group send to each other for one prompt.
-
-    Cached KVCache is where it is needed, except with a ring (tp+sp), which passes all of it around.
-    """
-    others = num_nodes - 1
-    new = max(num_tokens - cached_tokens, 1)
-    if kind == "tp":
-        return 2 * shape.layers * 2 * others * new * shape.activation_bytes_per_token
-    if kind == "tp+sp":
-        return others * num_tokens * shape.kv_bytes_per_token
-    return others * new * shape.activation_bytes_per_token

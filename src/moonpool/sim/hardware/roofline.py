@@ -14,7 +14,7 @@ FLOPs and its KVCache reads, per prefill chunk, and once for all decodes togethe
 
 Layers with a window count only the pairs and keys inside it, with contexts taken as equally long.
 Latents (MLA) are expanded in prefills and read as they are in decodes; each device holds all of
-them. Experts are shared out whole over the devices (`expert_cost`). Layers in FP8 multiply at the
+them. Experts are shared out whole over the devices (`ExpertCost`). Layers in FP8 multiply at the
 device's FP8 rate, if it has one.
 
 Norms, rotary embedding, activation and additions move bytes at `elementwise_share` of the memory
@@ -26,14 +26,82 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import msgspec
 
-from moonpool.cost.model import Chunk
+from moonpool.cost.model import Chunk, OneStage
 from moonpool.sim.hardware.devices import AllReduce, Device
-from moonpool.sim.hardware.expert_cost import ExpertCost
 from moonpool.sim.hardware.matrix_product import Product, soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
+
+SPREAD = 2.0
+"""The variance that the fullest device exceeds the mean by: 1.4 standard deviations."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCost:
+    """One layer's experts, shared out whole over the devices. `products`: those of one expert.
+
+    T tokens with k of E experts each touch E (1 - (1 - k/E)^T) experts. Routing is taken as
+    uniform, and the fullest device has 1.4 standard deviations more experts and rows than the mean.
+    Every device has all tokens, so the sum over devices is the layer's usual all-reduce. Only + - *
+    / and sqrt are used.
+    """
+
+    count: int
+    per_token: int
+    num_devices: int
+    products: tuple[Product, ...]
+
+    def touched(self, tokens: int) -> tuple[float, float]:
+        """Experts that the fullest device reads, and the rows that it computes."""
+        devices = self.num_devices
+        missed = power(1.0 - self.per_token / self.count, tokens)
+        experts = self._fullest(self.count * (1.0 - missed))
+        rows = self._fullest(float(tokens * self.per_token))
+        rows = min(rows, float(tokens * self.per_token))
+        return min(experts, -(-self.count // devices), rows), rows
+
+    def _fullest(self, total: float) -> float:
+        mean = total / self.num_devices
+        return mean + sqrt(SPREAD * mean * (1.0 - 1.0 / self.num_devices))
+
+    def limits_s(self, tokens: int) -> list[tuple[float, float]]:
+        """Memory and compute time of each product."""
+        experts, rows = self.touched(tokens)
+        limits = []
+        for product in self.products:
+            each = rows / experts
+            tiles = int((each + product.tile_rows - 1) // product.tile_rows)
+            compute_s = product.compute_s_per_row * product.tile_rows * max(tiles, 1) * experts
+            memory_s = product.weights_s * experts + product.memory_s_per_row * rows
+            limits.append((memory_s, compute_s))
+        return limits
+
+    @property
+    def launch_s(self) -> float:
+        """Launches of one layer: one for each product, of all experts together."""
+        return sum(product.launch_s for product in self.products)
+
+    def time_s(self, tokens: int) -> float:
+        """One layer's experts, without launches."""
+        return sum(
+            product.soft(*pair)
+            for product, pair in zip(self.products, self.limits_s(tokens), strict=True)
+        )
+
+
+def power(base: float, exponent: int) -> float:
+    """base ** exponent for a whole exponent, by multiplications alone."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
 
 ENGINE_OVERHEAD_S = 0.003
 """Per step, with CUDA graphs and a lean scheduler; engines in eager mode take 15 to 25 ms."""
@@ -73,7 +141,7 @@ class StepParts:
         return max(limits, key=lambda name: limits[name])
 
 
-class RooflineCost:
+class RooflineCost(OneStage):
     """`shape` on `num_devices` devices in tensor parallel; implements `CostModel` and `StepCost`.
 
     With several nodes, every all-reduce has a second phase over the NICs. Raises ValueError for
@@ -209,10 +277,6 @@ class RooflineCost:
 
     # -- StepCost
 
-    @property
-    def num_stages(self) -> int:
-        return 1
-
     def step_s(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> float:
@@ -269,9 +333,6 @@ class RooflineCost:
             return context_tokens
         seen = self._in_window(batch, context_tokens)
         return (1.0 - self._windowed) * context_tokens + self._windowed * seen
-
-    def hop_s(self, num_tokens: int) -> float:
-        return 0.0
 
     # -- CostModel
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from moonpool.distributions.histogram import Histogram
+from moonpool.distributions import Histogram
 from moonpool.pages.chart import (
     HALF,
     WIDE,

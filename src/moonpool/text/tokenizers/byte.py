@@ -10,7 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moonpool.text.tokenizer import ByteTextStream
-from moonpool.text.tokenizers.chat_template import CONTINUATION_TEMPLATE, ChatTemplate
+from moonpool.text.tokenizers.chat_template import (
+    CONTINUATION_TEMPLATE,
+    ChatTemplate,
+    WithChatTemplate,
+)
 
 BOS_ID = 256
 EOS_ID = 257
@@ -19,7 +23,7 @@ _SPECIALS = {BOS_ID: b"<bos>", EOS_ID: b"<eos>", PAD_ID: b"<pad>"}
 _BYTES = tuple(bytes((value,)) for value in range(256))
 
 
-class ByteTokenizer:
+class ByteTokenizer(WithChatTemplate):
     """Bytes as tokens. `encode` adds no special tokens; the built-in model needs none."""
 
     def __init__(self, vocab_size: int = 259):
@@ -68,23 +72,6 @@ class ByteTokenizer:
         skipped = frozenset(_SPECIALS) if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped, shown)
 
-    @property
-    def knows_tools(self) -> bool:
-        return self._chat.knows_tools
-
-    def check_chat_template(self) -> None:
-        self._chat.check()
-
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source)
         self.tool_template = source
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        /,  # so that a template argument may have any name
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] | None = None,
-        **template_arguments: Any,
-    ) -> str:
-        return self._chat.render(messages, add_generation_prompt, tools, template_arguments)

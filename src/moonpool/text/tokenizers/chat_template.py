@@ -206,3 +206,26 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(pattern: str) -> str:
     return datetime.now().astimezone().strftime(pattern)
+
+
+class WithChatTemplate:
+    """The methods of a `Tokenizer` that its chat template performs."""
+
+    _chat: ChatTemplate
+
+    @property
+    def knows_tools(self) -> bool:
+        return self._chat.knows_tools
+
+    def check_chat_template(self) -> None:
+        self._chat.check()
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        /,  # so that a template argument may have any name
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> str:
+        return self._chat.render(messages, add_generation_prompt, tools, template_arguments)

@@ -31,7 +31,7 @@ from moonpool.text.tokenizer import (
     TokenizerError,
     TokenizerParts,
 )
-from moonpool.text.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate
+from moonpool.text.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate, WithChatTemplate
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
@@ -50,7 +50,7 @@ class _Source(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
-class HfTokenizer:
+class HfTokenizer(WithChatTemplate):
     """The `tokenizers` library with the checkpoint's special tokens and chat template."""
 
     def __init__(self, source: Path | TokenizerParts):
@@ -121,26 +121,9 @@ class HfTokenizer:
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return ByteTextStream(self.token_bytes, skipped, shown)
 
-    @property
-    def knows_tools(self) -> bool:
-        return self._chat.knows_tools
-
-    def check_chat_template(self) -> None:
-        self._chat.check()
-
     def use_chat_template(self, source: str) -> None:
         self._chat = ChatTemplate(source, special_tokens=self._special_tokens)
         self.tool_template = self._template = source
-
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        /,  # so that a template argument may have any name
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] | None = None,
-        **template_arguments: Any,
-    ) -> str:
-        return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
 
 
 def _load(parts: TokenizerParts) -> tuple[tokenizers.Tokenizer, dict[str, Any] | None]:

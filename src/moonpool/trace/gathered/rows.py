@@ -27,7 +27,7 @@ class Gatherer(ABC):
     block_tokens: int  # 0: no hashes; known when all lines are
     units_per_s: float
     other_lines: int
-    """Lines that are no requests."""
+    """Lines that are not requests."""
 
     @abstractmethod
     def add(self, line: bytes) -> None:

@@ -170,7 +170,8 @@ class SessionGraph(Gatherer):
 
 
 def _children(turn: dict[str, Any], key: str, number: int) -> Iterator[tuple[list[str], int]]:
-    """Sessions that a turn forks or spawns, and the turn that waits for them; -1: none does."""
+    """Sessions that a turn forks or spawns, and the turn that waits for them; -1 means that none
+    does."""
     found = turn.get(key) or []
     if not isinstance(found, list):
         raise LineError(f"{key} of a turn is {found!r:.40}; it must be a list of sessions")

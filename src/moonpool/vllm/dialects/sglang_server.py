@@ -71,7 +71,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 def read_info(found: bytes) -> Info | None:
-    """None: it is no SGLang's answer to `/server_info`."""
+    """Returns None if this is not an answer of SGLang to `/server_info`."""
     try:
         return _INFO.decode(found)
     except MALFORMED:

@@ -15,10 +15,9 @@ from moonpool.config.tables import (
 from moonpool.cost.model import Chunk
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.catalogue import BUILT_IN, parse_catalogue
-from moonpool.sim.hardware.expert_cost import power
-from moonpool.sim.hardware.formats import in_formats
+from moonpool.sim.hardware.model_shapes import in_formats
 from moonpool.sim.hardware.node_cost import kv_capacity_tokens
-from moonpool.sim.hardware.roofline import RooflineCost
+from moonpool.sim.hardware.roofline import RooflineCost, power
 from moonpool.studies.cluster import cluster_config
 
 H200 = BUILT_IN.device("H200")

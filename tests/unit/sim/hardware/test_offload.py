@@ -89,7 +89,7 @@ def test_kv_heads_that_cannot_be_divided_evenly_set_the_pace() -> None:
     ("context", "batch", "gb_per_s"), [(1024, 300, 66), (4096, 100, 20), (4096, 300, 31)]
 )
 def test_least_bandwidth_against_ideal_rooflines(context: int, batch: int, gb_per_s: float) -> None:
-    """With devices that reach their peaks, Lamina's equation gives these."""
+    """Lamina's equation gives these bandwidths if devices reach their peaks."""
     ideal = {"bandwidth_share": 1.0, "flops_share": 1.0, "launch_s": 0.0}
     gemm = msgspec.structs.replace(H100.gemm, **ideal, sharpness=8, tile_tokens=1)
     h100 = msgspec.structs.replace(H100, gemm=gemm, elementwise_share=1e3)

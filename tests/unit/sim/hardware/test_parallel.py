@@ -12,15 +12,9 @@ from moonpool.config.tables import Parallelism
 from moonpool.cost.model import Chunk, StepCost, prompt_chunks
 from moonpool.sim.hardware.calibrated import CALIBRATED
 from moonpool.sim.hardware.catalogue import BUILT_IN
-from moonpool.sim.hardware.parallel_cost import (
-    Nic,
-    group_cost,
-    group_nic_bytes,
-    group_node_s,
-    group_prefill_s,
-    pipeline_s,
-)
+from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
+from papers.mooncake.cpp import group_nic_bytes, group_node_s, group_prefill_s, pipeline_s
 
 A800, SHAPE = BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b")
 NIC = Nic.of(A800, 8)
@@ -116,7 +110,8 @@ def test_a_slow_network_hurts_the_parallelism_that_sends_much(base: str) -> None
 def test_pipelines_match_the_closed_form(
     num_tokens: int, share: float, chunk_tokens: int, nodes: int
 ) -> None:
-    """Between sum(t)/X + (X-1)/X of the shortest chunk and of the longest, and hops."""
+    """The time is sum(t)/X, plus hops, plus (X-1)/X of a chunk between the shortest and the
+    longest."""
     cached = min(int(share * num_tokens), num_tokens - 1)
     cost = group_cost(CALIBRATED, SHAPE, nodes, "cpp", NIC)
     chunks = prompt_chunks(num_tokens, cached, chunk_tokens)

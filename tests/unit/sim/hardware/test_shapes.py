@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.config.tables import ModelConfig, Quantization
 from moonpool.sim.hardware.catalogue import BUILT_IN
-from moonpool.sim.hardware.formats import in_formats
+from moonpool.sim.hardware.model_shapes import in_formats
 
 BILLIONS_OF_PARAMETERS = {
     "llama3-8b": 8.03,
@@ -132,7 +132,8 @@ def test_kv_bytes(name: str) -> None:
 
 def unseen_share(name: str, context_tokens: int) -> float:
     """The share of a request's KVCache that no later token sees: what lies before the window, of
-    the layers that have one. Whole blocks hold it all, as long as any layer sees everything."""
+    the layers that have one. Blocks hold the KVCache of all layers as long as one layer sees all
+    tokens."""
     shape = BUILT_IN.shape(name)
     return shape.windowed_share * max(1.0 - shape.window / context_tokens, 0.0)
 

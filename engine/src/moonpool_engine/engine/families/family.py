@@ -14,9 +14,9 @@ class Experts:
     inter: str = "moe_intermediate_size"  # the config's key
     shared: str = ""  # the config's key of the size of a gated MLP that all rows pass besides
     scores: Literal["softmax", "chosen", "sigmoid"] = "softmax"  # "chosen": softmax of the chosen
-    renormalise: bool | None = None  # whether weights sum to 1; None: by `norm_topk_prob`
+    renormalise: bool | None = None  # whether weights sum to 1; None: see `norm_topk_prob`
     groups: Literal["", "max", "top2"] = ""  # experts are in groups, judged by this
-    correction: str = ""  # what stores a bias that counts in the choice only; "": there is none
+    correction: str = ""  # name of the bias that counts in the choice only, or ""
     biases: bool = False  # of the router and the experts
     dense: Literal["", "first", "step"] = ""  # which layers have an MLP
     stored: Literal["modules", "w123", "stacked", "halves"] = "modules"
@@ -33,9 +33,9 @@ class Family:
     norms: Literal["pre", "post", "both"] = "pre"  # before attention and MLP, after them, or both
     norm_offset: float = 0.0  # added to norm weights: Gemma stores weights minus 1
     qk_norm: Literal["", "head", "all"] = ""  # of q and k: per head, or over all heads
-    qk_norm_key: str = ""  # the config's key that asks for it; "": it is always there
+    qk_norm_key: str = ""  # the config's key that asks for it; "" means that it is always there
     biases: Literal["none", "qkv", "option"] = "option"  # "option": by `attention_bias`
-    o_bias_key: str = "attention_bias"  # the same of attention's output; "": it has none
+    o_bias_key: str = "attention_bias"  # the same of attention's output; "" means that it has none
     mlp_bias: bool = False  # whether `mlp_bias` counts
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     rope_skips: Literal["", "listed", "full"] = ""  # layers without RoPE: those that
@@ -45,7 +45,7 @@ class Family:
     local_unscaled: bool = False  # layers with a window have the RoPE of the others, unscaled
     window: Literal["never", "option", "always"] = "never"  # "option": by `use_sliding_window`
     window_default: int | None = None
-    full_every: int = 0  # every n-th layer has no window; 0: all have it
+    full_every: int = 0  # every n-th layer has no window; 0 means that all have it
     scale_key: str = ""  # the config's factor of the scores; else head_dim ** -0.5
     scale_power: float = 1.0
     soft_caps: bool = False

@@ -40,8 +40,8 @@ _SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_sof
 class Architecture:
     """One value of `general.architecture`. The defaults are Qwen's."""
 
-    model: str = ""  # the class in Hugging Face's config; "": only mixtures are read
-    mixture: str = ""  # the class of files that have experts; "": they are not read
+    model: str = ""  # the class in Hugging Face's config; "" means that only mixtures are read
+    mixture: str = ""  # the class of files that have experts; "" means that they are not read
     windowed: str = ""  # the class of files that have a window, if it is another
     renormalises: bool = True  # the weights of the chosen experts sum to 1
     names_scores: bool = False  # the metadata say how experts are chosen, as DeepSeek's do

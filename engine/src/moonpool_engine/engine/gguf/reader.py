@@ -78,7 +78,8 @@ class TensorEntry:
         return prod(self.shape[:-1])
 
     def span(self, first: int, count: int | None) -> tuple[int, int, int]:
-        """Offset and bytes of `count` rows from the row `first`, and their count; None: all."""
+        """Offset and bytes of `count` rows from the row `first`, and their count; None means
+        all."""
         count = self.num_rows - first if count is None else count
         row = (self.end - self.begin) // self.num_rows
         return self.begin + first * row, count * row, count

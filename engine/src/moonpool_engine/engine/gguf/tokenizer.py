@@ -45,7 +45,7 @@ def gguf_parts(path: Path) -> TokenizerParts:
 
 @contextmanager
 def _as_tokenizer_errors() -> Iterator[None]:
-    """What the file says wrongly is an error of its tokenizer."""
+    """Turns an error of the file's values into a TokenizerError."""
     try:
         yield
     except ModelError as error:

@@ -17,7 +17,7 @@ _NO_TOKEN = 2**32 - 1
 class MetadataValues:
     """The metadata of a file. Each method raises `ModelError`, which names file, key and value.
 
-    A key of no value is one that is missing: GGUF has no null.
+    GGUF has no null, so a key without a value is a missing key.
     """
 
     def __init__(self, file: GgufFile, prefix: str = "") -> None:
@@ -108,7 +108,7 @@ class MetadataValues:
         return self.count(name, default)
 
     def number(self, name: str, default: float | None = None, or_zero: bool = False) -> float:
-        """A number above 0, or also 0."""
+        """Returns a number above 0; with `or_zero`, 0 is allowed too."""
         value = self._value(name)
         value = default if value is None else value
         if value is None:

@@ -33,9 +33,9 @@ from moonpool_engine.engine.parallel.stage_wire import (
     unpack_meta,
     unpack_wanted,
 )
-from moonpool_engine.engine.pooling import pool_last
 from moonpool_engine.engine.runner import choose_ops, grammars_of, make_layout
 from moonpool_engine.engine.sampler import sample
+from moonpool_engine.engine.step import pool_last
 
 MAX_FDS = 5  # the arena; memory and socket of the ring before the stage and of the one after it
 log = logging.getLogger("moonpool.stage")

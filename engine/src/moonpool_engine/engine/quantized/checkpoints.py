@@ -43,7 +43,8 @@ FURTHER = (".input_scale", ".weight_shape", ".g_idx", ".k_scale", ".v_scale", ".
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a checkpoint's linears are quantized. `group` inputs share a scale; 0: all of them."""
+    """How a checkpoint's linears are quantized. `group` inputs share a scale; 0 means all of
+    them."""
 
     kind: Kind
     group: int = 0
@@ -65,8 +66,8 @@ class Scheme:
         return bool(EXPERTS.search(name)) if self.kind == "mxfp4" else len(shape) == 2
 
     def parts(self, name: str, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
-        """The tensors that hold the weight `name` [out, in], with their shapes; None: any. Raises
-        `ModelError`."""
+        """The tensors that hold the weight `name` [out, in], with their shapes; None means any.
+        Raises `ModelError`."""
         if self.kind == "mxfp4":
             return _mxfp4_parts(name, shape)
         module = name.removesuffix(".weight")

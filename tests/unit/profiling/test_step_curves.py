@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cost.derived import scaled
-from moonpool.cost.fitted import DecodeSample, FittedCost
-from moonpool.cost.step_curves import (
-    NUM_RATIOS,
-    equally_likely,
-    find_tile,
-    saturation_tokens,
-    tile_points,
-    with_decode_curve,
-)
+from moonpool.cost.fitted import DecodeSample, FittedCost, scaled
+from moonpool_engine.engine.calibrate import find_tile, tile_points
+from moonpool_lab.profiling.chunk_sizes import saturation_tokens
+from moonpool_lab.profiling.decode_curve import with_decode_curve
+from moonpool_lab.profiling.learned_decode_steps import NUM_RATIOS, equally_likely
 
 LINEAR = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.009, 0.0008, 5e-7))
 BASES_S = {1: 0.0098, 2: 0.0099, 4: 0.0134, 8: 0.0138, 16: 0.0240}

@@ -17,8 +17,7 @@ from moonpool.protocol.messages import (
     StepTokens,
 )
 from moonpool.scheduler.actions import RunStep, SendReport, StopRepeating, WorkerEvent
-from moonpool.scheduler.driver import InstanceDriver, Performers
-from moonpool.scheduler.instance import Instance
+from moonpool.scheduler.instance import Instance, InstanceDriver, Performers
 from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.engine import SimEngine
 from moonpool.types import SamplingParams, Slo

@@ -1,1 +1,0 @@
-"""The text of a prompt before it becomes a request."""

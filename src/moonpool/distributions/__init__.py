@@ -1,1 +1,0 @@
-"""Quantiles and histograms, for everything that decides, measures or prints."""
