@@ -36,7 +36,7 @@ class FileSource:
 class DnsSource:
     """A name whose records are the servers. `port` is None for SRV records, which have one each.
     `events`, `replay`: ports of KV events and their replay; 0: none. `ranks`: data-parallel ranks
-    of each server."""
+    of each server; 0: each is asked."""
 
     name: str
     port: int | None
