@@ -63,7 +63,12 @@ GENERATING = {
 }
 """Paths whose refusals count as refused requests."""
 EMBEDDINGS = "/v1/embeddings"
-NOT_WITHOUT_CALLS = {*GENERATING, "/v1/messages/count_tokens", "/cluster/upgrade"}
+NOT_WITHOUT_CALLS = {
+    *GENERATING,
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/cluster/upgrade",
+}
 """Paths of a server that answers calls."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
@@ -115,6 +120,7 @@ def make_front_app(
         route(EMBEDDINGS, calls.embed, "POST"),
         *(route(path, calls.pool, "POST") for path in POOLING_PATHS if path != EMBEDDINGS),
         route("/v1/responses", calls.respond, "POST"),
+        route("/v1/responses/input_tokens", inspector.input_tokens, "POST"),
         message_route("/v1/messages", calls.message, "POST"),
         message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
         route("/load", calls.load),

@@ -60,6 +60,7 @@ Kind = Literal[
     "responses",
     "messages",
     "count_tokens",
+    "input_tokens",
     "tokenize",
     "detokenize",
     "forwarded",
