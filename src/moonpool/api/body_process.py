@@ -157,6 +157,7 @@ _READ_ALREADY = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_retention",
+    "prompt_cache_options",
     "response_format",
     "structured_outputs",
     "bad_words",

@@ -74,6 +74,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
     service_tier: Any = None
     context_management: Any = None
     inference_geo: Any = None
+    diagnostics: Any = None
+    speed: Any = None
     # The program (agent) of the call; see `api.program_identity`.
     vllm_xargs: Any = None
     agent_hint: Any = None

@@ -67,6 +67,24 @@ def test_tokens_are_counted_before_an_answer() -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("responses", {"context_management": [{"type": "compaction"}], "personality": "friendly"}),
+        ("responses", {"prompt_cache_options": {"mode": "explicit"}}),
+        ("chat/completions", {"prompt_cache_options": {"ttl": "30m"}}),
+        ("messages", {"speed": "fast", "diagnostics": {"previous_message_id": "msg_1"}}),
+    ],
+)
+def test_hints_of_hosted_models_have_no_effect(path: str, fields: dict[str, Any]) -> None:
+    head = ScriptedHead(lambda _: spoken("Hello"))
+    said = "Hi" if path == "responses" else [{"role": "user", "content": "Hi"}]
+    body = {"model": "fake", "input" if path == "responses" else "messages": said}
+    body |= {"max_tokens": 9} if path == "messages" else {}
+    answer = call(head, f"/v1/{path}", body | fields)
+    assert answer.status_code == 200, answer.text
+
+
 def test_an_answer_that_was_cut_is_incomplete() -> None:
     head = ScriptedHead(lambda _: spoken("Hel", finish=FinishReason.LENGTH))
     with client_of(head) as client:
