@@ -485,6 +485,8 @@ class VllmWorker(InstanceProcess):
         if work.call is None:
             return SubmitFailed(work.attempt_id, str(error), error.refused)
         refused = error.refused or error.status in FORWARDED_REFUSALS
+        if work.adapter and error.status == MISSING:
+            refused = False  # another server may have it
         return SubmitFailed(work.attempt_id, str(error), refused, error.status)
 
     async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
