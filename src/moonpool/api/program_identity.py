@@ -36,6 +36,18 @@ MAX_TOKENS = 1 << 24
 MAX_PRIORITY = 1 << 31
 SUBAGENT = "subagent"
 ENDS = b"x-program-ends"
+_SCHEMAS = (
+    (
+        b"x-claude-code-session-id",
+        b"x-claude-code-agent-id",
+        b"x-claude-code-parent-agent-id",
+    ),
+    (b"session-id", b"thread-id", b""),
+    (b"x-session-id", b"", b""),
+)
+"""Headers of session, agent and its parent; b"": there is none."""
+PARENT_SESSION = b"x-parent-session-id"
+HEADERS = frozenset({*(name for names in _SCHEMAS for name in names if name), PARENT_SESSION, ENDS})
 _WHERE = "vllm_xargs.agentic_context"
 
 
@@ -55,7 +67,7 @@ def program_of(
     session, agent, parent = _named_by(headers)
     if session:
         found = _of_task(session, agent, parent, ends)
-        above = _header(headers, b"x-parent-session-id")
+        above = _header(headers, PARENT_SESSION)
         if above in ("", session) or found.parent_id:
             return found
         return msgspec.structs.replace(found, parent_id=above)
@@ -67,15 +79,7 @@ def program_of(
 
 def _named_by(headers: Mapping[bytes, bytes]) -> tuple[str, str, str]:
     """Session, agent and its parent by the headers of agents; "": they do not say."""
-    for session, agent, parent in (
-        (
-            b"x-claude-code-session-id",
-            b"x-claude-code-agent-id",
-            b"x-claude-code-parent-agent-id",
-        ),
-        (b"session-id", b"thread-id", b""),
-        (b"x-session-id", b"", b""),
-    ):
+    for session, agent, parent in _SCHEMAS:
         task = _header(headers, session)
         if task:
             return task, _header(headers, agent), _header(headers, parent)

@@ -18,7 +18,7 @@ from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
-from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
+from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
 from moonpool.epp.picked_call import BookedAnswer, Picked
@@ -149,11 +149,13 @@ class Picker:
         request_id = self._new_id(headers)
         call = _forwarded(path, prepared)
         request = self._request(request_id, model, terms, arrived_s, prepared, call)
+        generates = path in GENERATING
+        program = read_program(headers, prepared.original) if generates else None
         traceparent = headers.get("traceparent", "").encode("ascii", "replace")
         trace = read_traceparent(traceparent, self._options.exports_traces)
-        num_answers = prepared.original.num_answers if path in GENERATING else 1
+        num_answers = prepared.original.num_answers if generates else 1
         name = request_id if num_answers > 1 else ""
-        request = replace(request, within=within, trace=trace, call=name)
+        request = replace(request, within=within, trace=trace, call=name, program=program)
         answers = [BookedAnswer(self, model, request, call)]
         try:
             route = await answers[0].call.chosen
