@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.discovery.endpoint import MAX_RANKS, Endpoint, Notice
 from moonpool.http_client.client import ConnectionFailedError, HttpClient
@@ -34,11 +34,16 @@ class RankCounts:
         self._found: dict[str, int] = {}  # by address
         self._notice = Notice(log)
 
-    def of(self, server: Endpoint) -> int | None:
+    def ranks_of(self, server: Endpoint) -> Sequence[Endpoint] | None:
         """None: it has not told yet."""
-        return self._found.get(server.address)
+        if server.num_ranks:
+            return server.ranks()
+        found = self._found.get(server.address)
+        return None if found is None else server.ranks(found)
 
-    async def follow(self, listed: Callable[[], Iterable[Endpoint]]) -> None:
+    async def follow(
+        self, listed: Callable[[], Iterable[Endpoint]], changed: Callable[[], None]
+    ) -> None:
         """Asks those of the `listed` servers whose ranks no source says, until cancelled."""
         gate = asyncio.Semaphore(AT_ONCE)
         while True:
@@ -47,7 +52,10 @@ class RankCounts:
             # One that does not answer now has the ranks that it had.
             pairs = zip(asked, counts, strict=True)
             found = {at: count or self._found.get(at) for at, count in pairs}
+            before = self._found
             self._found = {at: min(count, MAX_RANKS) for at, count in found.items() if count}
+            if self._found != before:
+                changed()
             silent = [at for at in asked if at not in self._found]
             more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
             self._notice.say(f"waiting for the ranks of {silent[0]}{more}" if silent else "")

@@ -48,7 +48,8 @@ class Discovery:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sources.follow(self._hear))
-            group.create_task(self._rank_counts.follow(lambda: self._listing.endpoints))
+            ranks = self._rank_counts.follow(lambda: self._listing.endpoints, self._step)
+            group.create_task(ranks)
             while True:
                 await asyncio.sleep(LOOK_S)
                 self._step()
@@ -76,11 +77,9 @@ class Discovery:
                     log.warning("%d listed servers are too many for one front", number)
 
     def _ranks_of(self, server: Endpoint) -> Sequence[Endpoint]:
-        if server.num_ranks:
-            return server.ranks()
-        found = self._rank_counts.of(server)
+        found = self._rank_counts.ranks_of(server)
         if found is not None:
-            return server.ranks(found)
+            return found
         joined = self.membership.joined  # those of an earlier supervisor, until it has told
         return [each for each in joined if each.name.rpartition(".")[0] == server.name]
 

@@ -17,7 +17,8 @@ from moonpool.types import PRIORITY_RANGE, ProgramContext, Slo, Struct
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
-OWN = (DESTINATION, PREFILL, "x-encoder-hosts-ports", "x-data-parallel-host-port")
+RANK = "x-data-parallel-rank"
+OWN = (DESTINATION, PREFILL, RANK, "x-encoder-hosts-ports", "x-data-parallel-host-port")
 """Headers that steer a call: if a client sends them, they never reach a server."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Which of the addresses in DESTINATION the gateway has used, where it had several."""

@@ -18,6 +18,7 @@ from moonpool.api.preparation import PreparedCall, check_model
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
+from moonpool.discovery.rank_counts import RankCounts
 from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
@@ -34,6 +35,7 @@ from moonpool.types import (
     InstanceId,
     Request,
     RequestId,
+    Role,
     SamplingParams,
     Slo,
     paying,
@@ -82,6 +84,7 @@ class Picker:
         self.members = Members(self.shared, config.api.drain_seconds)
         self.max_body_bytes = config.api.max_body_bytes
         self.listing = Listing()
+        self._rank_counts = RankCounts()
         self._options = options
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = 0
@@ -89,6 +92,7 @@ class Picker:
 
     async def start(self) -> None:
         await self.head.start(None)
+        self.keep(self._rank_counts.follow(lambda: self.listing.endpoints, self._use_listed))
 
     async def stop(self) -> None:
         await self.head.stop()
@@ -99,8 +103,7 @@ class Picker:
         self.models.close()
 
     def update(self, listing: Listing) -> None:
-        """Takes what the source lists. A gateway takes addresses, and none of a rank: a server with
-        several is one endpoint."""
+        """Takes what the source lists."""
         named = [each.name for each in listing.endpoints if not each.has_ip]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         self._named.say(
@@ -109,7 +112,17 @@ class Picker:
             else ""
         )
         self.listing = listing
-        self.members.update([each for each in listing.endpoints if each.has_ip])
+        self._use_listed()
+
+    def _use_listed(self) -> None:
+        """A call to a data-parallel rank has its number in a header. A server that takes a part of
+        each call is one endpoint, for its sidecar takes no number."""
+        found: list[Endpoint] = []
+        for each in self.listing.endpoints:
+            if each.has_ip:
+                ranks = self._rank_counts.ranks_of(each) or ()
+                found += ranks if each.role is Role.MIXED else (each,)
+        self.members.update(found)
 
     def endpoint(self, instance_id: InstanceId) -> Endpoint:
         found = self.members.find(instance_id)
@@ -188,14 +201,15 @@ class Picker:
     ) -> tuple[Endpoint, ...]:
         """Returns the endpoints where the gateway may go if the chosen one does not respond: those
         with the least work."""
-        if not self._num_fallbacks:
-            return ()
+        if not self._num_fallbacks or route.endpoint.rank is not None:
+            return ()  # the number of a rank would go along
         fitting = [
             (len(state.prefills) + len(state.decodes), name)
             for name, state in model.conductor.instances.items()
             if state.drain is None
             and name != route.endpoint.name
             and name not in self.shared.suspects
+            and self.endpoint(name).rank is None
             and (within is None or name in within)
             and self.endpoint(name).role.decodes
         ]
