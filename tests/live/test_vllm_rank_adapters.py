@@ -64,7 +64,7 @@ def ranked_vllm() -> Iterator[tuple[VllmServer, str]]:
     told |= {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
     flags = ["--enforce-eager", "--kv-events-config", json.dumps(told), "--enable-lora"]
     options = {"--block-size": BLOCK, "--max-model-len": 1024, "--max-lora-rank": 8}
-    options |= {"--data-parallel-size": 2, "--served-model-name": "own"}
+    options |= {"--data-parallel-size": 2, "--api-server-count": 1, "--served-model-name": "own"}
     more = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with VllmServer(python, model, "0|1", options, flags, more) as server:
         port = server.url.rpartition(":")[2]

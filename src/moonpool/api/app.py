@@ -99,8 +99,7 @@ def make_front_app(
     options = options or ApiOptions()
     models = models or ModelApis(backend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
-    calls = ModelCalls(models, view)
-    inspector = Inspector(backend, view, models)
+    calls, inspector = ModelCalls(models, view), Inspector(backend, view, models)
     controller, live_page = Controller(view, options), LivePage(backend, view)
 
     async def openapi(context: HttpContext) -> None:
