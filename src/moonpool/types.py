@@ -191,6 +191,10 @@ class TraceContext(Struct, frozen=True):
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
 
+LEAD = "lead"
+"""The agent that a task begins with, as vllm-router names it: "TASK:lead" is the program "TASK"."""
+
+
 class ProgramContext(Struct, frozen=True, omit_defaults=True):
     """What a client says of the program (agent) that a call belongs to; "" and 0: nothing.
 
@@ -198,7 +202,7 @@ class ProgramContext(Struct, frozen=True, omit_defaults=True):
     the first of them all. `kind`: what programs like this one have in common, such as the name of a
     workflow or of a sort of sub-agent. `tool`: what runs when the call has ended. `expected_tokens`
     of the answer. `ends`: no call follows this one. `keep_s`: for how long the client asks to keep
-    the program's blocks.
+    the program's blocks. `priority`: calls with a larger one are served first.
     """
 
     program_id: str
@@ -210,6 +214,7 @@ class ProgramContext(Struct, frozen=True, omit_defaults=True):
     expected_tokens: int = 0
     ends: bool = False
     keep_s: float | None = None
+    priority: int = 0
 
 
 class Request(Struct, frozen=True):

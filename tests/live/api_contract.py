@@ -30,6 +30,7 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/embeddings": {"input": "x"},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "x"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
     "/tokenize": {"prompt": "x"},

@@ -16,7 +16,7 @@ pytest.importorskip("envoy.service.ext_proc")
 from tests.live.envoy import endpoints_text, envoy, picker_process
 from tests.live.small_folder import write_model_folder
 from tests.live.test_epp import ASKED, CALM, CHAT, PROMPT, Gateway, gateway
-from tests.live.vllm_stub import VllmStub
+from tests.live.vllm_stub import VllmStub, stubs
 from tests.live.waiting import wait_until
 
 
@@ -180,3 +180,38 @@ def test_a_named_model_alone_is_served_by_the_sources_of_a_file(tmp_path: Path, 
         picker.await_instances("e0")
         wait_until(lambda: "e1 is not used" in picker.log.read_text())
         assert "e0 is not used" not in picker.log.read_text()
+
+
+def test_a_rank_is_an_endpoint_and_its_number_goes_along(tmp_path: Path, model: str) -> None:
+    with ExitStack() as stack:
+        stub = stack.enter_context(stubs(VllmStub("m", root=model)))[0]
+        stub.num_ranks = 2
+        file = tmp_path / "endpoints.yaml"
+        label = "    labels:\n      moonpool.dev/data-parallel-size: all\n"
+        file.write_text(endpoints_text(stub.port) + label)
+        flags = ("--endpoints", str(file), "--fallbacks", "1", *CALM)
+        picker = stack.enter_context(picker_process(tmp_path, *flags))
+        url = stack.enter_context(envoy(tmp_path, picker.grpc_port))
+        picker.await_instances("e0.0", "e0.1")
+        wait_until(lambda: picker.log.read_text().count("measured http") == 2)
+        found = Gateway(url, picker, [stub], file)
+        places: dict[int, set[str]] = {}
+        for turn in range(3):
+            for number in range(4):
+                prompt = [5 + number] * (96 + 16 * turn)
+                own = {"x-data-parallel-rank": "7"}  # which no client may choose
+                assert found.complete(own, prompt=prompt).status_code == 200
+                places.setdefault(number, set()).add(stub.headers[-1]["x-data-parallel-rank"])
+        assert all(len(ranks) == 1 for ranks in places.values())
+        assert set.union(*places.values()) <= {"0", "1"}
+        stub.num_ranks = 3
+        picker.await_instances("e0.0", "e0.1", "e0.2")
+
+
+def test_an_agents_program_is_known_behind_a_gateway(two: Gateway) -> None:
+    headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
+    assert two.complete({"x-request-id": "lead", "x-session-id": "s"}).status_code == 200
+    assert two.complete({"x-request-id": "agent", **headers}).status_code == 200
+    wait_until(lambda: two.explain("agent").get("outcome") == "stop")
+    told = two.explain("agent")
+    assert (told["program"], told["parent_program"]) == ("s:a", "s")

@@ -263,6 +263,7 @@ def test_another_folder_is_found_out_and_a_model_by_a_relative_name_gets_text(
                 "messages": [{"role": "user", "content": "abc"}],
                 "max_tokens": 8,
                 "stream": True,
+                "logit_bias": {str(number): -100 for number in NO_TEXT},
             }
             lines = fresh.post(f"{front.url}/v1/chat/completions", json=body, timeout=60).text
             assert lines.rstrip().endswith("[DONE]") and "chat.completion.chunk" in lines

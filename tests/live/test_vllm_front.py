@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,20 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         assert complete(server, model="m")["model"] == "m"
         assert second.bodies("/v1/completions")[-1]["model"] == "other"
         assert first.bodies("/v1/completions")[-1]["model"] == "m"
+
+
+def test_a_call_to_an_adapter_that_has_just_left_a_server_goes_to_another_one() -> None:
+    made = VllmStub("m", adapters=("poet",)), VllmStub("m", adapters=("poet",))
+    with stubs(*made) as (first, second), front(*made) as server:
+        first.adapters = ()
+        second.first_token_s = 0.2
+        ask = {"model": "poet", "prompt": PROMPT, "max_tokens": 2}
+        seen = {**look([picture()]), "model": "poet"}
+        asked = [("/v1/completions", ask), ("/v1/chat/completions", seen)] * 4
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda one: post(server, one[0], **one[1]), asked))
+        assert [answer.status_code for answer in answers] == [200] * len(asked)
+        assert any(body["model"] == "poet" for _, body in first.calls), "it was tried"
 
 
 def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import httpx
 
 from tests.forked.commands import LocalServer
 from tests.live.vllm_stub import VllmStub, stubs
-from tests.live.waiting import WAIT_S
+from tests.live.waiting import WAIT_S, wait_until
 
 RANK = "x-data-parallel-rank"
 
@@ -33,3 +34,33 @@ def test_a_conversation_stays_at_its_rank() -> None:
             assert set.union(*ranks.values()) <= {"0", "1"}
             # Both were asked for themselves: measured, and tried by a short answer.
             assert {headers.get(RANK) for headers in stub.headers} == {"0", "1"}
+
+
+def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
+    """Scaled down, a vLLM still names the former ranks in its metrics, and refuses their calls."""
+    with stubs(VllmStub()) as (stub,):
+        stub.num_ranks = 2
+        place = f"name: a, address: 127.0.0.1, port: {stub.port}"
+        listed = tmp_path / "servers.yaml"
+        label = "labels: {moonpool.dev/data-parallel-size: all}"
+        listed.write_text(f"endpoints:\n- {{{place}, {label}}}\n")
+        words = [stub.root, "--vllm-endpoints", str(listed), "--admission", "none"]
+        with LocalServer(words) as server:
+            client = httpx.Client(base_url=server.url, timeout=60)
+
+            def ask(number: int) -> str:
+                body = {"prompt": [5 + number] * 96, "max_tokens": 2}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                return stub.headers[-1][RANK]
+
+            wait_until(lambda: len(server.instances()) == 2)
+            stub.num_ranks = 3
+            wait_until(lambda: len(server.instances()) == 3)
+            wait_until(lambda: ask(len(stub.calls)) == "2")
+            stub.num_ranks, stub.stale_ranks = 1, 2
+            wait_until(lambda: not ask(len(stub.calls)) or len(server.instances()) == 1)
+            wait_until(lambda: "is out of range" in "\n".join(server.log_lines()))
+            assert {ask(number) for number in range(6)} == {"0"}
+            stub.num_ranks, stub.stale_ranks = 3, 0
+            wait_until(lambda: len(server.instances()) == 3)

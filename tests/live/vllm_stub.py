@@ -57,6 +57,9 @@ class VllmStub:
         self.calls: list[tuple[str, Body]] = []
         self.headers: list[dict[str, str]] = []  # of each call, by name in small letters
         self.sources: Body | None = None  # of `/kv_event_sources`
+        self.num_ranks = 0  # data-parallel ranks; 0: it does not tell
+        self.stale_ranks = 0  # that `/metrics` names, but no longer there
+        self.refuses_metrics = False
         self.queries = 0
         self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
         self.first_token_s = 0.0
@@ -112,8 +115,9 @@ class VllmStub:
         return {"object": "list", "data": listed}
 
     def metrics(self) -> str:
-        return (
-            f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{self.num_blocks}"}} 1.0\n'
+        engines = [f'engine="{n}",' for n in range(self.num_ranks + self.stale_ranks)] or [""]
+        size = f'block_size="16",num_gpu_blocks="{self.num_blocks}"'
+        return "".join(f"vllm:cache_config_info{{{each}{size}}} 1.0\n" for each in engines) + (
             f'vllm:prefix_cache_queries_total{{engine="0"}} {float(self.queries)}\n'
             f'vllm:prefix_cache_hits_total{{engine="0"}} {self.hit_share * self.queries}\n'
         )
@@ -155,6 +159,9 @@ class _Handler(QuietHandler):
         if stub.sources is not None:
             answers["/kv_event_sources"] = lambda: json.dumps(stub.sources).encode()
         make = answers.get(self.path)
+        if self.path == "/metrics" and stub.refuses_metrics:
+            self.answer(b'{"error": "The model is currently scaling."}', 503)
+            return
         self.answer(b"" if make is None else make(), 404 if make is None else 200)
 
     def do_POST(self) -> None:
@@ -168,6 +175,11 @@ class _Handler(QuietHandler):
             stub.num_deaths = max(stub.num_deaths - 1, 0)
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        rank = int(self.headers.get("x-data-parallel-rank") or 0)
+        if 0 < stub.num_ranks <= rank:
+            text = f"data_parallel_rank {rank} is out of range [0, {stub.num_ranks})."
+            self.answer(json.dumps({"error": {"message": text, "code": 400}}).encode(), 400)
             return
         if own and stub.refuses is not None:
             status, text = stub.refuses

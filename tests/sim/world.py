@@ -46,7 +46,7 @@ from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.refusal import Refusal
 from moonpool.scheduler.instance_config import InstanceConfig, steps_in_flight
 from moonpool.types import BlockKey, FinishReason, InstanceId, Request, RequestId, Role, Slo
-from moonpool.vllm.worker import layout_of
+from moonpool.vllm.nominal_layout import layout_of
 from tests.sim.clock import Clock, Link
 from tests.sim.disk import Disk, DiskDriver
 from tests.sim.endings import check_ending

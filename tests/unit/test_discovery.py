@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.config.rules import vllm_place
+from moonpool.discovery import rank_counts, watch
 from moonpool.discovery.dns_names import DnsName, DnsSettings, ask_srv, parse_srv, srv_query
 from moonpool.discovery.endpoint import Endpoint, SourceError, endpoint_of
 from moonpool.discovery.endpoints_file import parse_endpoints
@@ -28,6 +29,7 @@ from moonpool.discovery.source_text import DnsSource, parse_source
 from moonpool.discovery.watch import MAX_SERVERS, Discovery
 from moonpool.types import InstanceId, Role
 from tests.live.test_discovery import nameserver
+from tests.live.vllm_stub import VllmStub, stubs
 
 A, B = (Endpoint(name=name, host=name, port=8000) for name in "ab")
 
@@ -334,3 +336,44 @@ def test_each_data_parallel_rank_is_a_server() -> None:
         assert vllm_place(one.place).url == one.place.split(",")[0]
     source = parse_source("dns://llm:8000?ranks=4")
     assert isinstance(source, DnsSource) and source.ranks == 4
+
+
+def test_a_server_is_asked_for_its_ranks_as_long_as_it_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank_counts, "LOOK_S", 0.02)
+    monkeypatch.setattr(watch, "LOOK_S", 0.02)
+    names: list[str] = []
+    known: list[set[str]] = []
+
+    async def run() -> None:
+        with stubs(VllmStub()) as (stub,):
+            stub.num_ranks = 2
+            path = tmp_path / "servers.yaml"
+            labels = "labels: {moonpool.dev/data-parallel-size: all}"
+            place = f"name: a, address: 127.0.0.1, port: {stub.port}"
+            path.write_text(f"endpoints:\n- {{{place}, {labels}}}\n")
+            found = Discovery(
+                [str(path)], lambda e: names.append(e.name), lambda e: names.remove(e.name)
+            )
+            running = asyncio.create_task(found.run())
+            for count in (2, 4, 1):
+                stub.num_ranks = count
+                async with asyncio.timeout(60):
+                    while len(names) != count:
+                        await asyncio.sleep(0.02)
+                known.append(set(names))
+            stub.refuses_metrics = True
+            await asyncio.sleep(0.2)
+            known.append(set(names))
+            running.cancel()
+
+    asyncio.run(run())
+    assert known == [{"a.0", "a.1"}, {f"a.{n}" for n in range(4)}, {"a.0"}, {"a.0"}]
+
+
+def test_engines_are_counted_in_their_order() -> None:
+    line = 'vllm:cache_config_info{{block_size="16",engine="{}",num_gpu_blocks="9"}} 1.0\n'
+    text = "".join(line.format(n) for n in (10, 9, 8)) + 'vllm:other{engine="3"} 1.0\n'
+    assert rank_counts.engines_in(text) == ("8", "9", "10")
+    assert rank_counts.engines_in("") == ()

@@ -60,7 +60,12 @@ GENERATING = {
 }
 """Paths whose refusals count as refused requests."""
 EMBEDDINGS = "/v1/embeddings"
-NOT_WITHOUT_CALLS = {*GENERATING, "/v1/messages/count_tokens", "/cluster/upgrade"}
+NOT_WITHOUT_CALLS = {
+    *GENERATING,
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+    "/cluster/upgrade",
+}
 """Paths of a server that answers calls."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
@@ -90,8 +95,7 @@ def make_front_app(
     options = options or ApiOptions()
     models = models or ModelApis(backend, options)
     memory, access = BodyMemory(options.max_body_bytes), CallerCheck(options)
-    calls = ModelCalls(models, view)
-    inspector = Inspector(backend, view, models)
+    calls, inspector = ModelCalls(models, view), Inspector(backend, view, models)
     controller, live_page = Controller(view, options), LivePage(backend, view)
 
     async def openapi(context: HttpContext) -> None:
@@ -111,6 +115,7 @@ def make_front_app(
         route(EMBEDDINGS, calls.embed, "POST"),
         *(route(path, calls.pool, "POST") for path in POOLING_PATHS if path != EMBEDDINGS),
         route("/v1/responses", calls.respond, "POST"),
+        route("/v1/responses/input_tokens", inspector.input_tokens, "POST"),
         message_route("/v1/messages", calls.message, "POST"),
         message_route("/v1/messages/count_tokens", inspector.count_tokens, "POST"),
         route("/load", calls.load),

@@ -94,6 +94,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     # Accepted only with a value that has no effect (see `_NEUTRAL`).
     best_of: Any = None
     length_penalty: Any = None

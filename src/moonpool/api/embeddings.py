@@ -60,7 +60,7 @@ class Embedder(ModelEndpoint):
         body: EmbeddingsBody = call.original
         tenant = tenant_of(context.tenant, body.cache_salt)
         adapter = card.adapter_of(body.model)
-        priority = self._rates.priority(context.tenant, body.priority, context.is_operator)
+        priority = self._rates.priority(context.tenant, body.priority, context.is_operator, None)
         shared = _Shared(tenant, adapter, limits, priority, () if is_resumed else None)
         num_tokens = 0 if is_resumed else sum(map(len, call.prompts))
         with (

@@ -130,6 +130,10 @@ class Inspector:
         """Counts the prompt tokens of a message."""
         await self._respond_to_body("count_tokens", context)
 
+    async def input_tokens(self, context: HttpContext) -> None:
+        """Counts the prompt tokens of a response."""
+        await self._respond_to_body("input_tokens", context)
+
     async def _respond_to_body(self, kind: Kind, context: HttpContext) -> None:
         api = await self._models.of_call(context)
         options = self._models.options

@@ -279,13 +279,14 @@ class Generator(ModelEndpoint):
         tenant = tenant_of(call.context.tenant, body.cache_salt)
         seed = call.facts.seed if body.seed is None else body.seed
         context = call.context
-        priority = self._rates.priority(context.tenant, body.priority, context.is_operator)
         choices: list[Choice] = []
         has_several = len(prepared.prompts) * (body.n or 1) > 1
         header = call.context.headers.get(b"traceparent", b"")
         trace = read_traceparent(header, self._options.exports_traces)
         hints = body.vllm_xargs, body.agent_hint, body.prompt_cache_key
         program = program_of(context.headers, *hints)
+        asked = context.tenant, body.priority, context.is_operator
+        priority = self._rates.priority(*asked, program)
         for number, token_ids in enumerate(prepared.prompts):
             most, usual = call.facts.max_model_tokens, card.sampling.get("max_tokens")
             strict = self._options.strict_max_tokens

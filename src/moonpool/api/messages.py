@@ -74,6 +74,11 @@ class MessagesBody(CountTokensBody, kw_only=True):
     service_tier: Any = None
     context_management: Any = None
     inference_geo: Any = None
+    diagnostics: Any = None
+    speed: Any = None
+    # The program (agent) of the call; see `api.program_identity`.
+    vllm_xargs: Any = None
+    agent_hint: Any = None
 
 
 def as_chat(body: CountTokensBody) -> ChatBody:
@@ -100,6 +105,7 @@ def as_chat(body: CountTokensBody) -> ChatBody:
             raise missing_parameter("max_tokens")
         chat.max_tokens, chat.stop, chat.stream = body.max_tokens, body.stop_sequences, body.stream
         chat.temperature, chat.top_k, chat.top_p = body.temperature, body.top_k, body.top_p
+        chat.vllm_xargs, chat.agent_hint = body.vllm_xargs, body.agent_hint
     return chat
 
 

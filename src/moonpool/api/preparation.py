@@ -163,6 +163,18 @@ class Preparer:
         prompt = await self._prompts.read_chat(chat)
         return msgspec.json.encode({"input_tokens": len(prompt)})
 
+    async def input_tokens(self, raw: bytes) -> bytes:
+        """As `count_tokens`, of a body of `/v1/responses`, which its errors name."""
+        try:
+            chat = as_chat(decode_body(RESPONSES, raw))
+            check_model(chat.model, self._names)
+            self._check_known()
+            Tools(chat)
+            prompt = await self._prompts.read_chat(chat)
+        except ApiError as error:
+            raise of_input(error) from None
+        return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
     async def embeddings(self, raw: bytes) -> PreparedCall:
         """Reads a body of `/v1/embeddings`, with at most MAX_INPUTS texts.
 

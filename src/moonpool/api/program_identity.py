@@ -3,15 +3,17 @@
 The first of these that is there decides; they are never mixed:
 
 1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads: an object, or
-   its JSON as a text, because vLLM itself takes no object there;
-2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocking`;
+   its JSON as a text, because vLLM itself takes no object there. A session, an agent and its parent
+   that it does not name are those of the headers below;
+2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocks_parent`, `expected_resume`;
 3. `x-claude-code-session-id`, `x-claude-code-agent-id` and `x-claude-code-parent-agent-id`;
 4. `session-id` and `thread-id`, as Codex and OpenCode send them;
-5. `x-session-id`, and `x-parent-session-id` as OpenCode sends it;
+5. `x-session-id`, and `x-parent-session-id` as OpenCode sends it, of a session's lead program;
 6. `prompt_cache_key` of the body.
 
-A session without the name of an agent is its lead program, and each agent of it a sub-agent: of the
-parent that is named, else of the lead. `X-Program-Ends: true` says that no call follows.
+A session without the name of an agent, or with "lead" as its name, is its lead program, and each
+agent of it a sub-agent, "SESSION:AGENT" as in vllm-router: of the parent that is named, else of the
+lead. `X-Program-Ends: true` says that no call follows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import msgspec
 
 from moonpool.api.errors import ApiError
-from moonpool.types import MALFORMED, ProgramContext
+from moonpool.types import LEAD, MALFORMED, ProgramContext
 
 MAX_NAME = 256
 """Characters of a name."""
@@ -31,7 +33,21 @@ MAX_TEXT = 16_384
 """Characters of a context that is a text."""
 MAX_SECONDS = 86_400.0
 MAX_TOKENS = 1 << 24
+MAX_PRIORITY = 1 << 31
+SUBAGENT = "subagent"
 ENDS = b"x-program-ends"
+_SCHEMAS = (
+    (
+        b"x-claude-code-session-id",
+        b"x-claude-code-agent-id",
+        b"x-claude-code-parent-agent-id",
+    ),
+    (b"session-id", b"thread-id", b""),
+    (b"x-session-id", b"", b""),
+)
+"""Headers of session, agent and its parent; b"": there is none."""
+PARENT_SESSION = b"x-parent-session-id"
+HEADERS = frozenset({*(name for names in _SCHEMAS for name in names if name), PARENT_SESSION, ENDS})
 _WHERE = "vllm_xargs.agentic_context"
 
 
@@ -45,72 +61,110 @@ def program_of(
     ends = headers.get(ENDS, b"").strip().lower() in (b"1", b"true")
     context = xargs.get("agentic_context") if isinstance(xargs, dict) else None
     if context is not None:
-        return _from_context(_object(_read(context), _WHERE), ends)
+        return _from_context(_object(_read(context), _WHERE), _named_by(headers), ends)
     if agent_hint is not None:
         return _from_hint(_object(agent_hint, "agent_hint"), ends)
-    for session, agent, parent in (
-        (
-            b"x-claude-code-session-id",
-            b"x-claude-code-agent-id",
-            b"x-claude-code-parent-agent-id",
-        ),
-        (b"session-id", b"thread-id", b""),
-    ):
-        task = _header(headers, session)
-        if task:
-            return _of_task(task, _header(headers, agent), _header(headers, parent), ends)
-    session_id = _header(headers, b"x-session-id")
-    if session_id:
-        parent_id = _header(headers, b"x-parent-session-id")
-        return ProgramContext(
-            program_id=session_id, parent_id="" if parent_id == session_id else parent_id, ends=ends
-        )
+    session, agent, parent = _named_by(headers)
+    if session:
+        found = _of_task(session, agent, parent, ends)
+        above = _header(headers, PARENT_SESSION)
+        if above in ("", session) or found.parent_id:
+            return found
+        return msgspec.structs.replace(found, parent_id=above)
     key = prompt_cache_key
     if isinstance(key, str) and 0 < len(key) <= MAX_NAME and _is_plain(key):
         return ProgramContext(program_id=key, ends=ends)
     return None
 
 
+def _named_by(headers: Mapping[bytes, bytes]) -> tuple[str, str, str]:
+    """Session, agent and its parent by the headers of agents; "": they do not say."""
+    for session, agent, parent in _SCHEMAS:
+        task = _header(headers, session)
+        if task:
+            return task, _header(headers, agent), _header(headers, parent)
+    return "", "", ""
+
+
 def _of_task(task: str, agent: str, parent: str, ends: bool) -> ProgramContext:
     """The lead program of a task, or one of its sub-agents."""
-    if not agent or agent == task:
-        return ProgramContext(program_id=task, ends=ends)
-    parent_id = f"{task}/{parent}" if parent and parent not in (task, agent) else task
+    agent, parent = _within(task, agent), _within(task, parent)
+    program_id = _scoped(task, agent)
+    if not agent:
+        return ProgramContext(program_id=program_id, ends=ends)
     return ProgramContext(
-        program_id=f"{task}/{agent}", parent_id=parent_id, root_id=task, ends=ends
+        program_id=program_id,
+        parent_id=_scoped(task, "" if parent == agent else parent),
+        root_id=task,
+        ends=ends,
     )
 
 
-def _from_context(fields: Mapping[str, Any], ends: bool) -> ProgramContext | None:
-    task = _name(fields, "task_id", "session_id", "root_program_id", "root_id")
-    agent, parent_agent = _name(fields, "agent_id", "agent"), _name(fields, "parent_agent_id")
-    program = _name(fields, "program_id")
-    if not program and not task:
+def _within(task: str, agent: str) -> str:
+    """An agent's name within its task; "": it is the lead."""
+    name = agent.removeprefix(f"{task}:") if task else agent
+    return "" if name in (LEAD, task) else name
+
+
+def _scoped(task: str, agent: str) -> str:
+    return f"{task}:{agent}" if agent else task
+
+
+def _from_context(
+    fields: Mapping[str, Any], named: tuple[str, str, str], ends: bool
+) -> ProgramContext | None:
+    """`named`: session, agent and parent by the call's headers."""
+    session, header_agent, header_parent = named
+    task = _name(fields, "task_id", "session_id") or session
+    root = _name(fields, "root_program_id", "root_id")
+    task = task or root
+    program_id = _name(fields, "program_id")
+    if not program_id and not task:
         return None
-    derived = _of_task(task, agent, parent_agent, ends) if task else None
-    program_id = program or (derived.program_id if derived is not None else "")
+    agent = _within(task, _name(fields, "agent_id", "agent") or header_agent)
+    program_id = program_id or _scoped(task, agent)
+    role = _name(fields, "agent_role") or (SUBAGENT if agent else "")
     parent = _name(fields, "parent_program_id", "parent_id")
-    if not parent and derived is not None and derived.parent_id != program_id:
-        parent = derived.parent_id
-    if parent == program_id and parent:
+    if parent == program_id:
         raise _wrong("parent_program_id", "must differ from program_id")
-    resumes = _truth(fields, "expected_resume", "resume")
-    kinds = (_name(fields, name) for name in ("workflow_profile_id", "workflow_type"))
-    role = _name(fields, "agent_type", "subagent_type", "agent_role")
+    if not parent:
+        above = _name(fields, "parent_agent_id") or header_parent
+        if above or role == SUBAGENT:
+            # The agent's name may stand in an id of another form than the task's.
+            begin = program_id.removesuffix(f":{agent}") if agent else program_id
+            begin = begin if begin != program_id else task
+            parent = _scoped(begin, _within(task, above)) if begin else ""
+        parent = "" if parent == program_id else parent
     blocks = _truth(fields, "blocks_parent", "blocking_parent")
+    kept_s = _number(fields, MAX_SECONDS, "kv_retention_ttl", "kv_retention_ttl_seconds")
+    length = _number(fields, MAX_TOKENS, "expected_output_length", "expected_output_tokens")
+    priority = _number(fields, MAX_PRIORITY, "priority", least=-MAX_PRIORITY)
     return ProgramContext(
         program_id=program_id,
         parent_id=parent,
-        root_id=_name(fields, "root_program_id", "root_id") or (task if parent else ""),
-        blocks_parent=True if blocks is None else blocks,
-        kind="/".join(part for part in (*kinds, role) if part),
+        root_id=root or (task if parent else ""),
+        blocks_parent=role == SUBAGENT if blocks is None else blocks,
+        kind=_kind(fields),
         tool=_name(fields, "tool"),
-        expected_tokens=int(
-            _number(fields, MAX_TOKENS, "expected_output_tokens", "expected_output_length") or 0
-        ),
-        ends=ends or resumes is False,
-        keep_s=_number(fields, MAX_SECONDS, "kv_retention_ttl", "kv_retention_ttl_seconds"),
+        expected_tokens=int(length or 0),
+        ends=ends or _truth(fields, "expected_resume", "resume") is False,
+        keep_s=kept_s,
+        priority=int(priority or 0),
     )
+
+
+def _kind(fields: Mapping[str, Any]) -> str:
+    """What programs like this one have in common: its workflow, its role, why it was started."""
+    workflow, version = (
+        _name(fields, "workflow_profile_id", "workflow_type"),
+        _name(fields, "profile_version"),
+    )
+    parts = (
+        f"{workflow}@{version}" if workflow and version else workflow,
+        _name(fields, "agent_role"),
+        _name(fields, "spawn_reason", "subagent_type", "agent_type"),
+    )
+    return "/".join(part for part in parts if part)
 
 
 def _from_hint(fields: Mapping[str, Any], ends: bool) -> ProgramContext | None:
@@ -118,12 +172,13 @@ def _from_hint(fields: Mapping[str, Any], ends: bool) -> ProgramContext | None:
     if not session:
         return None
     parent = _name(fields, "parent_session_id", where="agent_hint")
-    blocks = _truth(fields, "blocking", where="agent_hint")
+    blocks = _truth(fields, "blocks_parent", "blocking", where="agent_hint")
+    resumes = _truth(fields, "expected_resume", where="agent_hint")
     return ProgramContext(
         program_id=session,
         parent_id="" if parent == session else parent,
         blocks_parent=True if blocks is None else blocks,
-        ends=ends,
+        ends=ends or resumes is False,
     )
 
 
@@ -161,11 +216,12 @@ def _name(fields: Mapping[str, Any], *names: str, where: str = _WHERE) -> str:
             continue
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise _wrong(name, "must be a text", where)
-        if len(str(value)) > MAX_NAME:
+        text = str(value).strip(" ")
+        if len(text) > MAX_NAME:
             raise _wrong(name, f"is longer than {MAX_NAME} characters", where)
-        if not _is_plain(str(value)):
+        if not _is_plain(text):
             raise _wrong(name, "has a control character", where)
-        return str(value)
+        return text
     return ""
 
 
@@ -180,14 +236,16 @@ def _truth(fields: Mapping[str, Any], *names: str, where: str = _WHERE) -> bool 
     return None
 
 
-def _number(fields: Mapping[str, Any], most: float, *names: str) -> float | None:
+def _number(
+    fields: Mapping[str, Any], most: float, *names: str, least: float = 0.0
+) -> float | None:
     for name in names:
         value = fields.get(name)
         if value is None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= most:  # also of NaN, and of integers of any length
-            raise _wrong(name, f"must be a number from 0 to {most:,.0f}")
+        if not is_number or not least <= value <= most:  # also NaN, and integers of any length
+            raise _wrong(name, f"must be a number from {least:,.0f} to {most:,.0f}")
         return float(value)
     return None
 

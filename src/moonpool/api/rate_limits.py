@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from moonpool.api.errors import ApiError
 from moonpool.api.keys import NO_LIMITS, TenantLimits
 from moonpool.api.serving_backend import RequestRefused
+from moonpool.types import PRIORITY_RANGE, ProgramContext
 
 BURST_S = 10.0
 """What a tenant did not use for this long may come at once."""
@@ -96,12 +97,17 @@ class RateLimits:
         if bucket is not None:
             bucket.level -= num_tokens
 
-    def priority(self, tenant: str, asked: int | None, is_operator: bool) -> int:
-        """Returns the priority of a tenant's request. Raises ApiError if it asked for a better one
-        than its key has; the operator may ask for any."""
+    def priority(
+        self, tenant: str, asked: int | None, is_operator: bool, program: ProgramContext | None
+    ) -> int:
+        """Returns the priority of a tenant's request: as it asked, else as its program does. Raises
+        ApiError if it asked for a better one than its key has; the operator may ask for any. What a
+        program asks is a hint: a better one has no effect."""
         best = self._limits.get(tenant, NO_LIMITS).priority
         if asked is None:
-            return best
+            least, most = PRIORITY_RANGE
+            wanted = min(max(best - (program.priority if program else 0), least), most)
+            return wanted if is_operator else max(wanted, best)
         if asked < best and not is_operator:
             text = f"'priority' must be at least {best} for this API key. A lower one is better."
             raise ApiError(text, param="priority")

@@ -65,6 +65,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metadata: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    context_management: Any = None
+    personality: Any = None
     reasoning: Any = None
     safety_identifier: Any = None
     service_tier: Any = None

@@ -153,8 +153,7 @@ class AttemptPlanner:
         left = tracked.request.sampling.max_tokens - len(tracked.generated)
         expected = num_tokens
         if left > 1:
-            # Clients set `max_tokens` far above the usual length: the mean is the better estimate.
-            expected += min(left, int(self._output_predictor.lengths.mean.value))
+            expected += min(left, self._output_predictor.usual_tokens(tracked.request))
             # The answer may be shorter than the mean: a request that could just fit is not rejected
             # on every attempt.
             expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))

@@ -34,6 +34,7 @@ EVENTS_LABEL, REPLAY_LABEL = f"{PREFIX}kv-events-port", f"{PREFIX}kv-replay-port
 RANKS_LABEL = f"{PREFIX}data-parallel-size"
 OLDER_LABELS = f"labels that begin with {OLDER_PREFIX} are deprecated: write {PREFIX} instead"
 MAX_RANKS = 64
+ALL_RANKS = "all"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
 
@@ -48,7 +49,8 @@ class EndpointError(ValueError):
 
 class Endpoint(Struct, frozen=True):
     """One server. `name` is unique among those of a source. Ports are 0 where there are no KV
-    events. `num_ranks`: its data-parallel ranks, of which each is an instance (see `ranks`).
+    events. `num_ranks`: its data-parallel ranks, of which each is an instance (see `ranks`); 0: as
+    many as it says.
     `rank`: which one of them this is, or None if it has no others."""
 
     name: str
@@ -81,9 +83,9 @@ class Endpoint(Struct, frozen=True):
             return False
         return True
 
-    def ranks(self) -> tuple[Endpoint, ...]:
+    def ranks(self, found: int = 1) -> tuple[Endpoint, ...]:
         """One for each of its data-parallel ranks: rank N of vLLM has the Nth port after that of
-        the first for its events."""
+        the first for its events. `found`: how many it says that it has."""
         if self.num_ranks == 1:
             return (self,)
         return tuple(
@@ -95,7 +97,7 @@ class Endpoint(Struct, frozen=True):
                 num_ranks=1,
                 rank=rank,
             )
-            for rank in range(self.num_ranks)
+            for rank in range(self.num_ranks or found)
         )
 
 
@@ -182,10 +184,13 @@ def endpoint_of(name: str, role: Role, place: str) -> Endpoint:
 
 
 def read_ranks(value: object, what: str) -> int:
-    """Reads a number of data-parallel ranks. Raises EndpointError."""
+    """Reads a number of data-parallel ranks; 0: the server is asked. Raises EndpointError."""
     text = str(value)
+    if text == ALL_RANKS:
+        return 0
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_RANKS:
-        raise EndpointError(f"{what} is {text[:40]!r}, no number of ranks: use 1 to {MAX_RANKS}")
+        most = f"use 1 to {MAX_RANKS}, or {ALL_RANKS}"
+        raise EndpointError(f"{what} is {text[:40]!r}, no number of ranks: {most}")
     return int(text)
 
 

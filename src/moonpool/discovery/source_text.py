@@ -36,7 +36,7 @@ class FileSource:
 class DnsSource:
     """A name whose records are the servers. `port` is None for SRV records, which have one each.
     `events`, `replay`: ports of KV events and their replay; 0 means none. `ranks`: data-parallel
-    ranks of each server."""
+    ranks of each server; 0 means that each is asked."""
 
     name: str
     port: int | None

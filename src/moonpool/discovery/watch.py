@@ -15,6 +15,7 @@ from moonpool.discovery.membership import (
     Membership,
     TooManyServers,
 )
+from moonpool.discovery.rank_counts import RankCounts
 from moonpool.discovery.source_text import parse_source
 from moonpool.discovery.sources import Sources, open_source
 
@@ -41,11 +42,14 @@ class Discovery:
         self._join = join
         self._drain = drain
         self._listing = Listing(is_whole=False)
+        self._rank_counts = RankCounts()
         self.membership = Membership(MAX_SERVERS)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sources.follow(self._hear))
+            ranks = self._rank_counts.follow(lambda: self._listing.endpoints, self._step)
+            group.create_task(ranks)
             while True:
                 await asyncio.sleep(LOOK_S)
                 self._step()
@@ -55,7 +59,7 @@ class Discovery:
         self._step()
 
     def _step(self) -> None:
-        listed = [rank for each in self._listing.endpoints for rank in each.ranks()]
+        listed = [rank for each in self._listing.endpoints for rank in self._ranks_of(each)]
         if not self._listing.is_whole:  # those of an earlier supervisor would seem to be gone
             known = {each.name for each in listed}
             listed += [each for each in self.membership.joined if each.name not in known]
@@ -71,6 +75,13 @@ class Discovery:
                     log.warning("%s comes and goes; it is held off for %.0f s", server.name, for_s)
                 case TooManyServers(number):
                     log.warning("%d listed servers are too many for one front", number)
+
+    def _ranks_of(self, server: Endpoint) -> Sequence[Endpoint]:
+        found = self._rank_counts.ranks_of(server)
+        if found is not None:
+            return found
+        joined = self.membership.joined  # those of an earlier supervisor, until it has told
+        return [each for each in joined if each.name.rpartition(".")[0] == server.name]
 
 
 async def check_source(text: str) -> None:

@@ -9,13 +9,16 @@ from urllib.parse import quote
 
 from moonpool.api.call_headers import seconds_of
 from moonpool.api.errors import ApiError
+from moonpool.api.models.forwarded_bodies import ForwardedBody
+from moonpool.api.program_identity import HEADERS, program_of
 from moonpool.config.slo import SloConfig
-from moonpool.types import PRIORITY_RANGE, Slo, Struct
+from moonpool.types import PRIORITY_RANGE, ProgramContext, Slo, Struct
 
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
-OWN = (DESTINATION, PREFILL, "x-encoder-hosts-ports", "x-data-parallel-host-port")
+RANK = "x-data-parallel-rank"
+OWN = (DESTINATION, PREFILL, RANK, "x-encoder-hosts-ports", "x-data-parallel-host-port")
 """Headers that steer a call: if a client sends them, they never reach a server."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Which of the addresses in DESTINATION the gateway has used, where it had several."""
@@ -60,6 +63,13 @@ def read_terms(
     priority = min(max(-objectives.get(objective, 0), least), most)
     name = quote(payer, safe="")[:MAX_PAYER_CHARS]
     return CallTerms(slo=slo, timeout_s=timeout_s, priority=priority, payer=name)
+
+
+def read_program(headers: Mapping[str, str], body: ForwardedBody) -> ProgramContext | None:
+    """Which program (agent) a call belongs to, or None if its client names none. Raises
+    ApiError."""
+    known = {name: headers.get(name.decode(), "").encode("latin-1", "replace") for name in HEADERS}
+    return program_of(known, body.vllm_xargs, body.agent_hint, body.prompt_cache_key)
 
 
 def _class_name(headers: Mapping[str, str], levels: SloConfig, objective: str) -> str:

@@ -17,7 +17,8 @@ from moonpool.api.preparation import PreparedCall
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
 from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
-from moonpool.epp.call_headers import CallTerms, read_terms, request_id_of
+from moonpool.discovery.rank_counts import RankCounts
+from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
 from moonpool.epp.endpoint_worker import PickerShared, Route, RoutedCall
 from moonpool.epp.members import Members
 from moonpool.head.answers import ResponseStream
@@ -32,6 +33,7 @@ from moonpool.types import (
     InstanceId,
     Request,
     RequestId,
+    Role,
     SamplingParams,
     Slo,
     paying,
@@ -178,6 +180,7 @@ class Picker:
         self.members = Members(self.shared, config.api.drain_seconds)
         self.max_body_bytes = config.api.max_body_bytes
         self.listing = Listing()
+        self._rank_counts = RankCounts()
         self._options = options
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = 0
@@ -185,6 +188,7 @@ class Picker:
 
     async def start(self) -> None:
         await self.head.start(None)
+        self.keep(self._rank_counts.follow(lambda: self.listing.endpoints, self._use_listed))
 
     async def stop(self) -> None:
         await self.head.stop()
@@ -195,8 +199,7 @@ class Picker:
         self.models.close()
 
     def update(self, listing: Listing) -> None:
-        """Takes what the source lists. A gateway takes addresses, and none of a rank: a server with
-        several is one endpoint."""
+        """Takes what the source lists."""
         named = [each.name for each in listing.endpoints if not each.has_ip]
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
         self._named.say(
@@ -205,7 +208,17 @@ class Picker:
             else ""
         )
         self.listing = listing
-        self.members.update([each for each in listing.endpoints if each.has_ip])
+        self._use_listed()
+
+    def _use_listed(self) -> None:
+        """A call to a data-parallel rank has its number in a header. A server that takes a part of
+        each call is one endpoint, for its sidecar takes no number."""
+        found: list[Endpoint] = []
+        for each in self.listing.endpoints:
+            if each.has_ip:
+                ranks = self._rank_counts.ranks_of(each) or ()
+                found += ranks if each.role is Role.MIXED else (each,)
+        self.members.update(found)
 
     def endpoint(self, instance_id: InstanceId) -> Endpoint:
         found = self.members.find(instance_id)
@@ -245,11 +258,13 @@ class Picker:
         request_id = self._new_id(headers)
         call = _forwarded(path, prepared)
         request = self._request(request_id, model, terms, arrived_s, prepared, call)
+        generates = path in GENERATING
+        program = read_program(headers, prepared.original) if generates else None
         traceparent = headers.get("traceparent", "").encode("ascii", "replace")
         trace = read_traceparent(traceparent, self._options.exports_traces)
-        num_answers = prepared.original.num_answers if path in GENERATING else 1
+        num_answers = prepared.original.num_answers if generates else 1
         name = request_id if num_answers > 1 else ""
-        request = replace(request, within=within, trace=trace, call=name)
+        request = replace(request, within=within, trace=trace, call=name, program=program)
         answers = [BookedAnswer(self, model, request, call)]
         try:
             route = await answers[0].call.chosen
@@ -282,14 +297,15 @@ class Picker:
     ) -> tuple[Endpoint, ...]:
         """Returns the endpoints where the gateway may go if the chosen one does not respond: those
         with the least work."""
-        if not self._num_fallbacks:
-            return ()
+        if not self._num_fallbacks or route.endpoint.rank is not None:
+            return ()  # the number of a rank would go along
         fitting = [
             (len(state.prefills) + len(state.decodes), name)
             for name, state in model.conductor.instances.items()
             if state.drain is None
             and name != route.endpoint.name
             and name not in self.shared.suspects
+            and self.endpoint(name).rank is None
             and (within is None or name in within)
             and self.endpoint(name).role.decodes
         ]

@@ -27,6 +27,7 @@ from moonpool.epp.call_headers import (
     DROPPED,
     OWN,
     PREFILL,
+    RANK,
     SERVED,
     SUBSET,
     dropped_reason,
@@ -88,6 +89,8 @@ def routed_headers(route: Route | None, num_bytes: int | None) -> HeaderMutation
         values[DESTINATION] = route.destinations
         if route.prefill is not None:
             values[PREFILL] = route.prefill.address
+        if route.endpoint.rank is not None:
+            values[RANK] = str(route.endpoint.rank)
     if num_bytes is not None:
         values["content-length"] = str(num_bytes)
     return HeaderMutation(

@@ -40,6 +40,7 @@ LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
 """The header that makes vLLM compute a request on one of its ranks."""
+NO_RANK = re.compile(r"data_parallel_rank \d+ is out of range")
 
 
 Health = Literal["well", "unwell", "silent", "gone"]
@@ -60,6 +61,10 @@ class VllmError(Exception):
         super().__init__(message)
         self.refused = refused
         self.status = status
+
+
+class RankGoneError(VllmError):
+    """The server has no such data-parallel rank, or no longer: it was scaled down."""
 
 
 class VllmSilentError(VllmError):
@@ -234,6 +239,8 @@ def _check(response: HttpResponse, body: bytes) -> None:
         what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
         status = response.status
         what = what or f"the server responded with status {status}"
+        if status == REFUSALS[0] and NO_RANK.search(what):
+            raise RankGoneError(what, status=status)
         raise VllmError(what, status in REFUSALS, status)
 
 

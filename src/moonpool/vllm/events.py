@@ -108,23 +108,28 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
         return None
     if parent is not None and not isinstance(parent, ForeignHash):
         return None
-    if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
-        return None  # an adapter's blocks are not the model's
-    apart = fields.get("extra_keys")
-    first = apart[0] if isinstance(apart, list) and apart else None
-    if first is not None and not _is_salt(first):
+    apart, adapter = fields.get("extra_keys"), fields.get("lora_name")
+    first = (apart[0] if isinstance(apart, list) and apart else None) or []
+    if not isinstance(first, list):
+        return None
+    if adapter is not None or fields.get("lora_id") is not None:
+        # An adapter's prompts have a salt of their own, which names the adapter too.
+        first = first[1:] if first[:1] == [adapter] else []
+        if parent is None and not first:
+            return None  # of another client, or of a vLLM that names no salts
+    if first and not _is_salt(first):
         return None  # images and the like
     return ExternalBlocksStored(
         hashes=tuple(hashes),
         parent=parent,
         token_ids=tuple(tokens),
-        salt=None if first is None else first[0],
+        salt=first[0] if first else None,
         medium=medium,
     )
 
 
-def _is_salt(found: Any) -> bool:
-    return isinstance(found, list) and len(found) == 1 and isinstance(found[0], str)
+def _is_salt(found: list[Any]) -> bool:
+    return len(found) == 1 and isinstance(found[0], str)
 
 
 def _are_hashes(found: Any) -> TypeGuard[list[ForeignHash]]:

@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from moonpool.discovery.rank_counts import engines_in
 from moonpool.protocol.model_offer import (
     COMPLETIONS,
     MEDIA_PATHS,
@@ -30,7 +31,7 @@ class VllmFacts(msgspec.Struct, frozen=True):
     """`offer` is what it serves; the others describe its KVCache. `make`: of the server.
     `assumed`: what of it the server does not tell, in words; "" means that it tells all.
     `num_slots`: places of one sequence each that its KVCache is cut into; 0 means that it is not
-    cut."""
+    cut. `num_ranks`: data-parallel ranks behind its address."""
 
     offer: ModelOffer
     block_tokens: int
@@ -39,6 +40,7 @@ class VllmFacts(msgspec.Struct, frozen=True):
     make: str = "vLLM"
     assumed: str = ""
     num_slots: int = 0
+    num_ranks: int = 1
 
     @property
     def model_id(self) -> str:
@@ -96,14 +98,17 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
     """Raises DialectError."""
     found = [dict(_LABEL.findall(labels)) for labels in _CACHE_INFO.findall(metrics)]
     ranks = {each["engine"]: each for each in found if "engine" in each}
-    if rank is not None and ranks and str(rank) not in ranks:
-        raise DialectError(f"it has no data-parallel rank {rank}, but {', '.join(sorted(ranks))}")
+    engine = None if rank is None else engine_of(metrics, rank)
+    if rank is not None and ranks and engine is None:
+        raise DialectError(
+            f"it has no data-parallel rank {rank}, but {len(ranks)}, which are counted from 0"
+        )
     if not found:
         raise DialectError(
             "its /metrics has no vllm:cache_config_info: it is another server than vLLM, or was"
             " started with --disable-log-stats, which must be left out"
         )
-    labels = ranks.get(str(rank), found[0])
+    labels = ranks.get(engine or "", found[0])
     block_size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
     block_tokens = int(block_size) if block_size.isdigit() else 0
     # Without a rank, it is all of them.
@@ -112,7 +117,7 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
     num_blocks = sum(map(int, numbers)) if all(map(str.isdigit, numbers)) else 0
     if block_tokens and num_blocks:
         caches = labels.get("enable_prefix_caching") != "False"
-        return VllmFacts(offer, block_tokens, num_blocks, caches)
+        return VllmFacts(offer, block_tokens, num_blocks, caches, num_ranks=max(len(ranks), 1))
     if offer.generates:
         raise DialectError(
             f"its vllm:cache_config_info states num_gpu_blocks {blocks!r} of block_size"
@@ -121,6 +126,12 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
     block_tokens = block_tokens or 16  # an encoder has no KVCache
     contexts = -(-offer.max_model_tokens // block_tokens) * _UNBOUNDED_CONTEXTS
     return VllmFacts(offer, block_tokens, contexts, caches_prefixes=False)
+
+
+def engine_of(metrics: str, rank: int) -> str | None:
+    """The name in `/metrics` of the server's rank, which counts from 0 at each address."""
+    engines = engines_in(metrics)
+    return engines[rank] if rank < len(engines) else None
 
 
 def _read_models(models: bytes) -> list[_Model]:
@@ -141,7 +152,10 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
 def read_counts(metrics: str, rank: int | None = None) -> PrefixCounts | None:
     """Reads the hits of the prefix cache from `/metrics`, or None if it has none. `rank`: of one
     data-parallel rank; None means the sums of all."""
-    labels = r"(?:\{.*\})?" if rank is None else rf'\{{(?:.*,)?engine="{rank}"(?:,.*)?\}}'
+    labels = r"(?:\{.*\})?"
+    if rank is not None:
+        engine = engine_of(metrics, rank) or str(rank)
+        labels = rf'\{{(?:.*,)?engine="{engine}"(?:,.*)?\}}'
     found = [re.findall(_COUNTER.format(name, labels), metrics, re.M) for name in _COUNTS]
     if not all(found[:2]):
         return None

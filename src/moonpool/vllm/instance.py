@@ -412,7 +412,7 @@ class VllmInstance:
 
     def _end_prefill(self, request: _VllmRequestState, now: float) -> None:
         """Handles the first token of an attempt."""
-        # Events leave out the blocks of adapters, and need not name fetched blocks.
+        # Not every vLLM's events name blocks of adapters, and fetched blocks need not be named.
         is_here = request.prefilling or request.attempt.call is not None
         is_named = is_here and _is_exact(request.attempt) and not request.attempt.adapter
         self._cache.note_computed(request.keys, now, is_named)

@@ -4,6 +4,7 @@ loaded and unloaded meanwhile, and another model."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from moonpool.protocol.model_offer import ModelOffer, OfferedAdapter
@@ -14,6 +15,7 @@ from moonpool.vllm.dialects.server_dialect import ServerDialect
 
 OFFER_S = 5.0
 """How often a server is asked which models and adapters it has."""
+LEAST_S = 0.2
 
 
 class OfferWatch:
@@ -30,6 +32,11 @@ class OfferWatch:
         self._adapters = offer.adapters
         self._on_adapters = on_adapters
         self._own: frozenset[Listed] | None = None
+        self._due = asyncio.Event()
+
+    def look(self) -> None:
+        """Asks the server at once: it lacks what it had."""
+        self._due.set()
 
     async def run(self, every_s: float) -> None:
         """Returns when the server has another model under its names, or none."""
@@ -39,7 +46,10 @@ class OfferWatch:
                     return
             except (VllmError, DialectError):
                 pass  # whether it is well is watched elsewhere
-            await asyncio.sleep(every_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), every_s)
+                await asyncio.sleep(LEAST_S)  # many calls may miss the same adapter
+            self._due.clear()
 
     async def _is_same(self) -> bool:
         listed = read_listed(await self._dialect.client.get("/v1/models"))

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
+from msgspec.structs import replace
 
 from moonpool.config.tables import VllmAddress
 from moonpool.cost.fitted import FittedCost
@@ -40,7 +40,6 @@ from moonpool.protocol.messages import (
     InstanceLoad,
 )
 from moonpool.protocol.model_offer import OfferedAdapter
-from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.protocol.versions import TAKES_OFFERS
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import InstanceId, Role
@@ -61,7 +60,7 @@ from moonpool.vllm.actions import (
     VllmEvent,
 )
 from moonpool.vllm.cache_watch import COUNT_S, CacheWatch
-from moonpool.vllm.client import Health, VllmClient, VllmError
+from moonpool.vllm.client import Health, RankGoneError, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
 from moonpool.vllm.dialects.server_dialect import ServerDialect
@@ -69,6 +68,7 @@ from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import ASSUMED_COST, MeasureProgress, describe_cost, measure, probe
+from moonpool.vllm.nominal_layout import NO_ADDRESS, layout_of, with_pool
 from moonpool.vllm.offer_watch import OFFER_S, OfferWatch
 from moonpool.vllm.parsers import find_parsers
 from moonpool.vllm.pool_watch import PoolWatch
@@ -82,8 +82,11 @@ STEP_S = 1e-3
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "silent": 2, "gone": 3}
-FORWARDED_REFUSALS = (404, 405, 415, 501)
+MISSING = 404
+FORWARDED_REFUSALS = (MISSING, 405, 415, 501)
 """Statuses with which a server refuses a call that it does not serve."""
+POOL_S = 2.0
+"""How long the pool may take to say what it has, before the instance joins without it."""
 MAX_UNWELL = 6
 """The sum of weights over successive beats at which the server counts as gone: a busy engine may
 be slow to respond."""
@@ -131,6 +134,7 @@ class VllmWorker(InstanceProcess):
         self._gone = False
         self._count_s, self._offer_s = COUNT_S, OFFER_S
         self._watch: CacheWatch | None = None
+        self._offers: OfferWatch | None = None
         self._pool: PoolWatch | None = None
         self._rates: tuple[int, float] | None = None  # bytes of a block of the pool, SSD bytes/s
 
@@ -185,7 +189,7 @@ class VllmWorker(InstanceProcess):
             await asyncio.sleep(LOOK_S)
         found = FoundServer(dialect, facts, secrets.randbits(62))
         before = self._engine
-        if before is not None and before.facts == facts:
+        if before is not None and replace(before.facts, num_ranks=facts.num_ranks) == facts:
             # Measured again it would be too slow: requests rush to it.
             found.cost, found.is_measured = before.cost, before.is_measured
         return found
@@ -193,6 +197,14 @@ class VllmWorker(InstanceProcess):
     async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
         """Raises VllmError."""
         log.info("%s at %s is up; asking it for a short answer", facts.make, self._place.url)
+        if self._client.rank is None and facts.num_ranks > 1:
+            log.warning(
+                "%s has %d data-parallel ranks, and spreads calls among them by itself: name each,"
+                " as %s@0, or list it with ranks=all, so that prompts go where they are cached",
+                self._place.url,
+                facts.num_ranks,
+                self._place.url,
+            )
         if facts.assumed:
             log.info(
                 "%s at %s does not tell, and moonpool assumes: %s",
@@ -205,8 +217,8 @@ class VllmWorker(InstanceProcess):
             log.info(
                 "%s at %s parses %s by itself", facts.make, self._place.url, " and ".join(found)
             )
-        offer = msgspec.structs.replace(facts.offer, parses=found)
-        return msgspec.structs.replace(facts, offer=offer)
+        offer = replace(facts.offer, parses=found)
+        return replace(facts, offer=offer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -334,7 +346,7 @@ class VllmWorker(InstanceProcess):
             log.warning("%s is served by assumed times: %s", self._place.url, error)
         else:
             if self._rates is not None and engine.layout is not None:
-                engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
+                engine.cost = with_pool(engine.cost, engine.layout, self._rates)
             log.info("measured %s: %s", self._place.url, describe_cost(engine.cost))
             engine.is_measured = True
             self._report_cost()
@@ -432,7 +444,7 @@ class VllmWorker(InstanceProcess):
         self._rates = block_bytes, ssd_bytes_per_s
         engine = self._engine
         if engine is not None and engine.cost is not None and engine.layout is not None:
-            engine.cost = _with_pool(engine.cost, engine.layout, self._rates)
+            engine.cost = with_pool(engine.cost, engine.layout, self._rates)
             self._report_cost()
 
     def _submit(self, submit: SubmitRequest) -> None:
@@ -466,9 +478,15 @@ class VllmWorker(InstanceProcess):
             self._post(failure)
 
     def _failure(self, work: AttemptSpec, error: VllmError | DialectError) -> SubmitFailed:
+        if isinstance(error, RankGoneError) and not self._gone:
+            self.leave_gone()
+        elif error.status == MISSING and self._offers is not None:
+            self._offers.look()  # an adapter may have been unloaded a moment ago
         if work.call is None:
             return SubmitFailed(work.attempt_id, str(error), error.refused)
         refused = error.refused or error.status in FORWARDED_REFUSALS
+        if work.adapter and error.status == MISSING:
+            refused = False  # another server may have it
         return SubmitFailed(work.attempt_id, str(error), refused, error.status)
 
     async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
@@ -506,18 +524,17 @@ class VllmWorker(InstanceProcess):
 
     async def _follow_offer(self, engine: FoundServer) -> None:
         """Leaves a server that has another model now: it joins again as what it is."""
-        offer = engine.facts.offer
-        await OfferWatch(engine.dialect, offer, partial(self._on_adapters, engine)).run(
-            self._offer_s
-        )
+        on_adapters = partial(self._on_adapters, engine)
+        self._offers = OfferWatch(engine.dialect, engine.facts.offer, on_adapters)
+        await self._offers.run(self._offer_s)
         log.warning("%s serves another model than before", self._place.url)
         self.leave_gone()
 
     def _on_adapters(self, engine: FoundServer, adapters: tuple[OfferedAdapter, ...]) -> None:
         named = ", ".join(one.name for one in adapters) or "none"
         log.info("LoRA adapters of %s: %s", self._place.url, named)
-        offer = msgspec.structs.replace(engine.facts.offer, adapters=adapters)
-        engine.facts = msgspec.structs.replace(engine.facts, offer=offer)
+        offer = replace(engine.facts.offer, adapters=adapters)
+        engine.facts = replace(engine.facts, offer=offer)
         if self._joined and self._link.protocol >= TAKES_OFFERS:
             self._link.send(AdaptersLoaded(adapters))
 
@@ -551,40 +568,6 @@ def make_worker(settings: WorkerSettings) -> VllmWorker:
         settings.vllm,
         settings.vllm_key,
         settings.tls,
-    )
-
-
-def layout_of(model: str, facts: VllmFacts) -> BlockLayout:
-    """Returns a nominal layout: the blocks stay in vLLM, and only their keys are used here."""
-    return BlockLayout(
-        model_fingerprint=f"vllm {model}",
-        dtype="bfloat16",
-        block_tokens=facts.block_tokens,
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=1,
-        inner="vllm",
-    )
-
-
-NO_ADDRESS = PeerAddress(
-    instance_id=InstanceId(""), host_id="", unix_name="", tcp_host="", tcp_port=0
-)
-POOL_S = 2.0
-"""How long the pool may take to say what it has, before the instance joins without it."""
-NETWORK_BYTES_PER_S = 1e9
-"""The speed of a fetch from another host's pool, until fetches have been measured."""
-
-
-def _with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:
-    """Adds the times of fetches and loads. Their rates are in bytes of the nominal layout."""
-    block_bytes, ssd_bytes_per_s = rates
-    share = layout.block_bytes / block_bytes
-    return msgspec.structs.replace(
-        cost,
-        network_bytes_per_s=NETWORK_BYTES_PER_S * share,
-        shared_memory_bytes_per_s=NETWORK_BYTES_PER_S * share,
-        ssd_read_bytes_per_s=ssd_bytes_per_s * share or cost.ssd_read_bytes_per_s,
     )
 
 

@@ -53,6 +53,38 @@ def test_text_comes_back_with_what_it_cost() -> None:
     assert found.model_dump()["output"][0]["role"] == "assistant"
 
 
+def test_tokens_are_counted_before_an_answer() -> None:
+    head = ScriptedHead(lambda _: spoken("Hello"))
+    asked: dict[str, Any] = {"model": "fake", "input": "Hi", "instructions": "Be kind. "}
+    with client_of(head) as client:
+        counted = client.responses.input_tokens.count(**asked)
+        assert not head.requests
+        found = client.responses.create(**asked)
+    assert found.usage is not None
+    assert counted.input_tokens == found.usage.input_tokens == len(b"Be kind. Hi")
+    assert counted.object == "response.input_tokens"
+    refused = call(head, "/v1/responses/input_tokens", {"input": 3, "model": "fake"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("responses", {"context_management": [{"type": "compaction"}], "personality": "friendly"}),
+        ("responses", {"prompt_cache_options": {"mode": "explicit"}}),
+        ("chat/completions", {"prompt_cache_options": {"ttl": "30m"}}),
+        ("messages", {"speed": "fast", "diagnostics": {"previous_message_id": "msg_1"}}),
+    ],
+)
+def test_hints_of_hosted_models_have_no_effect(path: str, fields: dict[str, Any]) -> None:
+    head = ScriptedHead(lambda _: spoken("Hello"))
+    said = "Hi" if path == "responses" else [{"role": "user", "content": "Hi"}]
+    body = {"model": "fake", "input" if path == "responses" else "messages": said}
+    body |= {"max_tokens": 9} if path == "messages" else {}
+    answer = call(head, f"/v1/{path}", body | fields)
+    assert answer.status_code == 200, answer.text
+
+
 def test_an_answer_that_was_cut_is_incomplete() -> None:
     head = ScriptedHead(lambda _: spoken("Hel", finish=FinishReason.LENGTH))
     with client_of(head) as client:

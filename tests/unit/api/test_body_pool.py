@@ -36,6 +36,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": "Hello", "instructions": "Be brief", "metadata": {"a": "b"}}),
     ("/v1/messages", {"messages": [USER], "max_tokens": 9, "model": "fake"}),
     ("/v1/messages/count_tokens", {"messages": [USER], "model": "fake"}),
+    ("/v1/responses/input_tokens", {"input": "Hello", "model": "fake"}),
     ("/tokenize", {"prompt": "é", "return_token_strs": True}),
     ("/detokenize", {"tokens": [72, 105]}),
     ("/detokenize", {"tokens": [-1]}),

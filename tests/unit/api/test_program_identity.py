@@ -30,10 +30,10 @@ def test_a_call_without_a_name_is_no_program() -> None:
 def test_headers_of_agents() -> None:
     claude = {"x_claude_code_session_id": "s"}
     assert ids(**claude) == ("s", "")
-    assert ids(**claude, x_claude_code_agent_id="a") == ("s/a", "s")
+    assert ids(**claude, x_claude_code_agent_id="a") == ("s:a", "s")
     below = {"x_claude_code_agent_id": "b", "x_claude_code_parent_agent_id": "a"}
-    assert ids(**claude, **below) == ("s/b", "s/a")
-    assert ids(session_id="t", thread_id="t2") == ("t/t2", "t")
+    assert ids(**claude, **below) == ("s:b", "s:a")
+    assert ids(session_id="t", thread_id="t2") == ("t:t2", "t")
     assert ids(x_session_id="u") == ("u", "")
     assert ids(None, None, "key") == ("key", "")
 
@@ -56,8 +56,98 @@ def test_the_context_of_vllm_router_goes_first() -> None:
     assert (found.kind, found.expected_tokens) == ("swe/Explore", 40)
     assert not found.blocks_parent and found.ends and found.keep_s == 7.0
     derived = {"agentic_context": {"session_id": "s", "agent_id": "a", "parent_agent_id": "b"}}
-    assert ids(derived) == ("s/a", "s/b")
+    assert ids(derived) == ("s:a", "s:b")
     assert ids(None, {"session_id": "c", "parent_session_id": "d"}) == ("c", "d")
+
+
+def context_of(fields: dict[str, Any], **headers: str) -> ProgramContext:
+    found = program_of(as_headers(headers), {"agentic_context": fields})
+    assert found is not None
+    return found
+
+
+def test_every_field_of_vllm_router_is_read() -> None:
+    found = context_of(
+        {
+            "program_id": "workflow:child",
+            "task_id": "workflow",
+            "session_id": "session",
+            "agent_id": "child",
+            "parent_agent_id": "lead",
+            "root_program_id": "workflow:root",
+            "blocks_parent": False,
+            "expected_resume": True,
+            "agent_role": "subagent",
+            "spawn_reason": "research",
+            "workflow_profile_id": "swe",
+            "profile_version": 3,
+            "step_id": 7,
+            "request_id": "request",
+            "priority": 10,
+            "deadline_seconds": 30,
+            "expected_output_length": 2048,
+            "kv_retention_ttl_seconds": 5,
+        }
+    )
+    assert found == ProgramContext(
+        program_id="workflow:child",
+        parent_id="workflow",
+        root_id="workflow:root",
+        blocks_parent=False,
+        kind="swe@3/subagent/research",
+        expected_tokens=2048,
+        keep_s=5.0,
+        priority=10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "program_id", "parent_id", "blocks"),
+    [
+        # As vllm-router derives them; the lead of a task has the task's name.
+        ({"task_id": "t"}, "t", "", False),
+        ({"task_id": "t", "agent_id": "lead"}, "t", "", False),
+        ({"task_id": "t", "agent_id": "a"}, "t:a", "t", True),
+        ({"task_id": "t", "agent_id": "t:a"}, "t:a", "t", True),
+        ({"task_id": "t", "agent_id": "a", "parent_agent_id": "t:b"}, "t:a", "t:b", True),
+        ({"task_id": "t", "agent_id": "a", "agent_role": "lead"}, "t:a", "", False),
+        ({"task_id": "t", "program_id": "p", "agent_role": "subagent"}, "p", "t", True),
+        (
+            {"program_id": "w:c", "agent_id": "c", "parent_agent_id": "b", "session_id": "s"},
+            "w:c",
+            "w:b",
+            True,
+        ),
+        ({"program_id": "c", "parent_program_id": "p"}, "c", "p", False),
+        ({"program_id": "c", "parent_id": "p", "blocking_parent": True}, "c", "p", True),
+        ({"program_id": " p "}, "p", "", False),
+    ],
+)
+def test_a_program_is_derived_as_by_vllm_router(
+    fields: dict[str, Any], program_id: str, parent_id: str, blocks: bool
+) -> None:
+    found = context_of(fields)
+    assert (found.program_id, found.parent_id) == (program_id, parent_id)
+    assert found.blocks_parent is blocks and not found.ends
+
+
+def test_a_context_without_a_session_has_that_of_the_headers() -> None:
+    claude = {"x_claude_code_session_id": "s", "x_claude_code_agent_id": "a"}
+    found = context_of({"expected_output_tokens": 40, "step_id": 2}, **claude)
+    assert (found.program_id, found.parent_id, found.expected_tokens) == ("s:a", "s", 40)
+    assert context_of({"step_id": 2}, x_session_id="u") == ProgramContext(
+        program_id="u", blocks_parent=False
+    )
+    assert context_of({"task_id": "t"}, x_session_id="u").program_id == "t"
+    assert program_of({}, {"agentic_context": {"step_id": 2}}) is None
+
+
+def test_a_hint_has_the_fields_of_vllm_router() -> None:
+    hint = {"session_id": "c", "parent_session_id": "p", "blocks_parent": False}
+    found = program_of({}, None, hint | {"expected_resume": False})
+    assert found == ProgramContext(program_id="c", parent_id="p", blocks_parent=False, ends=True)
+    found = program_of({}, None, {"session_id": "c", "parent_session_id": "p"})
+    assert found == ProgramContext(program_id="c", parent_id="p")
 
 
 def test_a_context_may_be_a_text_as_vllm_takes_no_object() -> None:
@@ -82,6 +172,7 @@ def test_a_header_ends_a_program() -> None:
         {"program_id": "p", "blocks_parent": "yes"},
         {"program_id": "p\n2026-01-01 forged line"},
         {"program_id": "p", "expected_output_tokens": 10**400},
+        {"program_id": "p", "priority": "high"},
         {"program_id": "p", "kv_retention_ttl_seconds": float("nan")},
         {str(n): n for n in range(100)},
     ],

@@ -16,7 +16,7 @@ from moonpool.api.errors import ApiError
 from moonpool.api.keys import TenantLimits
 from moonpool.api.rate_limits import BURST_S, RateLimits
 from moonpool.api.serving_backend import ApiOptions, RequestRefused
-from moonpool.types import Request
+from moonpool.types import ProgramContext, Request
 
 KEYS = {"k-ann": "ann", "k-bob": "bob", "k-op": "admin"}
 
@@ -81,13 +81,22 @@ def test_other_tenants_are_not_limited() -> None:
 
 def test_a_request_has_the_priority_of_its_key_or_a_worse_one() -> None:
     limits = limited(priority=-2)
-    assert limits.priority("ann", None, is_operator=False) == -2
-    assert limits.priority("ann", -2, is_operator=False) == -2
-    assert limits.priority("ann", 7, is_operator=False) == 7
-    assert limits.priority("bob", None, is_operator=False) == 0
-    assert limits.priority("bob", -9, is_operator=True) == -9
+    assert limits.priority("ann", None, is_operator=False, program=None) == -2
+    assert limits.priority("ann", -2, is_operator=False, program=None) == -2
+    assert limits.priority("ann", 7, is_operator=False, program=None) == 7
+    assert limits.priority("bob", None, is_operator=False, program=None) == 0
+    assert limits.priority("bob", -9, is_operator=True, program=None) == -9
     with pytest.raises(ApiError, match="at least 0 for this API key"):
-        limits.priority("bob", -1, is_operator=False)
+        limits.priority("bob", -1, is_operator=False, program=None)
+
+
+def test_a_program_asks_for_a_worse_priority_than_its_key_has() -> None:
+    limits = limited(priority=-2)
+    urgent, slow = (ProgramContext(program_id="p", priority=n) for n in (5, -3))
+    assert limits.priority("ann", None, is_operator=False, program=urgent) == -2
+    assert limits.priority("ann", None, is_operator=False, program=slow) == 1
+    assert limits.priority("ann", 7, is_operator=False, program=urgent) == 7
+    assert limits.priority("bob", None, is_operator=True, program=urgent) == -5
 
 
 class Tenants:

@@ -75,6 +75,7 @@ def test_all_endpoints_with_bodies_choose_by_name() -> None:
         ("/tokenize", {"prompt": "abc"}),
         ("/detokenize", {"tokens": [97]}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses/input_tokens", {"input": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),

@@ -18,7 +18,7 @@ from moonpool.protocol.messages import (
     PrefillStarted,
     StartPrefill,
 )
-from moonpool.types import FinishReason, ProgramContext
+from moonpool.types import FinishReason, ProgramContext, RequestId
 
 
 def of(kind: type[Any], actions: list[ConductorAction]) -> list[Any]:
@@ -134,6 +134,36 @@ def test_an_explanation_names_the_program() -> None:
     assert ended(actions).explanation.lines()[0] == "call 1 of program k, of a"
     actions = agents.answer(agents.call("a2", "a"))
     assert "call 2 of program a; it paused for 3.0 s" in ended(actions).explanation.lines()[0]
+
+
+def test_the_lead_of_a_task_goes_by_both_of_its_names() -> None:
+    agents = Agents()
+    for lead, parent, child in (("t", "t:lead", "t:a"), ("u:lead", "u", "u:a")):
+        agents.answer(agents.call(f"{lead}1", lead))
+        agents.answer(agents.call(f"{child}1", child, program={"parent_id": parent}))
+        known = {one.program_id: one for one in agents.desk.conductor.programs}
+        assert known[child].parent is known[lead]
+
+
+def test_a_program_does_not_wait_for_sub_agents_in_the_background() -> None:
+    agents = Agents()
+    agents.answer(agents.call("a1", "a"))
+    agents.call("b1", "b", program={"parent_id": "a", "blocks_parent": False})
+    known = {one.program_id: one for one in agents.desk.conductor.programs}
+    assert known["b"].parent is known["a"] and not known["a"].awaits_children
+    agents.call("c1", "c", program={"parent_id": "a"})
+    assert known["a"].awaits_children
+
+
+def test_an_expected_length_is_what_the_answer_is_predicted_to_have() -> None:
+    agents = Agents(decode_prediction="length")
+    conductor = agents.desk.conductor
+    agents.call("a1", "a", program={"expected_tokens": 7})
+    agents.call("b1", "b")
+    named, other = (conductor.requests[RequestId(name)] for name in ("a1", "b1"))
+    assert named.predicted_output_tokens == 7.0 < other.predicted_output_tokens
+    usual = conductor.output_predictor.usual_tokens
+    assert usual(named.request) == 7 < usual(other.request)
 
 
 def test_tenants_do_not_share_programs() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from moonpool.api.errors import ApiError
+from moonpool.api.models.forwarded_bodies import ForwardedBody
 from moonpool.config.slo import SloClass, SloConfig
-from moonpool.epp.call_headers import dropped_reason, read_terms, request_id_of
-from moonpool.types import PRIORITY_RANGE, Slo
+from moonpool.epp.call_headers import dropped_reason, read_program, read_terms, request_id_of
+from moonpool.types import PRIORITY_RANGE, ProgramContext, Slo
 
 USUAL = SloConfig()
 CHAT = SloClass(name="chat", ttft_s=2.0, tbt_s=0.1)
@@ -26,6 +27,19 @@ def test_slos_have_a_name_and_an_older_one() -> None:
     both = {"x-llm-d-slo-ttft-ms": "1000", "x-slo-ttft-ms": "2000"}
     assert read_terms(both, USUAL, 600.0, {}).slo.ttft_s == 1.0
     assert read_terms({}, USUAL, 600.0, {}).slo == USUAL.usual
+
+
+def test_a_call_names_its_program_as_at_the_front() -> None:
+    body = ForwardedBody()
+    claude = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "host": "h"}
+    found = read_program(claude, body)
+    assert found == ProgramContext(program_id="s:a", parent_id="s", root_id="s")
+    assert read_program({"host": "h"}, body) is None
+    ends = {"x-session-id": "u", "x-program-ends": "true"}
+    assert read_program(ends, body) == ProgramContext(program_id="u", ends=True)
+    named = ForwardedBody(vllm_xargs={"agentic_context": '{"program_id": "p"}'})
+    found = read_program({}, named)
+    assert found is not None and found.program_id == "p"
 
 
 def test_objectives_have_a_name_and_an_older_one() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from moonpool.ray.replicas.calls import ReplicaCall, count_tokens, read_call
+from moonpool.ray.replicas.calls import ReplicaCall, count_tokens, hints_of, read_call
 from moonpool.ray.replicas.replica_conductor import PlacedCall, RefusedCall, ReplicaConductor, Seen
 from moonpool.ray.replicas.settings import RouterSettings
+from moonpool.types import ProgramContext
 
 PREFILL_S, STEP_S = 0.05, 0.01
 
@@ -194,6 +196,19 @@ class _Message(SimpleNamespace):
 def test_a_longer_prompt_begins_with_the_tokens_of_a_shorter_one(argument: Any, more: Any) -> None:
     short, long = (read_call("c", [each], {}).token_ids for each in (argument, more))
     assert len(short) >= 3 and long[: len(short) - 1] == short[:-1] and len(long) >= len(short)
+
+
+def test_a_call_may_name_its_program() -> None:
+    hint = {"session_id": "s"}
+    asked = SimpleNamespace(prompt="x" * 40, agent_hint=hint)
+    assert hints_of([object(), asked], {}) == (None, hint, None)
+    assert hints_of(["text"], {}) == (None, None, None)
+    driver = Driver()
+    call = replace(text_call("a1", "x" * 40), program=ProgramContext(program_id="s"))
+    driver.run(call)
+    driver.run(replace(text_call("a2", "x" * 80), program=call.program))
+    (program,) = driver.state.conductor.programs
+    assert (program.program_id, program.num_calls) == ("s", 2)
 
 
 def test_limits_are_read_and_a_raw_request_is_a_call_all_the_same() -> None:

@@ -29,7 +29,7 @@ from moonpool.protocol.model_offer import POOLING_PATHS, ModelOffer, OfferedAdap
 from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role
 from moonpool.vllm.measure import ASSUMED_COST
-from moonpool.vllm.worker import NO_ADDRESS
+from moonpool.vllm.nominal_layout import NO_ADDRESS
 
 ROOT = "random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=300"
 OTHER = "random:hidden=32,layers=1,heads=2,kv_heads=1,inter=64,vocab=280"

@@ -98,6 +98,17 @@ def test_what_is_not_the_models_own_or_makes_no_sense_is_left_out(other: dict[st
     assert read_batch(encode([1.0, [STORED | other, STORED], 0])) == good
 
 
+def test_blocks_of_an_adapter_are_named_by_its_salt() -> None:
+    root = root_key(b"layout", "tenant", "mine")
+    first = STORED | {"lora_id": 1, "lora_name": "mine", "extra_keys": [["mine", root.hex()]]}
+    more = {"parent_block_hash": 1, "block_hashes": [2], "extra_keys": [["mine"]]}
+    names = ExternalBlocks(b"layout", 2)
+    for event in read_batch(encode([1.0, [first, first | more]])):
+        names.hear(event)
+    tokens = [*STORED["token_ids"], *STORED["token_ids"]]
+    assert set(names.keys) == set(block_keys(tokens, 2, root))
+
+
 @given(st.binary(max_size=200))
 def test_rubbish_is_refused_with_a_value_error(payload: bytes) -> None:
     try:

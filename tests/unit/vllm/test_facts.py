@@ -104,8 +104,12 @@ def test_blocks_are_of_one_rank_or_of_all() -> None:
         for rank in (0, 1, None)
     ]
     assert blocks == [100, 60, 160]
-    with pytest.raises(DialectError, match="no data-parallel rank 2, but 0, 1"):
+    with pytest.raises(DialectError, match="no data-parallel rank 2, but 2, which"):
         read_facts(msgspec.json.encode(MODELS), metrics, rank=2)
+    second = line.format(8, 100) + line.format(9, 60) + line.format(10, 40)
+    at_second = [read_facts(msgspec.json.encode(MODELS), second, rank=n) for n in range(3)]
+    assert [one.num_blocks for one in at_second] == [100, 60, 40], "of the second machine"
+    assert {one.num_ranks for one in at_second} == {3}
     older = read_facts(msgspec.json.encode(MODELS), METRICS, rank=3)
     assert older.num_blocks == 8192, "it does not tell which ranks it has"
 
@@ -119,3 +123,6 @@ def test_counts_are_of_one_rank_or_of_all() -> None:
     assert read_counts(metrics) == PrefixCounts(201.0, 21.0, 0.0)
     assert read_counts(metrics, 1) == PrefixCounts(101.0, 11.0, 0.0)
     assert read_counts(metrics, 2) is None
+    named = "".join(f'vllm:cache_config_info{{engine="{n}"}} 1.0\n' for n in (1, 4))
+    counted = metrics.replace('engine="1"', 'engine="4"').replace('engine="0"', 'engine="1"')
+    assert read_counts(named + counted, 1) == PrefixCounts(101.0, 11.0, 0.0)

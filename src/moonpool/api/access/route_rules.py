@@ -54,6 +54,7 @@ RULES = {
         RouteRule("/v1/completions", "tenants", body_bytes=CALL_BODY),
         *(RouteRule(path, "tenants", body_bytes=CALL_BODY) for path in POOLING_PATHS),
         RouteRule("/v1/responses", "tenants", body_bytes=CALL_BODY),
+        RouteRule("/v1/responses/input_tokens", "tenants", body_bytes=CALL_BODY),
         RouteRule("/v1/messages", "tenants", body_bytes=CALL_BODY),
         RouteRule("/v1/messages/count_tokens", "tenants", body_bytes=CALL_BODY),
         RouteRule("/tokenize", "tenants", body_bytes=CALL_BODY),

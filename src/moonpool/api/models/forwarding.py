@@ -202,6 +202,9 @@ class Forwarder(ModelEndpoint):
         if call.generates:
             most = max(min(call.body.most_tokens or left, left), 1)
         header = context.headers.get(b"traceparent", b"")
+        hints = call.body.vllm_xargs, call.body.agent_hint, call.body.prompt_cache_key
+        program = program_of(context.headers, *hints)
+        asked = context.tenant, call.body.priority, context.is_operator
         return Request(
             request_id=request_id,
             token_ids=tokens,
@@ -211,15 +214,10 @@ class Forwarder(ModelEndpoint):
             deadline_s=call.limits.deadline_s,
             tenant=tenant_of(context.tenant, call.body.cache_salt),
             adapter=card.adapter_of(call.body.model),
-            priority=self._rates.priority(context.tenant, call.body.priority, context.is_operator),
+            priority=self._rates.priority(*asked, program),
             trace=read_traceparent(header, self._options.exports_traces),
             forwarded=True,
-            program=program_of(
-                context.headers,
-                call.body.vllm_xargs,
-                call.body.agent_hint,
-                call.body.prompt_cache_key,
-            ),
+            program=program,
         )
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:

@@ -10,6 +10,7 @@ from moonpool.conductor.forecast.estimators import OutputLengths
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import PlannedAttempt
 from moonpool.conductor.state import Attempt, InstanceState, TrackedRequest
+from moonpool.types import Request
 
 OUTLIVED = 1.5
 """An answer that exceeds its predicted length is then predicted to reach this multiple of it."""
@@ -26,6 +27,13 @@ class OutputPredictor(ClusterObserver):
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
         """Predicts the length of the answer, where that is asked for. `num_shared`: how many of its
         first blocks are indexed."""
+
+    def usual_tokens(self, request: Request) -> int:
+        """The length that an answer is given room for: what its client expects, else the mean.
+        Clients set `max_tokens` far above the usual length."""
+        program = request.program
+        expected = 0 if program is None else program.expected_tokens
+        return expected or int(self.lengths.mean.value)
 
     def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         """Enters a request that will decode."""
@@ -65,11 +73,13 @@ class LengthPredictor(OutputPredictor):
     """Predicts by each answer's length."""
 
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
-        tracked.predicted_output_tokens = self.lengths.predict(
-            tracked.request.num_prompt_tokens,
-            tracked.keys,
-            min(num_shared, len(tracked.keys)),
-        )
+        request, num_known = tracked.request, min(num_shared, len(tracked.keys))
+        if request.program is not None and request.program.expected_tokens:
+            tracked.predicted_output_tokens = float(request.program.expected_tokens)
+        else:
+            tracked.predicted_output_tokens = self.lengths.predict(
+                request.num_prompt_tokens, tracked.keys, num_known
+            )
 
     def tokens(self, tracked: TrackedRequest, now: float) -> None:
         """Prolongs the interval of an answer that is longer than predicted."""

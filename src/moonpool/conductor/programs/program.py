@@ -44,7 +44,7 @@ class Program:
     num_ranges: int = 0  # of ages that were noted
     chance: float = 1.0  # of its next call soon, at the last look
     parked: bool = False  # its blocks are to be evicted first
-    children: list[Program] = field(default_factory=list)  # that it waits for
+    children: list[Program] = field(default_factory=list)
 
     @property
     def root(self) -> Program:
@@ -67,5 +67,8 @@ class Program:
 
     @property
     def awaits_children(self) -> bool:
-        """Whether it goes on when its sub-agents have ended."""
-        return any(child.num_running or child.since_s is not None for child in self.children)
+        """Whether it goes on when sub-agents that it waits for have ended."""
+        return any(
+            child.blocks_parent and (child.num_running or child.since_s is not None)
+            for child in self.children
+        )

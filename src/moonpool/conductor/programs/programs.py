@@ -38,7 +38,7 @@ from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.config.tables import ProgramRules
 from moonpool.protocol.messages import MarkReplicas
-from moonpool.types import BlockKey, InstanceId, ProgramContext, payer_of
+from moonpool.types import LEAD, BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_CLASSES = 4096
 """Kinds and tools that are told apart; further ones share their classes."""
@@ -187,15 +187,22 @@ class Programs:
     def _named(self, tenant: str, context: ProgramContext, now: float) -> Program:
         program = self._programs.get((tenant, context.program_id))
         if program is None:
-            parent = None
-            parent_id = context.parent_id or context.root_id
-            if parent_id and parent_id != context.program_id:
-                parent = self._programs.get((tenant, parent_id))
+            parent = self._parent_of(tenant, context)
             program = self._new(tenant, context.program_id, now, parent)
             program.blocks_parent = context.blocks_parent
         self._programs.move_to_end((tenant, program.program_id))
         program.kind = context.kind or program.kind
         return program
+
+    def _parent_of(self, tenant: str, context: ProgramContext) -> Program | None:
+        """The program that started it, if it has begun here. A lead may be named by its task."""
+        named = context.parent_id or context.root_id
+        task = named.removesuffix(f":{LEAD}")
+        for parent_id in (named, task if task != named else f"{task}:{LEAD}"):
+            parent = self._programs.get((tenant, parent_id))
+            if parent_id and parent_id != context.program_id and parent is not None:
+                return parent
+        return None
 
     def _new(
         self, tenant: str, program_id: str, now: float, parent: Program | None = None

@@ -6,22 +6,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moonpool.types import Struct
+from moonpool.types import ProgramContext, Struct
 
 BYTES_PER_TOKEN = 4
 """About the bytes per token of a prompt's text: routers have no tokenizer."""
 TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+HINT_FIELDS = ("vllm_xargs", "agent_hint", "prompt_cache_key")
+"""What names the program (agent) of a call."""
 
 
 class ReplicaCall(Struct, frozen=True):
     """One call of a deployment. `token_ids` stand for pieces of its prompt: equal prefixes have
-    equal ones, and there are about as many as tokens. `max_tokens` 0: it states no limit."""
+    equal ones, and there are about as many as tokens. `max_tokens` 0: it states no limit.
+    `program`: which one it belongs to, or None if its client names none."""
 
     call_id: str
     token_ids: tuple[int, ...]
     max_tokens: int = 0
     model: str = ""
+    program: ProgramContext | None = None
 
 
 def read_call(
@@ -45,13 +49,22 @@ def read_call(
     return ReplicaCall(call_id=call_id, token_ids=(0,), model=model)
 
 
+def hints_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a call of a handle says of its program, by `HINT_FIELDS`."""
+    for value in (*args, *kwargs.values()):
+        fields = _fields_of(value)
+        if any(fields.get(name) for name in TEXT_FIELDS):
+            return tuple(fields.get(name) for name in HINT_FIELDS)
+    return (None,) * len(HINT_FIELDS)
+
+
 def _fields_of(value: Any) -> Mapping[str, Any]:
     """The fields of a dictionary, of a pydantic model as Serve LLM has, or of a plain prompt."""
     if isinstance(value, str):
         return {"prompt": value}
     if isinstance(value, Mapping):
         return value
-    names = (*TEXT_FIELDS, *LIMIT_FIELDS)
+    names = (*TEXT_FIELDS, *LIMIT_FIELDS, *HINT_FIELDS)
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 

@@ -274,6 +274,7 @@ class ReplicaConductor:
             deadline_s=now + settings.timeout_s,
             adapter=call.model,
             forwarded=True,
+            program=call.program,
         )
         self._post(RequestArrived(request), now)
 

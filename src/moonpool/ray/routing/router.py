@@ -21,11 +21,14 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from moonpool.ray.replicas.calls import read_call
+from moonpool.api.errors import ApiError
+from moonpool.api.program_identity import program_of
+from moonpool.ray.replicas.calls import hints_of, read_call
 from moonpool.ray.replicas.replica_conductor import Decision, RefusedCall
 from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.ray.routing.conductor_actor import CALLS, ConductorActor, Sighting
 from moonpool.ray.routing.observed_replica import ObservedReplica
+from moonpool.types import ProgramContext
 
 log = logging.getLogger("ray.serve")
 
@@ -124,6 +127,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             pending.kwargs,
             metadata.multiplexed_model_id,
         )
+        call = msgspec.structs.replace(call, program=_program_of(pending))
         try:
             if self._conductor is None:
                 self._conductor = await asyncio.to_thread(self._find)
@@ -241,6 +245,17 @@ def _settings_of(given: dict[str, Any]) -> RouterSettings:
 
 def _name_of(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
+
+
+def _program_of(pending: PendingRequest) -> ProgramContext | None:
+    """Which program (agent) a call belongs to: by its body, else by Serve's session. What names
+    none rightly is for the deployment to refuse."""
+    session = getattr(pending.metadata, "session_id", "")
+    headers = {b"x-session-id": session.encode()} if session else {}
+    try:
+        return program_of(headers, *hints_of(pending.args, pending.kwargs))
+    except ApiError:
+        return None
 
 
 STATUSES = (429, 503)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 
+from moonpool.protocol.model_offer import COMPLETIONS
 from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.dialect import completion_body, is_streamed, read_output
 from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect
@@ -20,7 +21,12 @@ class VllmDialect(ServerDialect):
         models = await self.client.get("/v1/models")
         metrics = await self.client.get("/metrics")
         document = await self.client.get("/openapi.json", optional=True)
-        return read_facts(models, metrics.decode(errors="replace"), document, self.client.rank)
+        facts = read_facts(models, metrics.decode(errors="replace"), document, self.client.rank)
+        if self.client.rank and facts.offer.generates:
+            # `/metrics` still names ranks that the server was scaled down from.
+            fields = {"model": facts.model_id, "prompt": [0], "max_tokens": 1}
+            await self.client.post(COMPLETIONS, fields)
+        return facts
 
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
         facts = asked.facts
