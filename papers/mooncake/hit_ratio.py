@@ -20,7 +20,7 @@ BLOCK_TOKENS: int = DEFAULTS["pool"]["block_tokens"]
 NODE_TOKENS: int = DEFAULTS["pool"]["dram_tokens_per_instance"]
 MILLION = 1_000_000
 CAPACITIES = (10_000, 100_000, *(n * MILLION for n in (1, 2, 4, 5, 8, 10, 50)))
-FIG_9 = {  # share of tokens, at CAPACITIES, then without bound
+FIG_9 = {  # hit ratio by token at each of CAPACITIES, and at last without a limit
     "conversation": (0.045, 0.073, 0.087, 0.12, 0.215, 0.247, 0.30, 0.326, 0.398, 0.401),
     "toolagent": (0.173, 0.363, 0.386, 0.414, 0.484, 0.505, 0.544, 0.561, 0.595, 0.595),
     "synthetic": (0.0, 0.012, 0.146, 0.235, 0.38, 0.435, 0.545, 0.589, 0.658, 0.658),

@@ -29,7 +29,8 @@ Say = Callable[[str], None]
 def bench_idle(
     model: str, prefill: int, decode: int, flags: list[str], seconds: float, say: Say
 ) -> dict[str, Any]:
-    """MiB, percent of a core and wake-ups by process, and in sum. Raises BenchError."""
+    """Measures MiB, percent of a core and wake-ups of each process, and their sums. Raises
+    BenchError."""
     line = [model, "--prefill", str(prefill), "--decode", str(decode), *flags]
     with LocalServer(line) as server:
         try:

@@ -216,7 +216,7 @@ def tree_cpu_s(pid: int) -> float:
             continue  # it has just ended
         own = int(folder.name)
         parents.setdefault(int(fields[1]), []).append(own)
-        # Its own, and those of its children that have ended and been waited for.
+        # Seconds of the process, and of its children that it has waited for.
         used_s[own] = sum(map(int, fields[11:15])) / tick_s
     found = [pid]
     for each in found:  # grows

@@ -213,8 +213,8 @@ class BodyWorker:
 
 class Patience:
     """How long a party's bodies may take: half as long after each that took too much, down to an
-    eighth. Until one stays within its time, they are read one by one. So one party's bodies cost
-    the others little."""
+    eighth. The party's bodies are read one by one until one of them stays within its time.
+    So they cost other parties little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}

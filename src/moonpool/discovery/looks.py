@@ -32,8 +32,8 @@ async def follow_looks(
 
 
 class Looks:
-    """What there is by several looks: a server is gone when two in a row lack it, or when another
-    one has its name."""
+    """Tells from several looks which servers exist: a server is gone when two looks in a row lack
+    it, or when another one has its name."""
 
     def __init__(self) -> None:
         self._now: frozenset[Endpoint] | None = None

@@ -430,9 +430,9 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 
 class Reasons:
-    """Why kinds of nodes are left out, each reason once for all sizes of a node. `lines` has one
-    for the kinds that differ in size alone: that of the size which lacks least, and the other
-    sizes. Kinds come in rising size."""
+    """Why kinds of nodes are left out, each reason once for all sizes of a node. Kinds that
+    differ in size alone share one of `lines`, with the reason of the size that lacks least. Kinds
+    come in rising size."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], list[tuple[NodeKind, str]]] = {}

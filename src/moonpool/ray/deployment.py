@@ -13,7 +13,6 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,6 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from moonpool.conductor.actions import InstancesWanted
 from moonpool.config.parse import write_toml
 from moonpool.config.tables import Config
 from moonpool.head.cluster_error import ClusterError
@@ -45,8 +43,9 @@ from moonpool.ray.head_actor import HeadActor, HeadActorSettings
 from moonpool.ray.head_finder import HeadPlace
 from moonpool.ray.pool_actor import PoolActor
 from moonpool.ray.process_actor import LEAVE_S
+from moonpool.ray.scaling import changes
 from moonpool.ray.worker_actor import VllmActor, WorkerActor
-from moonpool.types import Role, Struct
+from moonpool.types import Role
 
 log = logging.getLogger("moonpool.ray")
 
@@ -382,33 +381,3 @@ class RayDeployment:
                 ray.kill(actor)
         with contextlib.suppress(RayError):
             remove_placement_group(started.placement)
-
-
-class Change(Struct, frozen=True, kw_only=True):
-    """`add` and `remove` have the numbers in the names of instances of one role."""
-
-    role: Role
-    add: tuple[int, ...] = ()
-    remove: tuple[int, ...] = ()
-
-
-def changes(
-    wanted: InstancesWanted,
-    least: Mapping[Role, int],
-    most: int,
-    present: Mapping[Role, Iterable[int]],
-) -> list[Change]:
-    """`least`: the instances of each role that always run, which have the first numbers. `most`:
-    the limit of each role. `present`: the numbers of those beyond the first."""
-    found = []
-    for role, count in ((Role.PREFILL, wanted.prefill), (Role.DECODE, wanted.decode)):
-        first = least.get(role, 0)
-        room = max(min(count, most) - first, 0)
-        own = sorted(present.get(role, ()))
-        if len(own) > room:
-            found.append(Change(role=role, remove=tuple(own[room:])))
-        elif len(own) < room:
-            free = (n for n in range(first, first + room + len(own)) if n not in own)
-            add = tuple(number for number, _ in zip(free, range(room - len(own)), strict=False))
-            found.append(Change(role=role, add=add))
-    return found

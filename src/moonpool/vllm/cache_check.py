@@ -14,7 +14,7 @@ LEAST_TOKENS = 4096
 OTHER_CLIENTS = 1.2
 """A server that counts this many times our tokens has other clients, whose hits are not ours."""
 FAR_APART = 0.2
-"""Difference of two shares of hits that is worth a line."""
+"""If two shares of hits differ by more than this, a line in the log says so."""
 
 
 def why_no_events(

@@ -1,4 +1,5 @@
-"""Which model a command takes that was given none: by the terminal, the package and the Hub."""
+"""Which model a command takes without an argument: that depends on the terminal, on the installed
+packages and on the Hub."""
 
 from __future__ import annotations
 

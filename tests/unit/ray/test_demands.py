@@ -8,7 +8,7 @@ from moonpool.conductor.actions import InstancesWanted
 from moonpool.config.parse import parse_config, write_toml
 from moonpool.config.tables import Config, ConfigError
 from moonpool.ray.demands import added_group, first_groups, lacking, settled, total_of
-from moonpool.ray.deployment import changes
+from moonpool.ray.scaling import changes
 from moonpool.types import Role
 
 ON_RAY = "[cluster]\nlauncher = 'ray'\n"

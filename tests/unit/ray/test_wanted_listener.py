@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from moonpool.conductor.actions import InstancesWanted
-from moonpool.ray.head_actor import WantedListener
+from moonpool.ray.wanted_listener import WantedListener
 
 
 def test_what_the_head_posts_is_taken() -> None:

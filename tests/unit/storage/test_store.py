@@ -209,7 +209,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     threading.Timer(0.2, gate.set).start()
     bench.store.close()
     rest = [bench.event(StoreEnded) for _ in range(6)]
-    assert sum(e.num_blocks for e in rest) == 2  # those under way; the others were closed
+    assert sum(e.num_blocks for e in rest) == 2  # those under way; close() ended the others
     assert sum("closed" in e.error for e in rest) == 4
     assert bench.events.empty()
 

@@ -23,7 +23,7 @@ class RopeSpec:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None: from factor
+    attention_factor: float | None = None  # of yarn; None means that it follows from `factor`
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn

@@ -48,7 +48,7 @@ class PlacementCandidate(NamedTuple):
 
     instance_id: InstanceId
     queue_s: float
-    hit_tokens: int  # the fetched ones included
+    hit_tokens: int  # with those that it fetches
     fetch_from: InstanceId | None
     prefill_s: float
     ttft_s: float

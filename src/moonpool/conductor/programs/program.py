@@ -35,7 +35,7 @@ class Program:
     waited_s: float = 0.0  # from arrivals to placements
     keys: Sequence[BlockKey] = ()  # of its last prompt
     instance: InstanceId | None = None  # where its last call decodes
-    tool: str = ""  # that runs now
+    tool: str = ""  # the tool that runs now
     keep_until_s: float = 0.0  # as its client asked
     # Its pause.
     since_s: float | None = None

@@ -61,7 +61,7 @@ class Hardware:
     prefill: NodeHardware
     decode: NodeHardware
     mixed: NodeHardware
-    largest_request_tokens: int  # that each instance it could be placed on can hold
+    largest_request_tokens: int  # the largest request that every instance can hold
     control_latency_s: float = CONTROL_LATENCY_S
     front_s: float = 0.0
 

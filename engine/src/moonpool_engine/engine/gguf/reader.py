@@ -94,8 +94,8 @@ class GgufPart(NamedTuple):
 
 
 class StoredTexts:
-    """An array of texts in a mapped file, decoded at their first use: a vocabulary and its merges
-    have hundreds of thousands, of which whoever reads weights needs none."""
+    """An array of texts in a mapped file. Each is decoded at its first use, because a vocabulary
+    has hundreds of thousands and a reader of weights needs none."""
 
     def __init__(self, mapping: mmap.mmap, starts: array[int]) -> None:
         """`starts`: where each text begins, and 8 bytes behind the end of the last one."""

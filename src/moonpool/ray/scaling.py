@@ -1,0 +1,38 @@
+"""How the numbers that the Conductor wants become instances to add and to give back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from moonpool.conductor.actions import InstancesWanted
+from moonpool.types import Role, Struct
+
+
+class Change(Struct, frozen=True, kw_only=True):
+    """`add` and `remove` have the numbers in the names of instances of one role."""
+
+    role: Role
+    add: tuple[int, ...] = ()
+    remove: tuple[int, ...] = ()
+
+
+def changes(
+    wanted: InstancesWanted,
+    least: Mapping[Role, int],
+    most: int,
+    present: Mapping[Role, Iterable[int]],
+) -> list[Change]:
+    """`least`: the instances of each role that always run, which have the first numbers. `most`:
+    the limit of each role. `present`: the numbers of those beyond the first."""
+    found = []
+    for role, count in ((Role.PREFILL, wanted.prefill), (Role.DECODE, wanted.decode)):
+        first = least.get(role, 0)
+        room = max(min(count, most) - first, 0)
+        own = sorted(present.get(role, ()))
+        if len(own) > room:
+            found.append(Change(role=role, remove=tuple(own[room:])))
+        elif len(own) < room:
+            free = (n for n in range(first, first + room + len(own)) if n not in own)
+            add = tuple(number for number, _ in zip(free, range(room - len(own)), strict=False))
+            found.append(Change(role=role, add=add))
+    return found
