@@ -53,7 +53,7 @@ from moonpool_engine.vllm.block_copier import HostCopier
 from moonpool_engine.vllm.block_kinds import kinds_of
 from moonpool_engine.vllm.cache_layout import CacheLayout
 from moonpool_engine.vllm.pool_link import PoolLink
-from moonpool_engine.vllm.slice_mover import open_mover
+from moonpool_engine.vllm.slice_mover import NativeSliceMover, open_mover
 from moonpool_lab.demo.local_server import ServerError
 
 BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as an 8B model has
@@ -89,9 +89,10 @@ class Cache:
 
 
 def copies(num_bytes: int, rounds: int) -> dict[str, float]:
-    """Bytes a second of loads and stores, as medians, and what of a plain copy's that is."""
-    cache = Cache(num_bytes)
-    copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], open_mover())
+    """Bytes a second of loads and stores, as medians, and what of a plain copy's that is.
+    `has_kernels` 0: the kernels are not built, and a third of that speed is usual."""
+    cache, mover = Cache(num_bytes), open_mover()
+    copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], mover)
     memory = np.ones(cache.num_blocks * cache.block_bytes + 64, np.uint8)
     start = memory.ctypes.data + -memory.ctypes.data % 64
     ids = np.random.default_rng(0).permutation(cache.num_blocks).astype(np.int64)
@@ -117,7 +118,8 @@ def copies(num_bytes: int, rounds: int) -> dict[str, float]:
     speeds = {name: len(source) / statistics.median(taken) for name, taken in times.items()}
     found = {f"{name}_bytes_per_s": speed for name, speed in speeds.items()}
     shares = {f"{n}_of_plain_copy": speeds[n] / speeds["plain_copy"] for n in ("load", "store")}
-    return found | shares | {"bytes": len(source), "slice_bytes": cache.layout.slice_bytes}
+    found |= {"bytes": len(source), "slice_bytes": cache.layout.slice_bytes}
+    return found | shares | {"has_kernels": float(isinstance(mover, NativeSliceMover))}
 
 
 class PoolClient:

@@ -8,7 +8,9 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ import pytest
 
 from benchmarks.suite.live.vllm_server import VllmServer
 from moonpool_lab.demo.local_server import free_port
-from moonpool_lab.replay.server import parse_metrics
 from tests.differential.adapters import write_adapter
 from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.waiting import wait_until
 
 BLOCK = 32
+CACHED = 192
+"""Tokens of a prompt in whole blocks."""
+ASKED = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PROMPTS = [[(number * i + 3) % 250 for i in range(200)] for number in range(3, 11, 2)]
 
 
@@ -72,8 +76,7 @@ def ranked_vllm() -> Iterator[tuple[VllmServer, str]]:
 
 
 def complete(url: str, **fields: Any) -> dict[str, Any]:
-    body = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = fresh.post(f"{url}/v1/completions", json=body | fields, timeout=120)
+    answer = fresh.post(f"{url}/v1/completions", json=ASKED | fields, timeout=120)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -84,24 +87,44 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-def cached(answer: dict[str, Any]) -> int:
-    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
-
-
 def models(front: LocalServer) -> dict[str, str | None]:
     listed = fresh.get(f"{front.url}/v1/models").json()["data"]
     return {one["id"]: one.get("parent") for one in listed}
 
 
-def hits(server: VllmServer) -> dict[str, float]:
-    """Tokens that each rank has found in its cache."""
-    samples = parse_metrics(fresh.get(f"{server.url}/metrics").text)
-    return {
-        engine: value
-        for name, value in samples.items()
-        for engine in ("0", "1")
-        if name.startswith("vllm:prefix_cache_hits_total") and f'engine="{engine}"' in name
-    }
+class Ranks:
+    """Asks the front, and knows which rank has computed which prompt."""
+
+    def __init__(self, front: LocalServer) -> None:
+        self._front = front
+        self._names = (f"call-{number}" for number in count())
+        self.seen: dict[str, set[tuple[str, int]]] = {}  # by instance: models and prompts
+
+    def ask(self, model: str, number: int) -> list[int]:
+        """A prompt is cached where it has been computed before, and nowhere else."""
+        name = next(self._names)
+        fields = ASKED | {"model": model, "prompt": PROMPTS[number]}
+        head = {"x-request-id": name}
+        url = f"{self._front.url}/v1/completions"
+        answer = fresh.post(url, json=fields, headers=head, timeout=120)
+        assert answer.status_code == 200, answer.text
+        place = fresh.get(f"{self._front.url}/explain/{name}").json()["decode_instance"]
+        known = self.seen.setdefault(place, set())
+        details = answer.json()["usage"]["prompt_tokens_details"] or {}
+        found = details.get("cached_tokens") or 0
+        assert found == (CACHED if (model, number) in known else 0), (place, self.seen)
+        known.add((model, number))
+        return tokens(answer.json())
+
+    def ask_all(self) -> list[list[int]]:
+        """All prompts at a time, so that no rank is idle."""
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            return list(pool.map(lambda number: self.ask("own", number), range(len(PROMPTS))))
+
+    def are_told(self) -> bool:
+        """Whether the events have named what each rank has computed."""
+        told = {one["instance_id"]: one["pool"]["cached"] for one in self._front.instances()}
+        return all(told[at] >= len(known) * CACHED // BLOCK for at, known in self.seen.items())
 
 
 @pytest.mark.long
@@ -113,26 +136,20 @@ def test_ranks_are_instances_and_adapters_come_and_go(tmp_path: Path) -> None:
             wait_until(lambda: len(front.instances()) == 2)
             measured = "measured http"
             wait_until(lambda: sum(measured in line for line in front.log_lines()) == 2)
-            before = hits(server)
-            first = [tokens(complete(front.url, prompt=prompt)) for prompt in PROMPTS]
-            wait_until(lambda: sum(one["pool"]["cached"] for one in front.instances()) >= 24)
-            again = [complete(front.url, prompt=prompt) for prompt in PROMPTS]
-            assert [tokens(answer) for answer in again] == first
-            assert [cached(answer) for answer in again] == [192] * len(PROMPTS)
-            gained = {rank: count - before[rank] for rank, count in hits(server).items()}
-            assert sum(gained.values()) == 192 * len(PROMPTS) and all(gained.values()), gained
+            ranks = Ranks(front)
+            first = ranks.ask_all()
+            wait_until(ranks.are_told)
+            wait_until(lambda: bool(ranks.ask_all()) and len(ranks.seen) == 2)
 
             folder = adapter_of(Path(os.environ["MOONPOOL_VLLM_MODEL"]), tmp_path / "poet")
             asked = {"lora_name": "poet", "lora_path": str(folder)}
             told = fresh.post(f"{server.url}/v1/load_lora_adapter", json=asked, timeout=120)
             assert told.status_code == 200, told.text
             wait_until(lambda: models(front).get("poet") == "own")
-            poet = {"model": "poet", "prompt": PROMPTS[0]}
-            said = tokens(complete(front.url, **poet))
-            assert said == tokens(complete(server.url, **poet)) != first[0]
-            num_known = sum(one["pool"]["cached"] for one in front.instances())
-            assert cached(complete(front.url, **poet)) == 192
-            assert num_known >= 30, "the events name the blocks of the adapter"
+            said = ranks.ask("poet", 0)
+            own = complete(server.url, model="poet", prompt=PROMPTS[0])
+            assert said == tokens(own) != first[0]
+            wait_until(ranks.are_told, "the events name the blocks of the adapter")
 
             asked = {"lora_name": "poet"}
             told = fresh.post(f"{server.url}/v1/unload_lora_adapter", json=asked, timeout=120)
@@ -141,4 +158,4 @@ def test_ranks_are_instances_and_adapters_come_and_go(tmp_path: Path) -> None:
             refused = fresh.post(f"{front.url}/v1/completions", json=body, timeout=120)
             assert refused.status_code in (404, 503), refused.text
             wait_until(lambda: "poet" not in models(front))
-            assert tokens(complete(front.url, prompt=PROMPTS[1])) == first[1]
+            assert ranks.ask("own", 1)
