@@ -111,7 +111,7 @@ function showPool(f) {
   $("pool").hidden = !f.moved; if (!f.moved) return;
   $("hot-part").hidden = f.hot && !f.hot.length; $("moved-part").hidden = !f.moved.length;
   $("hot").replaceChildren(...(f.hot || []).map(p => {
-    const name = el("th", "", el("code", "", p.key.slice(0, 12))); name.scope = "row"; name.title = p.key;
+    const name = el("th", "", p.name); name.scope = "row"; name.title = "hash of the last block: " + p.key;
     return el("tr", "", name, el("td", "", num(p.tokens)), el("td", "", bytes(p.bytes)), el("td", "", num(p.hits)), el("td", "", num(p.replicas)), chips(p.dram), chips(p.ssd));
   }));
   if (!f.hot) $("hot").replaceChildren(emptyRow("The instances cache too many blocks to rank them for this page. GET /cluster/hot ranks them once.", 7));
