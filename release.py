@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def main(dist: Path) -> None:
     built_s = int(_git("log", "-1", "--format=%ct"))
     for name in SDISTS:
         settle(dist / f"{name}-{version}.tar.gz", built_s)
+    for path in sorted(dist.glob(f"*-{version}-*.whl")):
+        settle_wheel(path)
     pack(CHART, dist / f"moonpool-chart-{version}.tgz", "moonpool", built_s)
     if SITE.is_dir():
         pack(SITE, dist / f"moonpool-site-{version}.tar.gz", "site", built_s)
@@ -118,6 +121,19 @@ def settle(sdist: Path, built_s: int) -> None:
             kept.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
             archive.addfile(kept, content)
     sdist.write_bytes(gzip.compress(data.getvalue(), mtime=built_s))
+
+
+def settle_wheel(wheel: Path) -> None:
+    """Writes a wheel again without what depends on who built it: the rights that the builder's
+    umask leaves to others."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(data, "w") as archive:
+        for entry in built.infolist():
+            content, mode = built.read(entry), entry.external_attr >> 16
+            plain = 0o755 if entry.is_dir() or mode & 0o100 else 0o644
+            entry.external_attr = (mode & ~0o777 | plain) << 16 | entry.external_attr & 0xFFFF
+            archive.writestr(entry, content)
+    wheel.write_bytes(data.getvalue())
 
 
 def bill_of_materials(version: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def server_of(terminal: Terminal) -> int:
     """The process that the command has started."""
     children = Path(f"/proc/{terminal.pid}/task/{terminal.pid}/children").read_text()
     (server,) = map(int, children.split())
-    assert b"serve" in Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")
+    assert b" serve " in Path(f"/proc/{server}/cmdline").read_bytes()
     return server
 
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,17 @@ def test_an_sdist_is_the_same_whoever_built_it_when(tmp_path: Path) -> None:
             (1_000_000, 0o644, "")
         }
     release.settle(tmp_path / "none.tar.gz", 1)
+
+
+def test_a_wheel_is_the_same_whatever_its_builders_umask(tmp_path: Path) -> None:
+    for name, kept in (("a", 0o777), ("b", 0o700)):
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path, mode in (("p/", 0o40755), ("p/x.py", 0o100644), ("p/run", 0o100755)):
+                entry = zipfile.ZipInfo(path, (2026, 1, 2, 3, 4, 6))
+                entry.external_attr = (mode & ~0o777 | mode & kept) << 16
+                archive.writestr(entry, b"" if path == "p/" else b"text " * 99)
+        release.settle_wheel(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    with zipfile.ZipFile(tmp_path / "b") as archive:
+        modes = [oct(entry.external_attr >> 16) for entry in archive.infolist()]
+        assert archive.testzip() is None and modes == ["0o40755", "0o100644", "0o100755"]

@@ -344,15 +344,15 @@ class _Reader:
         return BodyResult(error=BodyError.of(error), was_exhausted=True)
 
 
-def main() -> None:
-    parent = join_parent()
+def main(parent_pid: int, note_fd: int) -> None:
+    parent = join_parent(parent_pid)
     start = _START.decode(parent.receive() or b"")
     if start.yields:
         os.nice(5)
     limits = CallLimits()
     try:
         with limits.within(LOAD_S, LOAD_BYTES):
-            reader = _Reader(start, StageNote(int(sys.argv[2])), limits)
+            reader = _Reader(start, StageNote(note_fd), limits)
     except TokenizerError as error:
         parent.send(_encode(BodyReady(error=str(error))))
         return
@@ -389,4 +389,4 @@ def open_tokenizer(start: BodyStart) -> Tokenizer:
 assert set(get_args(Kind)) <= set(dir(Preparer))
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:3]))

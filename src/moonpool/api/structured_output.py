@@ -4,6 +4,9 @@ A constraint comes from `response_format` (OpenAI), `structured_outputs` (vLLM),
 one must be called. The grammar travels with the request. Constraints are untrusted: they go to
 llguidance alone, first in a process of its own (`grammars.check`). If llguidance gives up in the
 middle of a response, the response ends and becomes an error instead of a 200.
+
+llguidance and numpy are imported with the first constraint: a process that reads bodies starts
+without both, which would take a quarter of its start.
 """
 
 from __future__ import annotations
@@ -12,17 +15,16 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from llguidance import LLMatcher
 
 from moonpool.api.bodies import ChatBody, CompletionBody, JsonSchemaFormat
 from moonpool.api.errors import ApiError
 from moonpool.api.grammars.gbnf import GbnfError, gbnf_to_lark, is_gbnf
 from moonpool.api.serving_backend import RequestRefused
-from moonpool.text.grammar import matches_grammar
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 128 << 10
@@ -70,6 +72,8 @@ def grammar_of(
 
 async def check_satisfied(grammar: str, text: str) -> None:
     """Raises `RequestRefused` if a finished output does not satisfy the grammar."""
+    from moonpool.text.grammar import matches_grammar
+
     if len(text) > _INLINE_CHARS:
         satisfied = await asyncio.to_thread(matches_grammar, grammar, text)
     else:
@@ -81,6 +85,13 @@ async def check_satisfied(grammar: str, text: str) -> None:
             "Simplify the schema or grammar, or allow more tokens."
         )
         raise RequestRefused(400, "form_lost", message)
+
+
+@cache
+def _matcher() -> type[LLMatcher]:
+    from llguidance import LLMatcher
+
+    return LLMatcher
 
 
 def _read(body: ChatBody | CompletionBody) -> tuple[str, str]:
@@ -119,7 +130,7 @@ def _json_grammar(name: str, schema: Any) -> str:
             schema = json.loads(schema)
         if not isinstance(schema, dict):
             raise ValueError("a JSON schema must be a JSON object")
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+        return _matcher().grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     except (ValueError, RecursionError) as error:
         raise unusable(name, str(error)) from None
 
@@ -130,7 +141,7 @@ def _choice_grammar(choices: list[str]) -> str:
         raise ApiError(text, param="structured_outputs.choice")
     # As one terminal, whose states are those of an automaton: texts that begin alike cost nothing.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    return _matcher().grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def _object_grammar(wanted: bool) -> str:
@@ -143,7 +154,7 @@ def _object_grammar(wanted: bool) -> str:
 def _regex_grammar(regex: str) -> str:
     if not regex:
         raise _says_nothing("regex")
-    return LLMatcher.grammar_from_regex(regex)
+    return _matcher().grammar_from_regex(regex)
 
 
 def _written_grammar(text: str) -> str:
@@ -152,10 +163,10 @@ def _written_grammar(text: str) -> str:
     if not text.strip():
         raise _says_nothing("grammar")
     if not is_gbnf(text):
-        return LLMatcher.grammar_from_lark(text)
+        return _matcher().grammar_from_lark(text)
     _check_length("structured_outputs", text)
     try:
-        return LLMatcher.grammar_from_lark(_FROM_GBNF + gbnf_to_lark(text))
+        return _matcher().grammar_from_lark(_FROM_GBNF + gbnf_to_lark(text))
     except GbnfError as error:
         text = f"The GBNF grammar in 'structured_outputs' is invalid: {error}."
         raise ApiError(text, param="structured_outputs") from None

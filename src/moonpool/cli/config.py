@@ -17,17 +17,16 @@ from moonpool.cli.options import ConfigFlags, SectionedCommand, config_option, r
 from moonpool.cli.output import fail, writing
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS, serve_overrides
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS, read_cluster
-from moonpool.config.schema import Values, parse_toml
+from moonpool.config.schema import Values, parse_toml, schema_of
 from moonpool.config.tables import Config, ConfigError
 from moonpool.sim.defaults import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_KEYS = SERVE_FLAGS.keys | HEAD_FLAGS.keys | SIMULATE_FLAGS.keys
 _ALL_FLAGS = ConfigFlags(
-    *SERVE_FLAGS.keys,
-    *(HEAD_FLAGS.keys - SERVE_FLAGS.keys),
     # `--device` means the engine's for `serve` and the catalogue's for `simulate`.
-    *(SIMULATE_FLAGS.keys - SERVE_FLAGS.keys - HEAD_FLAGS.keys - {"hardware.device"}),
+    *(key for key in schema_of(Config) if key in _KEYS and key != "hardware.device"),
     helps={"engine.device": "Device that computes; with --simulation one of the catalogue."},
     types={"engine.device": click.STRING},
 )

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -31,9 +32,12 @@ log = logging.getLogger("moonpool")
 @click.option("--engine", is_flag=True, help="Import the engine before the message HeadLoaded.")
 def head_process(fd: int, engine: bool) -> None:
     """Serve as a supervisor's head."""
+    few_threads()
+    from moonpool.api.body_reading.client import fork_reader
     from moonpool.head.cluster import serve_cluster
 
-    _serve(fd, "head", serve_cluster, own_engine if engine else None)
+    reader = fork_reader()
+    _serve(fd, "head", partial(serve_cluster, forked=reader), own_engine if engine else None)
 
 
 @click.command(hidden=True)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from moonpool.api.app import make_app
+from moonpool.api.body_reading.client import ForkedReader
 from moonpool.api.keys import ApiKeys
 from moonpool.api.models.model_apis import ModelApis
 from moonpool.config.tables import Config, ConfigError
@@ -33,11 +34,12 @@ log = logging.getLogger("moonpool")
 START_S = 300.0
 
 
-async def serve_cluster(link: SupervisorLink) -> None:
-    """Serves as the head of one cluster until the supervisor ends it. Raises ClusterError."""
+async def serve_cluster(link: SupervisorLink, forked: ForkedReader | None = None) -> None:
+    """Serves as the head of one cluster until the supervisor ends it. `forked`: a process to read
+    bodies. Raises ClusterError."""
     start = await start_serving(link)
     config, begin = start.config, start.inherited.begin
-    loaded = await _load(config, begin.is_first)
+    loaded = await _load(config, begin.is_first, forked)
     head = _make_head(config, loaded, begin.secret, start.keys)
     head.on_silent, head.on_instances = link.kill, link.know
     link.on_crash = head.note_crash
@@ -78,11 +80,11 @@ async def _begin(
     link.prepared(shares, threads_per_process(config))
     if begin.launch:
         pin_thread(shares[0].others if shares else ())
+    settle_memory()  # while the first worker starts, which takes longer
     if begin.is_first and begin.launch:
         await _wait_for_workers(head, config.cluster.num_instances, link.stop)
     if begin.is_first and not begin.launch:
         log.info("waiting for workers at %s:%d", *inherited.control.getsockname()[:2])
-    settle_memory()
     if not link.stop.is_set():
         host = f"[{config.api.host}]" if ":" in config.api.host else config.api.host
         scheme = "https" if config.api.ssl_certfile else "http"
@@ -110,11 +112,13 @@ async def _wait_for_workers(head: ClusterHead, count: int, stop: asyncio.Event) 
         raise ClusterError(f"the workers did not start within {START_S:.0f} s; see the log above")
 
 
-async def _load(config: Config, is_new: bool) -> ApiModel | None:
+async def _load(config: Config, is_new: bool, forked: ForkedReader | None) -> ApiModel | None:
     """Loads the model that the configuration names. Returns None if vLLM servers bring their own.
     Raises ClusterError."""
     if config.engine.kind != "vllm":
-        return await load_model(config, is_new)
+        return await load_model(config, is_new, forked)
+    if forked is not None:
+        forked.close()
     name = config.model.name
     return await load_offered(config, named_offer(name), True, is_new) if name else None
 

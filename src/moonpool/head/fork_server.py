@@ -37,6 +37,7 @@ import setproctitle
 from moonpool.children.parent import end_with
 from moonpool.children.process import ChildProcess, ForkedProcess
 from moonpool.children.stopped import is_stopped
+from moonpool.retry_delays import RetryDelays
 
 log = logging.getLogger("moonpool.supervisor")
 
@@ -48,7 +49,7 @@ ADOPTED_S = 5.0
 END_S = 3.0
 LOOK_S = 0.5
 """Time between two checks of a fork server that does not reply."""
-RENEWAL_DELAY_S = 1.0
+RENEWALS = RetryDelays((1.0, 2.0, 5.0, 10.0, 30.0), steady_s=60.0)
 """Time from the end of a fork server to the start of the next one."""
 SPARE_DELAY_S = 1.0
 """Time from a fork, or the end of a spare fork server, to the fork of the next spare."""
@@ -142,6 +143,7 @@ class ForkServer:
 
     async def _keep(self, process: ChildProcess) -> None:
         """Replaces the fork server when it has ended: by the spare, or by a new interpreter."""
+        num_ended, began_s = 0, time.monotonic()
         while True:
             await process.wait()
             async with self._one_at_a_time:  # a fork under way finds out by itself
@@ -150,11 +152,13 @@ class ForkServer:
                     self._take_spare()
             if process is not self._process:
                 assert self._process is not None
-                process = self._process
+                process, num_ended = self._process, 0
                 continue
             if self._renewal is None:
                 return
-            await asyncio.sleep(RENEWAL_DELAY_S)
+            num_ended = RENEWALS.count(num_ended, time.monotonic() - began_s)
+            await asyncio.sleep(RENEWALS.after(num_ended))
+            began_s = time.monotonic()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             with theirs:

@@ -32,6 +32,8 @@ SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its va
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"  # on the command line; not an instance for the Conductor
 STOP_S = 3.0
+KILLED_S = 5.0
+"""A killed process that has not ended by then is in a call of a device that does not return."""
 
 
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
@@ -215,7 +217,13 @@ class LocalLauncher:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-        await asyncio.gather(*waits)
+        if waits:
+            await asyncio.wait(waits, timeout=KILLED_S)
+        for process, wait in zip(processes, waits, strict=True):
+            if process.returncode is None:
+                text = "process %d was killed and does not end: it waits for a device or is frozen"
+                log.error(text, process.pid)
+                wait.cancel()
         for instance_id in list(self._memory):
             self._forget_memory(instance_id)
 

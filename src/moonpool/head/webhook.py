@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-
-import httpx
+from typing import TYPE_CHECKING
 
 from moonpool.conductor.actions import InstancesWanted
 from moonpool.log_limit import limited_logger
+
+if TYPE_CHECKING:
+    import httpx
 
 log = limited_logger("moonpool.head")
 
@@ -22,6 +24,8 @@ class WantedWebhook:
     def __init__(self, url: str) -> None:
         """`url`: empty for none."""
         self._url = url
+        if url:  # now, and not while calls wait; without one a head starts sooner
+            import httpx  # noqa: F401
         self._newest: InstancesWanted | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -39,6 +43,8 @@ class WantedWebhook:
             self._task.cancel()
 
     async def _post_newest(self) -> None:
+        import httpx
+
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             while self._newest is not None:
                 wanted = self._newest
@@ -51,6 +57,8 @@ class WantedWebhook:
 
     async def _post_once(self, client: httpx.AsyncClient, wanted: InstancesWanted) -> str:
         """Returns what went wrong; empty if nothing did."""
+        import httpx
+
         numbers = {"prefill": wanted.prefill, "decode": wanted.decode}
         try:
             answer = await client.post(self._url, json={"wanted_instances": numbers})

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from moonpool.cli.config import show
 from moonpool.cli.config_text import VARIABLES, new_file, reference_page
-from moonpool.cli.options import POLICY_KEYS
+from moonpool.cli.options import POLICY_KEYS, ConfigOption
 from moonpool.cli.serve import HEAD_FLAGS, SERVE_FLAGS
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, SIMULATE_FLAGS
 from moonpool.config.parse import parse_config
@@ -186,3 +187,10 @@ def test_all_files_that_a_config_names_are_checked(tmp_path: Path) -> None:
     assert len(lines) == 3 and all(line.startswith(f"moonpool: {path}: ") for line in lines)
     for words in ("nothing", "no.keys", "no.pem"):
         assert sum(words in line for line in lines) == 1
+
+
+def test_flags_come_in_the_order_of_the_configuration() -> None:
+    names = [each.name for each in show.params if isinstance(each, ConfigOption)]
+    fields = [each for key, each in schema_of(Config).items() if key != "hardware.device"]
+    ordered = [each.flag[2:].replace("-", "_") for each in fields]
+    assert len(names) > 50 and names == [name for name in ordered if name in names]

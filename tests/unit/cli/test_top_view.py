@@ -101,13 +101,14 @@ def a_pool(**changes: Any) -> dict[str, Any]:
         "bytes": dict.fromkeys(flows, 0.0) | {"fetched": 7.2e6},
         "bytes_per_s": dict.fromkeys(flows, 0.0) | {"fetched": 1.4e6},
     }
-    hot = {"key": "ab" * 16, "tokens": 1344, "bytes": 13_762_560, "hits": 180, "replicas": 2}
+    hot = {"name": "calm-otter-17", "key": "ab" * 16, "tokens": 1344, "bytes": 13_762_560}
+    hot |= {"hits": 180, "replicas": 2}
     return a_frame(hot=[hot | {"dram": ["p-1"], "ssd": ["p-0"]}] * 9, moved=[moved], **changes)
 
 
 def test_it_shows_hot_prefixes_and_transfers_where_there_is_room() -> None:
     text = plain(a_pool())
-    assert text.count("abababababab ") == 5 and "13.8 MB" in text and "p-1" in text
+    assert text.count("calm-otter-17 ") == 5 and "13.8 MB" in text and "p-1" in text
     assert "1.4 MB, 7.2 MB" in text
     for lines in (24, 34, 40, 50, 60):
         assert plain(a_pool(), lines).count("\n") <= lines

@@ -326,6 +326,32 @@ await fork_server.close()
     assert not any(map(is_alive, everyone)), "closed, or killed because it was stopped"
 
 
+def test_a_fork_server_that_cannot_be_started_is_tried_ever_more_rarely() -> None:
+    found = run_head(
+        """
+import logging
+import moonpool.head.fork_server as module
+
+logging.disable()
+module.RENEWALS = module.RetryDelays((0.0, 0.0, 60.0))
+said["tries"] = 0
+
+async def renewal(control):
+    said["tries"] += 1
+    raise OSError("too many processes")
+
+fork_server._renewal = renewal
+await (await fork_server.fork(["end", "0"])).wait()
+os.kill(fork_server.pid, signal.SIGKILL)
+while said["tries"] < 2:
+    await asyncio.sleep(0.01)
+await asyncio.sleep(0.3)
+await fork_server.close()
+"""
+    )
+    assert found["tries"] == 2
+
+
 @pytest.mark.long
 def test_a_dead_spare_is_replaced_and_both_together_by_a_new_interpreter() -> None:
     found = run_head(
@@ -385,9 +411,16 @@ await fork_server.close()
     assert not is_alive(found["fork_server"])
 
 
-def test_serve_imports_nothing_that_only_other_starts_need() -> None:
+@pytest.mark.parametrize(
+    ("module", "spared"),
+    [
+        ("cli.serve", "torch numpy httpx yaml jinja2 tokenizers rich moonpool.trace.reader"),
+        ("head.cluster", "torch httpx rich"),
+        ("api.body_process", "torch httpx rich llguidance numpy uvicorn"),
+    ],
+)
+def test_a_start_imports_nothing_that_only_others_need(module: str, spared: str) -> None:
     """Whoever waits for the first token waits for these imports."""
-    spared = "torch numpy httpx yaml jinja2 tokenizers rich moonpool.trace.reader"
-    code = f"import sys, moonpool.cli.serve; print(set('{spared}'.split()) & set(sys.modules))"
+    code = f"import sys, moonpool.{module}; print(set('{spared}'.split()) & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

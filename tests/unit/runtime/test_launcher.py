@@ -85,6 +85,41 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
     uvloop.run(run())
 
 
+class InDevice:
+    """A process in a call of a device that does not return: it cannot be killed."""
+
+    pid, returncode, was_killed = 4242, None, False
+
+    async def wait(self) -> int:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def kill(self) -> None:
+        self.was_killed = True
+
+
+def test_a_worker_that_cannot_be_killed_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.1)
+    monkeypatch.setattr(launcher_module, "KILLED_S", 0.1)
+    process = InDevice()
+
+    async def spawn(*_: Any) -> InDevice:
+        return process
+
+    async def run() -> None:
+        monkeypatch.setattr(LocalLauncher, "spawn", spawn)
+        launcher = make_launcher()
+        launcher.start()
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            await launcher.stop()
+
+    uvloop.run(run())
+    assert process.was_killed and "process 4242 was killed and does not end" in caplog.text
+
+
 def test_a_worker_is_told_its_cores_each_time_it_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +65,19 @@ def test_stored_times_are_used_until_they_are_old() -> None:
     assert refine_profile(engine, 1, only_if_new=True) == first and not engine.steps
     refine_profile(engine, 1)
     assert engine.steps and path.stat().st_mtime > old_s + KEPT_S
+
+
+def test_a_stopped_process_with_the_lock_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("moonpool_engine.worker.profile_store.LOCK_S", 0.0)
+    engine = CountingEngine(1e-4)
+    path = profile_path(engine, 1).with_suffix(".lock")
+    path.parent.mkdir(parents=True)
+    with path.open("w") as other, caplog.at_level(logging.WARNING):
+        fcntl.flock(other, fcntl.LOCK_EX)
+        refine_profile(engine, 1)
+    assert engine.steps and f"the process that holds {path}" in caplog.text
 
 
 def test_a_slow_model_is_measured_in_brief() -> None:

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -43,6 +44,10 @@ log = logging.getLogger("moonpool.profile")
 KEPT_S = 7 * 86400.0
 """A machine changes: an older profile is refined. Load and temperature are learned while serving
 (`cost.online`)."""
+LOCK_S = 120.0
+"""A process that holds the lock for longer is stopped or hangs. Without kernels it may need most of
+this time."""
+LOOK_S = 0.02
 _FILE = re.compile(r"[0-9a-f]{24}\.(?:json|lock|\d+)")
 
 
@@ -106,7 +111,7 @@ def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = Fal
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock)
             samples = _read(path)
             stale = samples and not only_if_new and time.time() - path.stat().st_mtime > KEPT_S
             if not samples or stale:
@@ -116,6 +121,21 @@ def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = Fal
         log.info("the cost profile cannot be stored and is measured at each start: %s", error)
         samples = measure_samples(engine, thorough=False)
     return fit_samples(samples)
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Takes the lock, or returns without it after `LOCK_S`."""
+    by_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > by_s:
+                text = "the process that holds %s has not measured within %.0f s: measuring here"
+                log.warning(text, lock.name, LOCK_S)
+                return
+        time.sleep(LOOK_S)
 
 
 def profile_path(engine: MeasuredEngine, threads: int) -> Path:

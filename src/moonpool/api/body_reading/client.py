@@ -6,11 +6,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+from dataclasses import dataclass
 
 import msgspec
 
+from moonpool.api import body_process
 from moonpool.api.body_process import BodyReady, BodyResult, BodyStart, BodyWork, UseCard
 from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, StageNote
+from moonpool.api.helpers.forked import ForkedHelper, fork_helper
 from moonpool.api.helpers.process import HelperEndedError, HelperProcess
 from moonpool.api.serving_backend import ModelCard
 from moonpool.link.anonymous_file import anonymous_file
@@ -34,16 +38,55 @@ class NotReadError(Exception):
     """The process ended before it came to this call, or left it for calls of other tenants."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForkedReader:
+    """A process that waits for a `BodyStart`, and its `StageNote`. Made by `fork_reader`."""
+
+    helper: ForkedHelper
+    note_fd: int
+
+    def close(self) -> None:
+        """Ends a process that no `BodyClient` has got."""
+        self.helper.close()
+        os.close(self.note_fd)
+
+
+def fork_reader() -> ForkedReader | None:
+    """Forks a process that will read bodies: it need not import again what this one has. None where
+    that is not possible. Call it before there is an event loop, or anything secret."""
+    note_fd = _open_note()
+    helper = fork_helper(
+        lambda parent_pid: body_process.main(parent_pid, note_fd),
+        f"{sys.executable} -m {MODULE}",
+        _ENVIRONMENT,
+        [note_fd],
+    )
+    if helper is None:
+        os.close(note_fd)
+        return None
+    return ForkedReader(helper, note_fd)
+
+
+def _open_note() -> int:
+    """Raises OSError."""
+    fd = anonymous_file("moonpool stage")
+    os.ftruncate(fd, os.sysconf("SC_PAGESIZE"))
+    return fd
+
+
 class BodyClient:
     """One process. `begin`, wait for that, then `read`; `end` ends it."""
 
-    def __init__(self, started: BodyStart) -> None:
+    def __init__(self, started: BodyStart, forked: ForkedReader | None = None) -> None:
+        """`forked`: the process, where it runs already."""
         self._started = started
+        self._forked = forked
         self._starting: asyncio.Task[str] | None = None
         self._card: ModelCard | None = None
         self._note: StageNote | None = None
         self._stage = ReadStage.OTHER
-        self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end)
+        helper = None if forked is None else forked.helper
+        self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end, helper)
 
     def begin(self) -> asyncio.Task[str]:
         """Starts the process. Returns why the tokenizer or the chat template cannot be used; "" if
@@ -55,8 +98,7 @@ class BodyClient:
     async def _start(self) -> str:
         note_fd = -1
         try:
-            note_fd = anonymous_file("moonpool stage")
-            os.ftruncate(note_fd, os.sysconf("SC_PAGESIZE"))
+            note_fd = _open_note() if self._forked is None else self._forked.note_fd
             self._note = StageNote(note_fd)
             words, first = (str(note_fd),), _encode(self._started)
             return _READY.decode(await self._process.start(first, LOAD_S, words, (note_fd,))).error

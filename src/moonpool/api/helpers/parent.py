@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -31,12 +32,13 @@ class Parent:
         FRAMES.write(self._sink, body)
 
 
-def join_parent() -> Parent:
-    """Called first of all. This process then ends with the server, Ctrl-C does not reach it, and it
-    writes no core file. What libraries print does not get between the frames."""
-    end_with(int(sys.argv[1]))
+def join_parent(pid: int) -> Parent:
+    """Called first of all with the id of the server. This process then ends with it, Ctrl-C does
+    not reach it, and it writes no core file. What libraries print does not get between the frames.
+    """
+    end_with(pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    parent = Parent(sys.stdin.buffer, sys.stdout.buffer)
+    parent = Parent(os.fdopen(0, "rb"), os.fdopen(1, "wb"))
     sys.stdout = sys.stderr
     return parent

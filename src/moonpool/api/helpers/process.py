@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
+from moonpool.api.helpers.forked import ForkedHelper
 from moonpool.api.helpers.parent import FRAMES
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.framing import FrameTooLongError
@@ -56,9 +57,11 @@ class HelperProcess(asyncio.SubprocessProtocol):
         module: str,
         environment: Mapping[str, str] | None = None,
         on_end: Callable[[], None] = lambda: None,
+        forked: ForkedHelper | None = None,
     ) -> None:
         """`module`: what the process runs. `environment`: variables beside those of this process.
-        `on_end`: called once the process has ended, before the works that it had fail."""
+        `on_end`: called once the process has ended, before the works that it had fail. `forked`: a
+        process that waits already, in place of a new one."""
         self.has_ended = False
         self.is_ready = False
         """Whether the process has replied to `start`, and has not ended."""
@@ -66,6 +69,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
         self._module = module
         self._environment = environment or {}
         self._on_end = on_end
+        self._forked = forked
         self._loop = asyncio.get_running_loop()
         self._starting: asyncio.Task[bytes] | None = None
         self._works: deque[_Work] = deque()
@@ -95,16 +99,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
         self, first: bytes, limit_s: float, words: Sequence[str], fds: Sequence[int]
     ) -> bytes:
         try:
-            await self._loop.subprocess_exec(
-                lambda: self,
-                *(sys.executable, "-m", self._module, str(os.getpid()), *words),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,  # where libraries write before they end it
-                start_new_session=True,
-                pass_fds=tuple(fds),
-                env={**os.environ, **self._environment},
-            )
+            await self._spawn(words, fds)
         except OSError:
             self._lose(None)
             raise
@@ -113,6 +108,22 @@ class HelperProcess(asyncio.SubprocessProtocol):
         reply = await self.ask(first, limit_s)
         self.is_ready = not self.has_ended
         return reply
+
+    async def _spawn(self, words: Sequence[str], fds: Sequence[int]) -> None:
+        """Raises OSError."""
+        if self._forked is not None:
+            await self._forked.attach(self)
+            return
+        await self._loop.subprocess_exec(
+            lambda: self,
+            *(sys.executable, "-m", self._module, str(os.getpid()), *words),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # where libraries write before they end it
+            start_new_session=True,
+            pass_fds=tuple(fds),
+            env={**os.environ, **self._environment},
+        )
 
     async def ask(self, frame: bytes, limit_s: float) -> bytes:
         """Returns the reply to a frame. `limit_s`: CPU time after which the process is ended,

@@ -1,4 +1,5 @@
 // The chat: Markdown, a system prompt, a stop, and the story of each request.
+const USUAL = 0.8;  // as the chat of `moonpool run`: at the API's 1, small models ramble
 let told = [], asking = null;
 const hello = $("hello");
 $("anew").onclick = () => { if (asking) asking.abort(); told = []; $("turns").replaceChildren(hello); $("say").focus(); };
@@ -13,16 +14,21 @@ function newTurn(said) {
   $("turns").append(box); $("turns").scrollTop = $("turns").scrollHeight;
   return turn;
 }
+// Whoever reads the end goes on to see it.
+function following(change) {
+  const box = $("turns"), near = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+  change();
+  if (near) box.scrollTop = box.scrollHeight;
+}
 function add(turn, delta) {
-  const near = $("turns").scrollHeight - $("turns").scrollTop - $("turns").clientHeight < 60;
   turn.text += delta.content || ""; turn.thought += delta.reasoning_content || delta.reasoning || "";
   if (turn.thought) { turn.thinking.hidden = false; turn.thinking.lastChild.textContent = turn.thought; }
-  turn.answer.replaceChildren(...markdown(turn.text));
-  if (near) $("turns").scrollTop = $("turns").scrollHeight;
+  following(() => turn.answer.replaceChildren(...markdown(turn.text)));
 }
 function bodyOf(messages) {
   const body = { model: $("model").value || model || undefined, messages, stream: true, max_tokens: Number($("most").value) || 512 };
   if ($("warm").value !== "") body.temperature = Number($("warm").value);
+  else if (body.model && !stated.has(body.model)) body.temperature = USUAL;
   return body;
 }
 // Where the request went, what was cached, and what was predicted, from /explain.
@@ -34,7 +40,7 @@ async function story(turn, id, ended) {
   const k = { dram: r.cached_tokens - fetched - ssd, fetched, ssd, computed: r.prompt_tokens - r.cached_tokens };
   const why = el("button", "id", "why there?"); why.type = "button"; why.onclick = () => explain(id, "");
   const place = r.prefill_instance ? r.prefill_instance + (r.decode_instance && r.decode_instance !== r.prefill_instance ? " → " + r.decode_instance : "") + ". " : "";
-  turn.note.append(tierBar(k), tierKey(k), (ended ? ended + " " : "") + place + timesOf(r) + (r.attempts > 1 ? `; ${r.attempts} attempts, because an instance failed` : "") + ". ", why);
+  following(() => turn.note.append(tierBar(k), tierKey(k), (ended ? ended + " " : "") + place + timesOf(r) + (r.attempts > 1 ? `; ${r.attempts} attempts, because an instance failed` : "") + ". ", why));
 }
 $("chat").onsubmit = async e => {
   e.preventDefault();

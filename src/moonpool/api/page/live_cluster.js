@@ -1,7 +1,7 @@
 // The view of the cluster, made anew from each frame.
 const TIERS = [["dram", "DRAM", "b3"], ["fetched", "fetched", "b1"], ["ssd", "SSD", "b2"], ["computed", "computed", "b5"]];
 const STAGES = [["placement", "b5"], ["queue_and_fetch", "b2"], ["prefill", "b1"], ["handover", "b4"], ["decode", "b3"]];
-let key = "", model = "";
+let key = "", model = "", stated = new Set();  // models with a temperature of their own
 const headers = more => Object.assign({}, key ? { Authorization: "Bearer " + key } : {}, more);
 
 function tile(name, value, remark) { return el("div", "", el("dt", "", name), el("dd", "", value, el("small", "", remark))); }
@@ -111,7 +111,7 @@ function showPool(f) {
   $("pool").hidden = !f.moved; if (!f.moved) return;
   $("hot-part").hidden = f.hot && !f.hot.length; $("moved-part").hidden = !f.moved.length;
   $("hot").replaceChildren(...(f.hot || []).map(p => {
-    const name = el("th", "", el("code", "", p.key.slice(0, 12))); name.scope = "row"; name.title = p.key;
+    const name = el("th", "", p.name); name.scope = "row"; name.title = "hash of the last block: " + p.key;
     return el("tr", "", name, el("td", "", num(p.tokens)), el("td", "", bytes(p.bytes)), el("td", "", num(p.hits)), el("td", "", num(p.replicas)), chips(p.dram), chips(p.ssd));
   }));
   if (!f.hot) $("hot").replaceChildren(emptyRow("The instances cache too many blocks to rank them for this page. GET /cluster/hot ranks them once.", 7));
@@ -201,8 +201,9 @@ async function watch() {
 document.addEventListener("visibilitychange", () => { if (document.hidden && stream) stream.abort(); });
 async function names() {
   const found = await fetch("v1/models", { headers: headers() }); if (!found.ok) return;
-  const listed = (await found.json()).data.map(each => each.id), chosen = $("model").value;
+  const cards = (await found.json()).data, listed = cards.map(each => each.id), chosen = $("model").value;
   model = listed[0] || "";
+  stated = new Set(cards.filter(each => "temperature" in (each.default_sampling_params || {})).map(each => each.id));
   $("model").replaceChildren(...listed.map(id => { const o = el("option", "", id); o.value = id; return o; }));
   if (listed.includes(chosen)) $("model").value = chosen;
 }

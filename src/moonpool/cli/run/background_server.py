@@ -1,4 +1,7 @@
-"""`moonpool serve` in a process of its own, which ends with the command that started it."""
+"""`moonpool serve` in a process of its own, which ends with the command that started it.
+
+It is forked: a new interpreter would first import again what this one has.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from moonpool.children.parent import end_with
 from moonpool.children.start import moonpool_line
@@ -39,16 +45,8 @@ class BackgroundServer:
         self.url = f"http://{HOST}:{port}"
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
-        own_pid = os.getpid()
         place = ["--host", HOST, "--port", str(port)]
-        self._process = subprocess.Popen(  # noqa: S603 - our own command
-            moonpool_line("serve", *arguments, *place),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: end_with(own_pid),
-        )
+        self._process = _Forked(["serve", *arguments, *place])
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -59,8 +57,8 @@ class BackgroundServer:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._process.kill()  # the kernel then ends head and workers
+        except (TimeoutError, KeyboardInterrupt):
+            self._process.send_signal(signal.SIGKILL)  # the kernel then ends head and workers
             self._process.wait()
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
@@ -102,16 +100,85 @@ class BackgroundServer:
             select.select([], [], [], LOOK_S / 5)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            self._lines.append(line)
-            self._on_line(line)
+        with open(self._process.log_fd, errors="replace") as log:
+            for raw in log:
+                line = raw.rstrip()
+                self._lines.append(line)
+                self._on_line(line)
 
     def _last_words(self) -> str:
         own = [line.removeprefix("moonpool: ") for line in self._lines if "moonpool: " in line[:10]]
         shown = own or [*self._lines][-5:] or ["its log is empty"]
         return " | ".join(shown).replace("see the log above", VERBOSE)
+
+
+class _Forked:
+    """A process that runs this command line. It has a session of its own and the interface of
+    `subprocess.Popen`; from `log_fd` comes what it writes."""
+
+    def __init__(self, line: list[str]) -> None:
+        own_pid = os.getpid()
+        self._status: int | None = None
+        self.log_fd, write_fd = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(write_fd)
+            return
+        os.setsid()
+        end_with(own_pid)
+        for own in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(own, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for number, fd in enumerate((null, write_fd, write_fd)):
+            os.dup2(fd, number)
+        for fd in (null, write_fd, self.log_fd):
+            os.close(fd)
+        _run(line)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Returns when it has ended. Raises TimeoutError."""
+        if limit_s is None:
+            self._reap(0)
+            return
+        by_s = time.monotonic() + limit_s
+        while self.poll() is None:
+            if time.monotonic() > by_s:
+                raise TimeoutError
+            time.sleep(LOOK_S / 5)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def _reap(self, how: int) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self._pid, how)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+
+def _run(line: list[str]) -> NoReturn:
+    """Ends this process with the command."""
+    import setproctitle  # only what serves needs it and the fork server
+
+    from moonpool.cli.main import main
+    from moonpool.head.fork_server import end_quickly
+
+    setproctitle.setproctitle(" ".join([*moonpool_line(), *line]))
+    status: object = 1
+    try:
+        main(args=line, prog_name="moonpool")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    end_quickly(status)
 
 
 def choose_port(wanted: int) -> int:

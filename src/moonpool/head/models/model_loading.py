@@ -17,7 +17,7 @@ import msgspec
 
 from moonpool import __version__
 from moonpool.api.body_pool import body_start, is_foreign
-from moonpool.api.body_reading.client import BodyClient
+from moonpool.api.body_reading.client import BodyClient, ForkedReader
 from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard
 from moonpool.config.rules import lora_module
 from moonpool.config.tables import Config, ModelConfig
@@ -73,11 +73,13 @@ class ApiModel:
         )
 
 
-async def load_model(config: Config, is_new: bool = True) -> ApiModel:
+async def load_model(
+    config: Config, is_new: bool = True, forked: ForkedReader | None = None
+) -> ApiModel:
     """The model that the configuration names, for Moonpool's own engine. `is_new`: whether no head
-    has loaded it before. Raises ClusterError."""
+    has loaded it before. `forked`: a process to read its bodies. Raises ClusterError."""
     files = _read_files(config)
-    reader = await begin_reader(files, is_new)
+    reader = await begin_reader(files, is_new, forked)
     try:
         tokenizer = _open_tokenizer(files)
         if files.drafts is not None:
@@ -145,15 +147,20 @@ def named_offer(name: str) -> ModelOffer:
     return ModelOffer(root=name, names=(name,), max_model_tokens=UNKNOWN_TOKENS)
 
 
-async def begin_reader(files: ModelFiles, waits: bool) -> BodyClient | None:
+async def begin_reader(
+    files: ModelFiles, waits: bool, forked: ForkedReader | None = None
+) -> BodyClient | None:
     """Starts the process that reads small bodies, where there is one. `waits`: whether to wait
-    until it has loaded the tokenizers for the first time. Raises ClusterError."""
+    until it has loaded the tokenizers for the first time. `forked`: a process that runs already; it
+    ends where there is none. Raises ClusterError."""
     if waits and files.drafts is not None and files.drafts.tokenizer != BYTE_TOKENIZER:
         await _load_apart(files.drafts)
     options = _options(files)
     if not is_foreign(options):
+        if forked is not None:
+            forked.close()
         return None
-    reader = BodyClient(body_start(options, files.info.vocab_size))
+    reader = BodyClient(body_start(options, files.info.vocab_size), forked)
     starting = reader.begin()
     if waits:
         trouble = await starting

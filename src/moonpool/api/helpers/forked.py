@@ -1,0 +1,146 @@
+"""A helper process that was forked before this process had an event loop or threads.
+
+It has imported already what this process has, and waits for its first frame. `HelperProcess` drives
+it as one that it has started itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import traceback
+from collections.abc import Callable, Collection, Mapping
+
+import setproctitle
+
+LOOK_S = 0.01
+_M_ARENA_MAX = -8
+
+
+class ForkedHelper(asyncio.SubprocessTransport):
+    """This side of the process. `attach` it on a running loop, or `close` it."""
+
+    def __init__(self, pid: int, input_fd: int, output_fd: int) -> None:
+        super().__init__()
+        self._pid = pid
+        self._fds = [input_fd, output_fd]
+        self._status: int | None = None
+        self._owner: asyncio.SubprocessProtocol | None = None
+        self._input: asyncio.WriteTransport | None = None
+        self._output: asyncio.ReadTransport | None = None
+
+    async def attach(self, owner: asyncio.SubprocessProtocol) -> None:
+        """Connects the process with `owner`, as `loop.subprocess_exec` does."""
+        loop = asyncio.get_running_loop()
+        self._owner = owner
+        ends = [os.fdopen(fd, mode, 0) for fd, mode in zip(self._fds, ("wb", "rb"), strict=True)]
+        self._fds.clear()
+        self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, ends[0])
+        owner.connection_made(self)
+        self._output, _ = await loop.connect_read_pipe(lambda: _Output(owner, self.reap), ends[1])
+
+    def reap(self) -> None:
+        """Called when the process writes nothing any more: it ends, or has ended."""
+        if self._status is not None:
+            return
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        if not pid:
+            asyncio.get_running_loop().call_later(LOOK_S, self.reap)
+            return
+        self._status = os.waitstatus_to_exitcode(status)
+        assert self._owner is not None
+        self._owner.connection_lost(None)
+
+    def get_pid(self) -> int:
+        return self._pid
+
+    def get_returncode(self) -> int | None:
+        return self._status
+
+    def get_pipe_transport(self, fd: int) -> asyncio.BaseTransport | None:
+        return self._input if fd == 0 else None
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.kill()
+        if self._output is None:  # not attached
+            for fd in self._fds:
+                os.close(fd)
+            self._fds.clear()
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        elif self._input is not None:
+            self._input.close()
+
+
+class _Output(asyncio.Protocol):
+    """What the process writes."""
+
+    def __init__(self, owner: asyncio.SubprocessProtocol, on_end: Callable[[], None]) -> None:
+        self._owner = owner
+        self._on_end = on_end
+
+    def data_received(self, data: bytes) -> None:
+        self._owner.pipe_data_received(1, data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+
+
+def fork_helper(
+    run: Callable[[int], object],
+    title: str,
+    environment: Mapping[str, str],
+    fds: Collection[int] = (),
+) -> ForkedHelper | None:
+    """Forks a process that calls `run` with the id of this one, and ends with it. `fds`: the
+    descriptors that it keeps. Returns None where this process has threads, of which a fork would
+    have only one, or where it cannot fork."""
+    try:
+        if len(os.listdir("/proc/self/task")) != 1:
+            return None
+        parent_pid, ours, theirs = os.getpid(), os.pipe(), os.pipe()
+        pid = os.fork()
+    except OSError:
+        return None
+    if pid:
+        os.close(ours[0])
+        os.close(theirs[1])
+        return ForkedHelper(pid, ours[1], theirs[0])
+    status = 1
+    try:
+        _settle(ours[0], theirs[1], title, environment, fds)
+        run(parent_pid)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _settle(
+    source_fd: int,
+    sink_fd: int,
+    title: str,
+    environment: Mapping[str, str],
+    fds: Collection[int],
+) -> None:
+    """Makes this process what a new interpreter of the same command would be."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_WRONLY)
+    for number, fd in enumerate((source_fd, sink_fd, null)):
+        os.dup2(fd, number)
+    for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *fds}:
+        with contextlib.suppress(OSError):  # that of the list
+            os.close(fd)
+    os.environ.update(environment)
+    if "MALLOC_ARENA_MAX" in environment:  # glibc reads it at the start of a program
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(environment["MALLOC_ARENA_MAX"]))
+    setproctitle.setproctitle(title)
