@@ -23,12 +23,13 @@ from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.protocol.messages import AttemptId
 from moonpool.types import InstanceId
-from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
+from moonpool.vllm.actions import EngineOutput, EngineStepEnded, SubmitFailed, SubmitRequest
 from moonpool.vllm.cache_watch import COUNT_S
 from moonpool.vllm.facts import VllmFacts
+from moonpool.vllm.found_server import FoundServer
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.offer_watch import OFFER_S
-from moonpool.vllm.worker import FoundServer, VllmWorker
+from moonpool.vllm.worker import STEP_S, VllmWorker
 
 log = limited_logger("moonpool.epp")
 
@@ -98,7 +99,7 @@ class EndpointWorker(VllmWorker):
         async with self._shared.measuring:
             await super()._profile(engine, instance)
 
-    async def _pause(self) -> None:
+    async def _pause(self, is_busy: bool) -> None:
         if self._look_now.is_set():  # a second look
             await asyncio.sleep(SOON_S)
             self._look_now.clear()
@@ -117,3 +118,7 @@ class EndpointWorker(VllmWorker):
 
     def _cancel(self, attempt_id: AttemptId) -> None:
         """The call's own connections end by themselves."""
+
+    def _flush_step(self) -> None:
+        """The loop is that of all instances, so it does not stand still."""
+        self._loop.call_later(STEP_S, self._post, EngineStepEnded())
