@@ -118,14 +118,15 @@ def test_an_error_of_one_answer_ends_that_answer_alone() -> None:
 
 
 def test_a_client_that_reads_late_gets_all_in_order() -> None:
-    data = bytes(97 + number % 26 for number in range(60_000))
+    data = bytes(97 + number % 26 for number in range(20_000))
     head = ListeningHead(lambda _: [Output(tokens=(Token(b),)) for b in data[:-1]] + spoken("z"))
     body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": 99_999}).encode()
     with served(head) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             head_lines = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            head_lines += f"x-request-id: {'long' * 30}\r\n"  # in each event, so that all wait
             head_lines += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
             client.sendall(head_lines.encode() + body)
             time.sleep(0.5)
