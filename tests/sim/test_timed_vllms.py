@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.suite.conversations.player import program_figures
 from moonpool.config.tables import ConductorConfig
-from tests.sim.timed_vllms import CASES, TimedVllms, played
+from tests.sim.timed_vllms import CASES, ServerTimes, TimedVllms, played
 
 CAPACITY_RPS, SLO = CASES["conversations"]
 SECONDS = 10.0
@@ -56,3 +56,17 @@ def test_a_program_that_has_begun_gets_through_in_overload() -> None:
     assert found["finished"] == found["begun"] > 50
     later = [turn for turn in fleet.calls if turn.call is not None and turn.call.step]
     assert later and not any(turn.num_refused for turn in later)
+
+
+def test_before_anything_is_learned_a_request_waits_and_is_not_refused_for_its_gaps() -> None:
+    """A chunk of a prompt takes 82 % of the TBT SLO, and the steps vary."""
+    times = ServerTimes(tbt_s=0.047, jitter=0.05)
+    fleet = played("conversations", 0.8, SECONDS, times=times, before=0.0)
+    assert "decode_load_predicted" not in fleet.refused
+    assert fleet.num_effective >= 0.8 * len(fleet.records)
+
+
+def test_the_router_of_programs_loses_no_call() -> None:
+    fleet = played("agents", 2.5, SECONDS, times=ServerTimes(router="programs"))
+    found = program_figures(fleet.calls)
+    assert found["finished"] == found["begun"] > 50

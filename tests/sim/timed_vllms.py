@@ -4,14 +4,17 @@ cluster, and the model of a vLLM's time that `moonpool bench routers` serves.
     python -m tests.sim.timed_vllms --workload agents --loads 0.9,1.5 --seconds 20
 
 prints what is served within both SLOs, after the same workload at half of the capacity, from which
-the Conductor learns. The figures have no noise: they change with what is decided alone.
+the Conductor learns. The figures change with what is decided alone: even the jitter of the servers'
+steps is drawn alike each time.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -73,6 +76,13 @@ from moonpool.vllm.events import read_batch
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import FAR_BYTES_PER_S
 from moonpool.vllm.worker import STEP_S
+from tests.sim.timed_routers import (
+    CacheAwareRouter,
+    ProgramQueueRouter,
+    RoutedCall,
+    Sent,
+    TimedRouter,
+)
 
 LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
 TICK_S = 0.1
@@ -91,6 +101,7 @@ class _Vllm:
         self.instance = VllmInstance(self.layout, size.num_blocks, Role.MIXED, True)
         self.busy = False
         self.speed = speed
+        self._rng = random.Random(name)
 
     def info(self, number: int) -> InstanceInfo:
         s, f = self.speed, self.speed.factor
@@ -123,15 +134,15 @@ class _Vllm:
             case SubmitRequest():
                 attempt = action.attempt
                 tokens = list(attempt.token_ids)
-                request = TimedRequest(
-                    attempt.attempt_id, tokens, len(tokens), attempt.sampling.max_tokens
-                )
-                self.engine.submit(request)
-                self._begin()
+                self.submit(attempt.attempt_id, tokens, attempt.sampling.max_tokens)
             case CancelRequest():
                 self.engine.cancel(action.attempt_id)
             case FlushStep():
                 self.clock.after(STEP_S, Priority.MESSAGE, self.post, EngineStepEnded())
+
+    def submit(self, name: str, tokens: list[int], max_tokens: int) -> None:
+        self.engine.submit(TimedRequest(name, tokens, len(tokens), max_tokens))
+        self._begin()
 
     def _begin(self) -> None:
         if self.busy:
@@ -139,13 +150,15 @@ class _Vllm:
         took_s = self.engine.begin_step()
         if took_s:
             self.busy = True
+            if self.fleet.jitter:
+                took_s *= 1.0 + self._rng.expovariate(1.0 / self.fleet.jitter)
             self.clock.after(took_s, Priority.STEP_END, self._end)
 
     def _end(self) -> None:
         self.busy = False
         tokens = self.engine.end_step()
         news, self.engine.news = self.engine.news, []
-        if news:
+        if news and self.fleet.router is None:
             events = [block_event(one, self.engine.size.block_tokens) for one in news]
             payload = msgspec.msgpack.encode([self.clock.now, events, 0])
             self.clock.after(
@@ -154,6 +167,10 @@ class _Vllm:
         for token in tokens:
             self.fleet.hit_tokens += token.cached if token.is_last else 0
             finish = FinishReason.LENGTH if token.is_last else None
+            if self.fleet.router is not None:
+                told = RequestId(token.name), (token.token,), finish
+                self.clock.after(2 * HOP_S, Priority.MESSAGE, self.fleet.deliver, *told)
+                continue
             output = EngineOutput(AttemptId(token.name), (Token(token.token),), finish)
             self.clock.after(HOP_S, Priority.MESSAGE, self.post, output)
         self._begin()
@@ -178,8 +195,12 @@ class TimedVllms:
         slo: Slo,
         speeds: Sequence[float] = (1.0, 1.0, 1.0),
         size: EngineSize | None = None,
+        jitter: float = 0.0,
+        router: TimedRouter | None = None,
     ) -> None:
-        self.clock, self.slo = Clock(), slo
+        """`jitter`: by which share a step takes longer in the mean, at random (exponential).
+        `router`: in place of the Conductor."""
+        self.clock, self.slo, self.jitter, self.router = Clock(), slo, jitter, router
         self.layout = LAYOUT
         self.conductor = Conductor(config, default_slo=slo)
         size = size or EngineSize()
@@ -190,7 +211,9 @@ class TimedVllms:
         self.records: list[RequestRecord] = []
         self.refused: list[str] = []
         self.calls: list[PlayedTurn] = []
-        self._num_programs = self._num_requests = 0
+        self._routed: dict[RequestId, RoutedCall] = {}
+        self._num_requests = 0
+        self.num_programs = 0  # numbered from here on
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
         self.longest_wait_s = 0.0  # of a placement, since `forget`
@@ -217,7 +240,7 @@ class TimedVllms:
         for session in sessions:
             client = _Client(session)
             if programs:
-                client.program, self._num_programs = self._num_programs, self._num_programs + 1
+                client.program, self.num_programs = self.num_programs, self.num_programs + 1
             self.clock.at(start + session.started_s, Priority.ARRIVAL, self._turn, client)
         self.clock.after(TICK_S, Priority.TICK, self._tick)
         self.clock.run()
@@ -226,7 +249,11 @@ class TimedVllms:
         self.clock.after(HOP_S, Priority.MESSAGE, self._post, Reported(name, report))
 
     def _tick(self) -> None:
-        self._post(Tick())
+        if self.router is None:
+            self._post(Tick())
+        else:
+            waiting = [len(server.engine.waiting) for server in self.servers.values()]
+            self._forward(self.router.tick(waiting, self.clock.now))
         if self._under_way or self.clock.now < self._until_s:
             self.clock.after(TICK_S, Priority.TICK, self._tick)
 
@@ -245,12 +272,16 @@ class TimedVllms:
         name, self._num_requests = RequestId(f"r{self._num_requests}"), self._num_requests + 1
         assert client.record is not None
         self._under_way[name] = client, client.record, [], turn
+        ends = client.number == len(client.session.turns) - 1
+        if self.router is not None:
+            call = RoutedCall(name, tuple(client.said), turn.answer_tokens, client.program, ends)
+            self._routed[name] = call
+            self._forward(self.router.arrived(call, now))
+            return
         context = None
         if client.program >= 0:
             context = ProgramContext(
-                program_id=f"p{client.program}",
-                expected_tokens=turn.answer_tokens,
-                ends=client.number == len(client.session.turns) - 1,
+                program_id=f"p{client.program}", expected_tokens=turn.answer_tokens, ends=ends
             )
         request = Request(
             request_id=name,
@@ -262,6 +293,30 @@ class TimedVllms:
             program=context,
         )
         self._post(RequestArrived(request))
+
+    def _forward(self, sent: Sent) -> None:
+        servers = list(self.servers.values())
+        for call, number in sent:
+            told = call.name, list(call.tokens), call.answer_tokens
+            self.clock.after(HOP_S, Priority.MESSAGE, servers[number].submit, *told)
+
+    def deliver(
+        self, name: RequestId, new_tokens: Sequence[int], finish: FinishReason | None
+    ) -> None:
+        client, record, tokens, _ = self._under_way[name]
+        tokens += new_tokens
+        if new_tokens:
+            record.note_tokens(len(new_tokens), self.clock.now)
+        if finish is None:
+            return
+        record.outcome = finish
+        record.finished_s = self.clock.now
+        del self._under_way[name]
+        if self.router is not None:
+            self._forward(self.router.ended(self._routed.pop(name), self.clock.now))
+        client.said += tokens
+        self._note_end(client, 200)
+        self._next(client)
 
     def _note_wait(self, command: StartPrefill) -> None:
         name = RequestId(command.attempt.attempt_id.partition("/")[0])
@@ -304,17 +359,8 @@ class TimedVllms:
                     if isinstance(action.command, StartPrefill):
                         self._note_wait(action.command)
                 case Deliver():
-                    client, record, tokens, _ = self._under_way[action.request_id]
-                    tokens += [token.token_id for token in action.tokens]
-                    if action.tokens:
-                        record.note_tokens(len(action.tokens), self.clock.now)
-                    if action.finish is not None:
-                        record.outcome = action.finish
-                        record.finished_s = self.clock.now
-                        del self._under_way[action.request_id]
-                        client.said += tokens
-                        self._note_end(client, 200)
-                        self._next(client)
+                    tokens = [token.token_id for token in action.tokens]
+                    self.deliver(action.request_id, tokens, action.finish)
                 case Refuse():
                     client, record, _, _ = self._under_way.pop(action.request_id)
                     record.outcome, why = action.refusal.reason, action.refusal
@@ -330,46 +376,84 @@ CASES = {
 """Requests a second that three servers answer at load 1, and the SLOs."""
 
 
+ROUTERS: dict[str, Callable[[int], TimedRouter]] = {
+    "cache_aware": CacheAwareRouter,
+    "programs": lambda count: ProgramQueueRouter(count, EngineSize().kv_tokens),
+}
+
+
+class ServerTimes(msgspec.Struct, frozen=True):
+    """`factors`: how slow each server is beside the others. `slow`: how many times slower all are,
+    and their SLOs longer; tools are as fast as ever. `tbt_s`: the SLO in place of the workload's.
+    `jitter`: see `TimedVllms`. `router`: one of `ROUTERS`; "": the Conductor."""
+
+    factors: tuple[float, ...] = (1.0, 1.0, 1.0)
+    slow: float = 1.0
+    tbt_s: float | None = None
+    jitter: float = 0.0
+    router: str = ""
+
+    def rate(self, name: str) -> float:
+        """Requests of a workload a second at load 1."""
+        return CASES[name][0] / self.slow * sum(1.0 / factor for factor in self.factors) / 3.0
+
+    def fleet(self, name: str, config: ConductorConfig) -> TimedVllms:
+        slo = CASES[name][1]
+        slo = Slo(ttft_s=self.slow * slo.ttft_s, tbt_s=self.tbt_s or self.slow * slo.tbt_s)
+        speeds = tuple(self.slow * factor for factor in self.factors)
+        router = ROUTERS[self.router](len(speeds)) if self.router else None
+        return TimedVllms(config, slo, speeds, jitter=self.jitter, router=router)
+
+
 def played(
     name: str,
     load: float,
     seconds: float,
     config: ConductorConfig | None = None,
-    slow: float = 1.0,
+    times: ServerTimes = ServerTimes(),  # noqa: B008
     programs: bool = True,
+    before: float = 0.5,
+    number: int = 0,
 ) -> TimedVllms:
-    """A workload at half of the capacity, and then at this load, of which the figures are. `slow`:
-    how many times slower the servers are, and their SLOs longer; tools are as fast as ever."""
-    rate, slo = CASES[name]
-    rate, slo = rate / slow, Slo(ttft_s=slow * slo.ttft_s, tbt_s=slow * slo.tbt_s)
+    """A workload at `before` of the capacity, and then at this load, of which the figures are.
+    `number`: each has other sessions."""
     workload = WORKLOADS[name]
-    fleet = TimedVllms(config or ConductorConfig(), slo, (slow,) * 3)
-    for each in (0.5, load):
-        fleet.forget()
-        sessions = arriving(workload, each * rate / workload.turns, seconds, round(100 * each))
-        fleet.play(sessions, seconds, programs and workload.programs)
+    fleet = times.fleet(name, config or ConductorConfig())
+    fleet.num_programs = 1_000_000 * number
+    for each in (before, load):
+        if each:
+            fleet.forget()
+            seed = round(100 * each) + 1000 * number
+            sessions = arriving(workload, each * times.rate(name) / workload.turns, seconds, seed)
+            fleet.play(sessions, seconds, programs and workload.programs)
     return fleet
 
 
-def _line(name: str, load: float, fleet: TimedVllms) -> str:
-    whole = [record for record in fleet.records if record.outcome == "length"]
+def _line(name: str, load: float, fleets: Sequence[TimedVllms]) -> str:
+    records = [record for fleet in fleets for record in fleet.records]
+    whole = [record for record in records if record.outcome == "length"]
     ttft_s = [record.ttft_s or 0.0 for record in whole]
     gaps_s = [gap_s for record in whole for gap_s in record.gaps_s]
     prompt = sum(record.num_prompt_tokens for record in whole)
-    late = len(whole) - fleet.num_effective
+    in_time = sum(fleet.num_effective for fleet in fleets)
+    refused = Counter(reason for fleet in fleets for reason in fleet.refused)
+    why = "".join(f" {reason} {count}" for reason, count in refused.most_common())
+    hits = sum(fleet.hit_tokens for fleet in fleets) / max(prompt, 1)
     return (
-        f"{name} {load:g} x: {fleet.num_effective} of {len(fleet.records)} within both SLOs,"
-        f" {len(fleet.refused)} refused, {late} late, hits {fleet.hit_tokens / max(prompt, 1):.0%},"
+        f"{name} {load:g} x: {in_time} of {len(records)} within both SLOs,"
+        f" {refused.total()} refused{f' ({why.strip()})' if why else ''},"
+        f" {len(whole) - in_time} late, hits {hits:.0%},"
         f" TTFT mean {1e3 * sum(ttft_s) / max(len(ttft_s), 1):.0f} ms,"
         f" P99 {1e3 * percentiles(ttft_s, 99)['p99']:.0f} ms,"
-        f" TBT mean {1e3 * sum(gaps_s) / max(len(gaps_s), 1):.1f} ms{_program_words(fleet)}\n"
+        f" TBT mean {1e3 * sum(gaps_s) / max(len(gaps_s), 1):.1f} ms{_program_words(fleets)}\n"
     )
 
 
-def _program_words(fleet: TimedVllms) -> str:
-    if not fleet.calls:
+def _program_words(fleets: Sequence[TimedVllms]) -> str:
+    calls = [fleet.calls for fleet in fleets]
+    if not calls[0]:
         return ""
-    found = program_figures(fleet.calls)
+    found = program_figures([call for one in calls for call in one])
     shown = (f"{name.upper()} {value or inf:.1f} s" for name, value in found["makespan_s"].items())
     return f", programs {found['finished']} of {found['begun']}, {', '.join(shown)}"
 
@@ -387,16 +471,33 @@ def main() -> None:
     parser.add_argument("--programs", choices=("off", "named"), default="named")
     parser.add_argument("--sessions", action="store_true", help="Agents name no programs.")
     parser.add_argument("--slow", type=float, default=1.0, help="Servers that much slower.")
+    parser.add_argument("--factors", default="1,1,1", help="How slow each is beside the others.")
+    parser.add_argument("--slo-tbt", type=float, help="In place of the workload's.")
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="Share by which a step takes longer at random."
+    )
+    parser.add_argument(
+        "--before", type=float, default=0.5, help="Load of the play before; 0: none."
+    )
+    parser.add_argument("--router", choices=tuple(ROUTERS), default="", help="vllm-router's way.")
+    parser.add_argument("--plays", type=int, default=1, help="With other sessions; summed up.")
     asked = parser.parse_args()
     config = ConductorConfig(
         admission=asked.admission,
         decode_wait=not asked.no_decode_wait,
         programs=asked.programs,
     )
+    factors = tuple(map(float, asked.factors.split(",")))
+    times = ServerTimes(factors, asked.slow, asked.slo_tbt, asked.jitter, asked.router)
     for name in asked.workload or CASES:
         for load in map(float, asked.loads.split(",")):
-            fleet = played(name, load, asked.seconds, config, asked.slow, not asked.sessions)
-            sys.stdout.write(_line(name, load, fleet))
+            more = not asked.sessions, asked.before
+            fleets = [
+                played(name, load, asked.seconds, config, times, *more, number)
+                for number in range(asked.plays)
+            ]
+            sys.stdout.write(_line(name, load, fleets))
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

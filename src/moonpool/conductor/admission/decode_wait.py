@@ -54,15 +54,20 @@ class DecodeWait:
         down."""
         self._waits = waits
         self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=waits), TbtChances()
+        # The step that is predicted there has a prompt in it, so a first gap is no longer than it.
+        self.tbt_filled = TbtChances(joins_between=True)
 
-    def note_answer(self, record: RequestRecord, predicted_step_s: float, mixed: bool) -> None:
+    def note_answer(
+        self, record: RequestRecord, predicted_step_s: float, chances: TbtChances
+    ) -> None:
         """Learns from an answer. `predicted_step_s`: as of `load`; 0 if nothing was predicted that
-        lasts."""
+        lasts. `chances`: of such instances."""
         longest_s = record.tbt_top10_mean_s or 0.0
-        chances = self.tbt_mixed if mixed else self.tbt_decode
         chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
 
     def chances(self, table: InstanceTable, row: int) -> TbtChances:
+        if table.fills(row):
+            return self.tbt_filled
         return self.tbt_mixed if is_mixed(table, row) else self.tbt_decode
 
     def limit_step_s(self, table: InstanceTable, row: int, slo_tbt_s: float) -> float:

@@ -98,10 +98,12 @@ class GoodputModel(ClusterObserver):
         if not self._learning or record.attempts != 1 or tracked.request.is_embedding:
             return
         mixed = decoder is not None and decoder.role is not Role.DECODE
+        chances = self.decode.tbt_mixed if mixed else self.decode.tbt_decode
         step_s = tracked.predicted_step_s
         if decoder is not None and self._table.fills(decoder.row):
+            chances = self.decode.tbt_filled
             step_s = full_step_s(self._table, decoder.row, record)
-        self.decode.note_answer(record, step_s, mixed)
+        self.decode.note_answer(record, step_s, chances)
         self.lengths.note_answer(record.num_prompt_tokens, record.num_generated_tokens)
 
     def first_token(self, tracked: TrackedRequest, now: float) -> None:
