@@ -19,8 +19,7 @@ from typing import Protocol
 import msgspec
 
 from moonpool.children.start import moonpool_line, start_child
-from moonpool.link.anonymous_file import anonymous_file
-from moonpool.link.packets import MAX_PACKET_BYTES, packet_pair
+from moonpool.link.packets import MAX_PACKET_BYTES, anonymous_file, packet_pair
 from moonpool.protocol.supervision import FromHead, HeadLoaded, SupervisorState
 from moonpool.types import InstanceId
 

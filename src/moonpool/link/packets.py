@@ -1,4 +1,5 @@
-"""Packets with file descriptors between the supervisor and its head."""
+"""Packets with file descriptors between the supervisor and its head, and the files without a name
+whose descriptors they carry."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import logging
 import os
 import socket
+import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -161,3 +163,14 @@ class PacketSocket(Generic[In, Out]):
 def _close(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def anonymous_file(name: str) -> int:
+    """Makes a file without a name, in memory where the system has such files. Returns its
+    descriptor, which the caller owns, and which programs do not inherit. Linux shows `name` in
+    /proc. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="moonpool-")
+    os.unlink(path)
+    return fd

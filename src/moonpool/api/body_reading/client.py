@@ -17,7 +17,7 @@ from moonpool.api.body_reading.limits import LOAD_BYTES, LOAD_S, ReadStage, Stag
 from moonpool.api.helpers.forked import ForkedHelper, fork_helper
 from moonpool.api.helpers.process import HelperEndedError, HelperProcess
 from moonpool.api.serving_backend import ModelCard
-from moonpool.link.anonymous_file import anonymous_file
+from moonpool.link.packets import anonymous_file
 
 MODULE = "moonpool.api.body_process"
 _encode = msgspec.msgpack.Encoder().encode

@@ -11,7 +11,7 @@ import os
 from typing import Protocol, Self
 
 from moonpool.framing import Framing
-from moonpool.link.anonymous_file import anonymous_file
+from moonpool.link.packets import anonymous_file
 
 log = logging.getLogger("moonpool.head")
 

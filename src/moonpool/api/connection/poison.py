@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from moonpool.api.errors import NO_RETRY, ApiError
-from moonpool.link.anonymous_file import anonymous_file
+from moonpool.link.packets import anonymous_file
 
 MAX_ENDED = 2
 """Heads that one call may end, and instances."""

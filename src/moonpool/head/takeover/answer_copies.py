@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from moonpool.api.connection.kept_stream import Opening, StreamFacts, written_log
-from moonpool.link.anonymous_file import anonymous_file
+from moonpool.link.packets import anonymous_file
 from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import AnswerBegun, AnswersCopied
 
