@@ -20,6 +20,8 @@ from benchmarks.markdown import times as _times
 from benchmarks.page_gguf import GGUF_HEADER, gguf_rows
 from benchmarks.page_live import (
     CONVERSATION_HEADER,
+    FRONT_SECTION,
+    SIMULATOR_PEER_SECTION,
     admission_rows,
     admission_workload_rows,
     colocated_rows,
@@ -29,7 +31,6 @@ from benchmarks.page_live import (
     plan_rows,
     start_rows,
 )
-from benchmarks.page_peers import FRONT_SECTION, SIMULATOR_PEER_SECTION
 from benchmarks.page_programs import PROGRAM_SECTION
 
 RESULTS = ROOT / "benchmarks" / "results"

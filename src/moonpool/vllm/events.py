@@ -24,7 +24,7 @@ from moonpool.vllm.block_names import (
     ForeignEvent,
     ForeignHash,
 )
-from moonpool.vllm.inbox import Inbox
+from moonpool.vllm.inbox import EventInbox
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -253,7 +253,7 @@ class EventReader:
         self.connection, self.num_published, self.num_replayed = "none", 0, 0
         socket = self._socket(self._zmq.SUB)
         watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
-        inbox = Inbox(self._zmq.Socket.shadow(socket.underlying), self._on_frames)
+        inbox = EventInbox(self._zmq.Socket.shadow(socket.underlying), self._on_frames)
         try:
             socket.connect(self.events)
             socket.subscribe(b"")

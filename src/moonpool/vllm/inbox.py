@@ -12,7 +12,7 @@ AT_A_TIME = 256
 """Messages read before other work of the loop has its turn."""
 
 
-class Inbox:
+class EventInbox:
     """Gives each message to `take` until that returns False, and then again after `closed`. `end`
     it before the socket is closed."""
 
