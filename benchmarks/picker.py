@@ -48,8 +48,8 @@ from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason
 from moonpool.vllm.dialects.vllm_server import VllmDialect
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.found_server import FoundServer
 from moonpool.vllm.instance import VllmInstance
+from moonpool.vllm.worker import FoundServer
 
 PROMPT_TOKENS = 512
 PREFIXES = 200

@@ -28,9 +28,6 @@ class ServerEventReader:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the data of the lines that end with these bytes, without the "data:"."""
-        is_one = data.startswith(b"data:") and data.find(b"\n") == len(data) - 2
-        if is_one and data.endswith(b"\n") and not (self._rest or self._skips):
-            return [data[5:-2].strip()]  # an event for a token, as a rule
         cut = data.rfind(b"\n") + 1
         if not cut:
             self._keep(data)

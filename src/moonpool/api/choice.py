@@ -18,7 +18,7 @@ from moonpool.api.output_text.said import Said, ToolCallDelta, plain
 from moonpool.api.output_text.source import OutputReader
 from moonpool.api.output_text.text_offsets import TextOffsets
 from moonpool.api.sampling import Ending
-from moonpool.api.serving_backend import ListenedBackend, ModelBackend, Output, RequestRefused
+from moonpool.api.serving_backend import ModelBackend, Output, RequestRefused
 from moonpool.api.stop_strings import StopMatcher
 from moonpool.api.structured_output import check_satisfied
 from moonpool.text.tokenizer import Tokenizer
@@ -47,8 +47,8 @@ class Delta(NamedTuple):
         return self.parts or (Said(self.text, self.calls, self.reasoning, self.tokens),)
 
 
-Take = Callable[[Delta], Awaitable[None] | None]
-"""Takes an increment to the client. What it returns is awaited before the next one."""
+Take = Callable[[Delta], Awaitable[None]]
+"""Takes an increment to the client. The next one is awaited afterwards."""
 
 
 class Choice:
@@ -91,12 +91,9 @@ class Choice:
         self._text_stream = tokenizer.stream(skips, shown) if shown else tokenizer.stream(skips)
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
-    async def run(
-        self, backend: ModelBackend, take: Take, is_free: Callable[[], bool] | None = None
-    ) -> None:
+    async def run(self, backend: ModelBackend, take: Take) -> None:
         """Gives each increment to `take` until the output ends. An error of `take`, or to be
-        cancelled, aborts the request. `is_free`: whether `take` would not wait. Then it gets the
-        increments between the first and the last one in the turn of the loop that brings them.
+        cancelled, aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
         """
@@ -105,16 +102,9 @@ class Choice:
         try:
             async for output in outputs:
                 for piece in _pieces(output) if self.one_by_one else (output,):
-                    delta = self._judged(piece, backend)
-                    if self.answer_grammar:
-                        await self._check_structure(backend)
-                    if (waits := take(delta)) is not None:
-                        await waits
+                    await take(await self._judged(piece, backend))
                     if self.finish_reason is not None:
                         return
-                if is_free is not None:
-                    self._listen(backend, take, is_free)
-                    is_free = None
         finally:
             close = getattr(outputs, "aclose", None)
             if close is None:
@@ -122,23 +112,6 @@ class Choice:
             else:
                 await close()
         raise RuntimeError(f"request {self.request.request_id} ended without a finish reason")
-
-    def _listen(self, backend: ModelBackend, take: Take, is_free: Callable[[], bool]) -> None:
-        """Lets outputs come without this choice's task, where none of them ends the answer and
-        nothing is awaited."""
-        if self._stops or self.answer_grammar or self.one_by_one:
-            return
-        if not isinstance(backend, ListenedBackend):
-            return
-
-        def take_at_once(output: Output) -> bool:
-            if not is_free():
-                return False
-            waits = take(self._delta(output))
-            assert waits is None
-            return True
-
-        backend.listen(self.request.request_id, take_at_once)
 
     async def replay(self, output: Output) -> Delta:
         """Takes an output that the client has from another head."""
@@ -149,23 +122,22 @@ class Choice:
         self.delivered.extend([token.token_id for token in output.tokens])
         return delta
 
-    def _judged(self, output: Output, backend: ModelBackend) -> Delta:
+    async def _judged(self, output: Output, backend: ModelBackend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
         by a stop string, or as no valid one. This does not wait for a client that reads slowly."""
+        request_id = self.request.request_id
         try:
             delta = self._delta(output)
+            if self.answer_grammar:
+                await self._check_structure()
         except RequestRefused as refused:
-            self._abort(backend, refused)
+            backend.abort(request_id, refused.refusal.reason)
+            refused.is_counted = True
             raise
         if self.finish_reason is not None and isinstance(self.stop_reason, str):
-            request_id = self.request.request_id
             timings_s = backend.finish(request_id, self.finish_reason, self.num_tokens)
             self.timings_s = timings_s or self.timings_s
         return delta
-
-    def _abort(self, backend: ModelBackend, refused: RequestRefused) -> None:
-        backend.abort(self.request.request_id, refused.refusal.reason)
-        refused.is_counted = True
 
     def _delta(self, output: Output) -> Delta:
         texts: list[str] = []
@@ -201,21 +173,14 @@ class Choice:
         """Counts the characters of the output's text. `start`: characters before it."""
         return TextOffsets(self._tokenizer, self._ending.skip_special_tokens, start)
 
-    async def _check_structure(self, backend: ModelBackend | None = None) -> None:
-        """Raises `RequestRefused` if the output stopped without satisfying its grammar, and tells
-        the head.
+    async def _check_structure(self) -> None:
+        """Raises `RequestRefused` if the output stopped without satisfying its grammar.
 
         A grammar that the engine could not follow must not look like a valid output.
         """
-        if self.finish_reason is not FinishReason.STOP or self.stop_reason is not None:
-            return
-        begin = 0 if self._reader is None else self._reader.answer_at
-        try:
+        if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
+            begin = 0 if self._reader is None else self._reader.answer_at
             await check_satisfied(self.answer_grammar, plain("".join(self._raw)[begin:]))
-        except RequestRefused as refused:
-            if backend is not None:
-                self._abort(backend, refused)
-            raise
 
     def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
         """Returns the increment as the reader tells its parts. `texts`: the texts of its tokens."""
@@ -321,57 +286,43 @@ async def run_choices(
     kept: KeptStream | None = None,
     known: Sequence[Delivered] = (),
     spend: Callable[[Delta], None] | None = None,
-    is_free: Callable[[], bool] | None = None,
 ) -> None:
     """Runs all choices of a call side by side. If one fails, all end and its error is raised.
 
     Each increment is logged in `kept`, counted by `spend`, and given to `take`. Increments that
-    `kept` already has, and tokens `known` from another connection, are sent again. `is_free`: as in
-    `Choice.run`, for a single choice. Raises
+    `kept` already has, and tokens `known` from another connection, are sent again. Raises
     RequestRefused, now or as `kept` has it from another head, and what `take` raises.
     """
     takes = False
 
-    def pass_on(delta: Delta) -> Awaitable[None] | None:
+    async def pass_on(delta: Delta) -> None:
         nonlocal takes
         if kept is not None:
             kept.note(delta.choice.index, delta.output)
         if spend is not None:
             spend(delta)
         takes = True
-        if (waits := take(delta)) is not None:
-            return taken(waits)
-        takes = False
-        return None
-
-    async def taken(waits: Awaitable[None]) -> None:
-        nonlocal takes
-        await waits
+        await take(delta)
         takes = False
 
     if kept is not None and kept.is_resumed:
         for choice in choices:
             choice.delivered = []
         for entry in kept.deliveries():
-            await _give(take, await choices[entry.index].replay(entry.output()))
+            await take(await choices[entry.index].replay(entry.output()))
         kept.raise_refusal(backend.note_refused)
     elif known:
         await _come_again(choices, known, pass_on)
     running = [choice for choice in choices if choice.finish_reason is None]
     try:
         if len(running) == 1:
-            await running[0].run(backend, pass_on, is_free)
+            await running[0].run(backend, pass_on)
         elif running:
             await _run_side_by_side(running, backend, pass_on, kept)
     except RequestRefused as error:
         if kept is not None and not takes:
             kept.note_refused(error)
         raise
-
-
-async def _give(take: Take, delta: Delta) -> None:
-    if (waits := take(delta)) is not None:
-        await waits
 
 
 async def _come_again(choices: Sequence[Choice], known: Sequence[Delivered], take: Take) -> None:
@@ -382,7 +333,7 @@ async def _come_again(choices: Sequence[Choice], known: Sequence[Delivered], tak
         output = entry.output()
         for piece in _pieces(output) if choice.one_by_one else (output,):
             if choice.finish_reason is None:
-                await _give(take, await choice.replay(piece))
+                await take(await choice.replay(piece))
         if number % REPLAYED_PER_TURN == REPLAYED_PER_TURN - 1:
             await asyncio.sleep(0)
 
@@ -402,7 +353,7 @@ async def _run_side_by_side(
             elif isinstance(item, Exception):
                 raise item
             else:
-                await _give(take, item)
+                await take(item)
     finally:
         for task in tasks:
             task.cancel()
@@ -413,7 +364,7 @@ async def _pump(
     choice: Choice, backend: ModelBackend, queue: asyncio.Queue[Delta | Exception | None]
 ) -> None:
     try:
-        await choice.run(backend, queue.put_nowait)
+        await choice.run(backend, queue.put)
     except Exception as error:
         queue.put_nowait(error)
     else:

@@ -10,7 +10,7 @@ placed request has said nothing for a time (see `connection.silence`).
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -198,11 +198,11 @@ class Generator(ModelEndpoint):
             await self._stream(call, request_id, choices, writer)
             return
 
-        def take(delta: Delta) -> None:
+        async def take(delta: Delta) -> None:
             writer.events(delta)
 
         async with context.watch():
-            await self._run(call, choices, take, lambda: True)
+            await self._run(call, choices, take)
         payload = msgspec.json.encode(writer.whole())
         await context.respond(200, payload, headers=_timing_headers(choices[0]))
 
@@ -230,19 +230,13 @@ class Generator(ModelEndpoint):
             else:
                 await self._answer_at_once(call, choices, answer, shape)
 
-    async def _run(
-        self,
-        call: _Call,
-        choices: Sequence[Choice],
-        take: Take,
-        is_free: Callable[[], bool] | None = None,
-    ) -> None:
+    async def _run(self, call: _Call, choices: Sequence[Choice], take: Take) -> None:
         """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
-        was known of an answer that goes on was counted before. `is_free`: as in `run_choices`."""
+        was known of an answer that goes on was counted before."""
         tenant = call.context.tenant
         run = choices, self._backend, take, call.context.kept, call.resumption.known
         if not self._rates.counts(tenant):
-            await run_choices(*run, is_free=is_free)
+            await run_choices(*run)
             return
         num_counted: dict[int, int] = {}  # by choice
 
@@ -254,7 +248,7 @@ class Generator(ModelEndpoint):
 
         num_prompt_tokens = sum(map(len, call.prepared.prompts)) if call.resumption.is_new else 0
         with self._rates.prompts(tenant, num_prompt_tokens):
-            await run_choices(*run, spend, is_free)
+            await run_choices(*run, spend)
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
@@ -370,7 +364,7 @@ class Generator(ModelEndpoint):
         reasoning: list[list[str]] = [[] for _ in choices]
         keep_tokens = answer.with_logprobs or answer.with_token_ids
 
-        def take(delta: Delta) -> None:
+        async def take(delta: Delta) -> None:
             index = delta.choice.index
             texts[index].append(delta.text)
             reasoning[index].append(delta.reasoning)
@@ -379,7 +373,7 @@ class Generator(ModelEndpoint):
                 tokens[index].extend(delta.tokens)
 
         async with context.watch():
-            await self._run(call, choices, take, lambda: True)
+            await self._run(call, choices, take)
         results = [
             (c, "".join(texts[i]), tokens[i], calls[i], "".join(reasoning[i]))
             for i, c in enumerate(choices)
@@ -403,8 +397,7 @@ class Generator(ModelEndpoint):
                 context, self._options.keepalive_s, partial(self._comment, call, choices)
             )
             async with context.watch(), silence:
-                sender = _Sender(context, writer, silence)
-                await self._run(call, choices, sender, sender.is_free)
+                await self._run(call, choices, _sender(context, writer, silence))
             last = writer.end()
         except RequestRefused as refused:
             await _end_with_error(context, writer, from_refused(refused))
@@ -443,34 +436,15 @@ class Generator(ModelEndpoint):
         return NumberedEvents(writer, start, len(choices), position.progress)
 
 
-class _Sender:
-    """Takes increments and sends them: as a rule at once, without a coroutine for each."""
+def _sender(context: HttpContext, writer: EventWriter, silence: Silence) -> Take:
+    has_begun = False
 
-    def __init__(self, context: HttpContext, writer: EventWriter, silence: Silence) -> None:
-        self._context, self._writer, self._silence = context, writer, silence
-        self._has_begun = False
-
-    def is_free(self) -> bool:
-        """Whether an increment can be sent without a wait."""
-        return self._has_begun and self._context.is_free and self._silence.is_quiet
-
-    def __call__(self, delta: Delta) -> Awaitable[None] | None:
-        if not self.is_free():
-            return self._send_after_waits(delta)
-        self._silence.heard()
-        events = self._writer.events(delta)
-        if events:
-            self._context.send_at_once(events)
-        self._silence.listens(bool(events))
-        return None
-
-    async def _send_after_waits(self, delta: Delta) -> None:
-        context, writer, silence = self._context, self._writer, self._silence
+    async def send(delta: Delta) -> None:
+        nonlocal has_begun
         if silence.heard():
             await silence.settle()
-        events = b"" if self._has_begun else writer.begin()
-        events += writer.events(delta)
-        self._has_begun = True
+        events = writer.events(delta) if has_begun else writer.begin() + writer.events(delta)
+        has_begun = True
         if not context.started:
             catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
             if not catches_up:  # until then an error has its own status
@@ -479,6 +453,8 @@ class _Sender:
             await context.send_events(events)
         if silence.listens(bool(events)):
             await silence.repeat()
+
+    return send
 
 
 def _drawn(facts: StreamFacts) -> tuple[object, ...]:

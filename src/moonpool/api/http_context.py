@@ -117,13 +117,6 @@ class KeepingConnection(Protocol):
 
     def begin_response(self) -> None: ...
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a part of the stream under way can be sent without a wait."""
-        ...
-
-    def send_part(self, data: bytes) -> None: ...
-
 
 class HttpContext:
     """One HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and the largest body
@@ -329,21 +322,8 @@ class HttpContext:
         ]
         await self._start(200, headers)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether events of the stream, which has started, can be sent without a wait."""
-        return self.started and self._connection is not None and self._connection.is_free
-
-    def send_at_once(self, events: bytes) -> None:
-        """Sends events without the waits of the application's way. Call it only if `is_free`."""
-        assert self._connection is not None
-        self._connection.send_part(events)
-
     async def send_events(self, events: bytes) -> None:
-        if self.is_free:
-            self.send_at_once(events)
-        else:
-            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes) -> None:
         await self._send({"type": "http.response.body", "body": events})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -173,17 +173,6 @@ class ModelBackend(Protocol):
 
     def note_answered(self, lengths: Sequence[int]) -> None:
         """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
-        ...
-
-
-@runtime_checkable
-class ListenedBackend(Protocol):
-    """A `ModelBackend` whose outputs can be had without a task that waits for each."""
-
-    def listen(self, request_id: RequestId, take: Callable[[Output], bool]) -> None:
-        """From now on, outputs of a request that come while its iterator is awaited go to `take`
-        first, but for the last one. The iterator yields those for which it returns False, and
-        raises what it raises."""
         ...
 
 

@@ -32,13 +32,12 @@ from moonpool.protocol.frames import CONTROL_SERVICE, HEARTBEAT_S, DownFrame, Le
 from moonpool.protocol.messages import AttemptId, request_of
 from moonpool.protocol.versions import NEWEST_PROTOCOL
 from moonpool.types import FinishReason, InstanceId, RequestId, Struct, Token
-from moonpool.vllm.actions import EngineOutput, EngineStepEnded, SubmitFailed, SubmitRequest
+from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
 from moonpool.vllm.cache_watch import COUNT_S
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.found_server import FoundServer
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.offer_watch import OFFER_S
-from moonpool.vllm.worker import STEP_S, VllmWorker
+from moonpool.vllm.worker import FoundServer, VllmWorker
 
 TOKEN = Token(token_id=0)
 """Stands for each token that is seen: the gateway shows no reliable ids."""
@@ -336,7 +335,7 @@ class EndpointWorker(VllmWorker):
         async with self._shared.measuring:
             await super()._profile(engine, instance)
 
-    async def _pause(self, is_busy: bool) -> None:
+    async def _pause(self) -> None:
         if self._look_now.is_set():  # a second look
             await asyncio.sleep(SOON_S)
             self._look_now.clear()
@@ -355,7 +354,3 @@ class EndpointWorker(VllmWorker):
 
     def _cancel(self, attempt_id: AttemptId) -> None:
         """The call's own connections end by themselves."""
-
-    def _flush_step(self) -> None:
-        """The loop is that of all instances, so it does not stand still."""
-        self._loop.call_later(STEP_S, self._post, EngineStepEnded())

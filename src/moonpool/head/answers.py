@@ -61,38 +61,19 @@ class ResponseStream:
         self._tokens: deque[Token] = deque()
         self._last: Deliver | None = None
         self._refused: Refuse | None = None
-        self._has_news = False
-        self._reader: asyncio.Future[None] | None = None  # waits for news
+        self._wakeup = asyncio.Event()
         self.timings_s: dict[str, float] | None = None
         self.ended: RequestEnded | None = None
         self.on_refused: Callable[[Refuse], None] | None = None
-        self.listener: Callable[[Output], bool] | None = None
-        """See `ListenedBackend`."""
-        self._failure: Exception | None = None  # of the listener
 
     def deliver(self, action: Deliver) -> None:
         self._tokens.extend(action.tokens)
         self._last = action
-        self._tell()
-
-    def take_at_once(self, action: Deliver) -> bool:
-        """Gives tokens to the listener, if there is one, and its reader waits for them. False:
-        deliver them."""
-        if self.listener is None or self._has_news or action.finish is not None:
-            return False
-        if self._reader is None or self._reader.done():
-            return False
-        output = Output(tokens=action.tokens, cached_tokens=action.cached_tokens)
-        try:
-            return self.listener(output)
-        except Exception as error:  # its reader's, and no other answer's
-            self._failure = error
-            self._tell()
-            return True
+        self._wakeup.set()
 
     def refuse(self, action: Refuse) -> None:
         self._refused = action
-        self._tell()
+        self._wakeup.set()
         if self.on_refused is not None:
             self.on_refused(action)
 
@@ -103,16 +84,14 @@ class ResponseStream:
     async def next_output(self) -> Output:
         """Waits for the next output; the one with a finish reason is the last.
 
-        Raises RequestRefused, and what the listener has raised.
+        Raises RequestRefused.
         """
-        while not self._has_news:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if self._failure is not None:
-            raise self._failure
-        self._has_news = self._refused is not None  # the tokens before a refusal go first
+        await self._wakeup.wait()
+        self._wakeup.clear()
         if self._refused is not None and not self._tokens:
             raise self.refusal()
+        if self._refused is not None:
+            self._wakeup.set()  # the tokens before it go first
         assert self._last is not None
         tokens = tuple(self._tokens)
         self._tokens.clear()
@@ -122,12 +101,6 @@ class ResponseStream:
             cached_tokens=self._last.cached_tokens,
             timings_s=self.timings_s if self._last.finish is not None else None,
         )
-
-    def _tell(self) -> None:
-        """An event without the queue of its waiters: each token wakes one reader."""
-        self._has_news = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
         """Where the tokens of an attempt go directly, or None if they go to the head."""
@@ -235,22 +208,10 @@ class Answers:
         attempt = msgspec.structs.replace(command.attempt, call=call, route=route)
         return msgspec.structs.replace(command, attempt=attempt)
 
-    def listen(self, request_id: RequestId, take: Callable[[Output], bool]) -> None:
-        answer = self._streams.get(request_id)
-        if answer is not None:
-            answer.listener = take
-
     def deliver(self, action: Deliver) -> None:
         answer = self._streams.get(action.request_id)
-        if answer is None:
-            return
-        if answer.listener is not None:
-            self.work(action.request_id)  # a call's own work, as in its task
-            is_taken = answer.take_at_once(action)
-            self.work(None)
-            if is_taken:
-                return
-        answer.deliver(action)
+        if answer is not None:
+            answer.deliver(action)
 
     def refuse(self, action: Refuse) -> None:
         answer = self._streams.get(action.request_id)

@@ -125,7 +125,7 @@ class ClusterHead:
         logger, traces = RequestLogger(config.telemetry.log_requests), self._traces
         observers = (logger, *self._live.observers, *(() if traces is None else (traces,)))
         self._answers = Answers(EndedRequests(observers, now))
-        self.work, self.listen = self._answers.work, self._answers.listen
+        self.work = self._answers.work
         if loaded is not None:
             self.served.add(config.model.name, loaded)
         self.start_failures: asyncio.Queue[str] = asyncio.Queue(MAX_FAILURES)
@@ -141,7 +141,8 @@ class ClusterHead:
         self._ticks = IdleBackoff(TICK_S, IDLE_TICKS * TICK_S, QUIET_TICKS * TICK_S)
         self.standbys = StandbyLinks()
         self._server: asyncio.Server | None = None
-        self._stopping = self._is_starting = self._leaving = self._views_end = False
+        self._stopping = self._is_starting = False
+        self._leaving = self._views_end = False
         self.on_silent: Callable[[InstanceId], None] = _do_nothing
         self.on_instances: Callable[
             [dict[InstanceId, Role], dict[InstanceId, ModelOffer]], None

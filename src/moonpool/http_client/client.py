@@ -131,8 +131,7 @@ class UnreachableError(ConnectionFailedError):
 
 
 class Receiver(Protocol):
-    """Receives an answer piece by piece. Times are `monotonic`'s: a loop's may be whole ms. What
-    `on_body` raises ends the exchange, whose caller gets it."""
+    """Receives an answer piece by piece. Times are `monotonic`'s: a loop's may be whole ms."""
 
     def on_start(self, status: int, headers: dict[bytes, bytes]) -> None: ...
 
@@ -230,19 +229,11 @@ class _Connection(asyncio.Protocol):
         self._receiver.on_start(status, headers)
 
     def on_body(self, data: bytes) -> None:
-        assert self._receiver is not None and self._done is not None
-        if self._done.done():  # the receiver has had enough
-            return
-        try:
-            self._receiver.on_body(data, self._now_s)
-        except Exception as error:
-            self._done.set_exception(error)
-            self.close()
+        assert self._receiver is not None
+        self._receiver.on_body(data, self._now_s)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
-            return
-        if self._done is not None and self._done.done():  # its receiver has ended it
             return
         self.reusable = self._parser.should_keep_alive()
         self._finish()
@@ -307,7 +298,7 @@ class HttpClient:
 
     async def post(self, path: str, body: bytes, receiver: Receiver, headers: bytes = b"") -> None:
         """Sends a POST of JSON; `receiver` gets the answer. `headers` are as those of
-        `header_lines`. Raises ConnectionFailedError, and what the receiver raises."""
+        `header_lines`. Raises ConnectionFailedError."""
         request = self._request("POST", path, body, headers)
         connection = await self._connection()
         try:

@@ -71,8 +71,6 @@ class Changes:
             self._lost[key] = None
 
     def take(self) -> tuple[tuple[BlockKey, ...], tuple[BlockKey, ...]]:
-        if not (self._gained or self._lost):
-            return (), ()
         gained, lost = tuple(self._gained), tuple(self._lost)
         self._gained, self._lost = {}, {}
         return gained, lost

@@ -36,7 +36,6 @@ MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
 """Largest response that is passed on whole: it goes to the head in one frame."""
 EVENTS = b"text/event-stream"
-BROKEN_OFF = "the server closed the connection in the middle of an output"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
 RANK_HEADER = "X-data-parallel-rank"
@@ -138,7 +137,7 @@ class VllmClient:
                 begin = kind + b"\n"
                 if response.status != 200 or not kind.startswith(EVENTS):
                     whole = await response.read(MAX_FORWARDED_BYTES)
-                    _check(response.status, whole)
+                    _check(response, whole)
                     yield begin + whole
                     return
                 async for part in _whole_events(response):
@@ -168,7 +167,7 @@ class VllmClient:
                     return b""
                 if response.status == 404:
                     raise VllmError(f"it has no {path.partition('?')[0]}", status=404)
-                _check(response.status, found)
+                _check(response, found)
                 return found
 
     async def answer(
@@ -192,7 +191,7 @@ class VllmClient:
             async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
                 if response.status != 200 or not streamed:
                     whole = await response.read(MAX_EVENT_BYTES)
-                    _check(response.status, whole)
+                    _check(response, whole)
                     yield whole
                     return
                 async for event in _events(response):
@@ -202,49 +201,7 @@ class VllmClient:
                         done = is_done(event)
                         yield event
         if not done:
-            raise VllmError(BROKEN_OFF)
-
-    async def follow(
-        self, body: bytes, take: Callable[[bytes], None], traceparent: str = ""
-    ) -> None:
-        """Gives each event of a streamed completion to `take` while its bytes are read: a token
-        wakes no task. Otherwise as `answer`. Raises VllmError, and what `take` raises, which ends
-        the request."""
-        followed = _FollowedAnswer(take)
-        with _told():
-            await self._http.post(COMPLETIONS, body, followed, _traced(traceparent))
-        followed.check()
-
-
-class _FollowedAnswer:
-    """Receives a streamed completion, and gives each event to `take` with the bytes that end it."""
-
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._take = take
-        self._reader = ServerEventReader()
-        self._status = 0
-        self._refusal = bytearray()
-        self._is_done = False
-
-    def on_start(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self._status = status
-
-    def on_body(self, data: bytes, now_s: float) -> None:
-        if self._status != 200:
-            self._refusal += data[: max(MAX_ERROR_BYTES - len(self._refusal), 0)]
-            return
-        for event in self._reader.feed(data):
-            if event == DONE:
-                self._is_done = True
-            elif not self._is_done:
-                self._take(event)
-        _check_left_out(self._reader)
-
-    def check(self) -> None:
-        """Raises VllmError unless it has come to its end."""
-        _check(self._status, bytes(self._refusal))
-        if not self._is_done:
-            raise VllmError(BROKEN_OFF)
+            raise VllmError("the server closed the connection in the middle of an output")
 
 
 async def _events(response: HttpResponse) -> AsyncIterator[bytes]:
@@ -253,12 +210,8 @@ async def _events(response: HttpResponse) -> AsyncIterator[bytes]:
     async for chunk in response.parts():
         for event in reader.feed(chunk):
             yield event
-        _check_left_out(reader)
-
-
-def _check_left_out(reader: ServerEventReader) -> None:
-    if reader.num_left_out:
-        raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
+        if reader.num_left_out:
+            raise VllmError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 async def _whole_events(response: HttpResponse) -> AsyncIterator[bytes]:
@@ -275,15 +228,16 @@ async def _whole_events(response: HttpResponse) -> AsyncIterator[bytes]:
         yield bytes(buffer)
 
 
-def _check(status: int, body: bytes) -> None:
-    if status == 401:
+def _check(response: HttpResponse, body: bytes) -> None:
+    if response.status == 401:
         raise VllmError(
             "the server requires an API key: set VLLM_API_KEY to the key that it was started with"
         )
-    if status != 200:
+    if response.status != 200:
         text = body[:MAX_ERROR_BYTES].decode(errors="replace")
         message = re.search(r'"message"\s*:\s*"((?:[^"\\]|\\.)*)"', text)
         what = (message.group(1) if message else text).strip().replace("\n", " ")[:300]
+        status = response.status
         what = what or f"the server responded with status {status}"
         if status == REFUSALS[0] and NO_RANK.search(what):
             raise RankGoneError(what, status=status)

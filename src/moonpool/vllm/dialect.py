@@ -212,7 +212,7 @@ def _tokens(work: AttemptSpec, choice: _Choice) -> tuple[Token, ...]:
     ids = choice.token_ids or []
     most, logprobs = work.sampling.logprobs, choice.logprobs
     if most is None or logprobs is None:
-        return tuple([Token(token_id=i) for i in ids])
+        return tuple(Token(token_id=i) for i in ids)
     if len(logprobs.token_logprobs) != len(ids):
         raise DialectError("its log-probabilities do not match its tokens")
     tops = logprobs.top_logprobs or [None] * len(ids)

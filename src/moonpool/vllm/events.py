@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
+from collections.abc import Callable
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -24,7 +24,6 @@ from moonpool.vllm.block_names import (
     ForeignEvent,
     ForeignHash,
 )
-from moonpool.vllm.inbox import EventInbox
 
 log = logging.getLogger("moonpool.vllm")
 
@@ -55,39 +54,6 @@ _FIELDS = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
 }
 _LOOSE = msgspec.msgpack.Decoder(list[Any])
-_Hashes = tuple[ForeignHash, ...]
-_Tokens = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)], ...]
-
-
-class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
-    block_hashes: _Hashes
-    parent_block_hash: ForeignHash | None
-    token_ids: _Tokens
-    medium: str | None = None
-    lora_id: Any = None
-    lora_name: Any = None
-    extra_keys: Any = None
-    group_idx: Any = None
-
-
-class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
-    block_hashes: _Hashes
-    medium: str | None = None
-    group_idx: Any = None
-
-
-class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
-    pass
-
-
-class _Batch(msgspec.Struct, frozen=True, array_like=True):
-    """A batch of a release that names the fields of its events."""
-
-    published_s: float
-    events: list[_Stored | _Removed | _Cleared]
-
-
-_NAMED = msgspec.msgpack.Decoder(_Batch)
 
 
 def no_pyzmq() -> str:
@@ -107,46 +73,14 @@ def read_batch(payload: bytes) -> tuple[ForeignEvent, ...]:
 
     Events of another format are left out. Raises ValueError if the batch has another format.
     """
-    events: Iterable[ForeignEvent | None]
-    try:
-        events = map(_of_named, _NAMED.decode(payload).events)
-    except MALFORMED:  # of an older release, or with events of another format
-        events = map(_read_event, map(_by_name, _loose_batch(payload)))
-    return tuple([event for event in events if event is not None])
-
-
-def _loose_batch(payload: bytes) -> list[Any]:
-    """Returns the events of a batch as they are. Raises ValueError."""
     try:
         batch = _LOOSE.decode(payload)
     except MALFORMED as error:
         raise ValueError(str(error)) from None
     if len(batch) < 2 or not isinstance(batch[1], list):
         raise ValueError("the message is not a batch of events")
-    return batch[1]
-
-
-def _of_named(event: _Stored | _Removed | _Cleared) -> ForeignEvent | None:
-    """Does what `_read_event` does with an event whose fields have been checked."""
-    if isinstance(event, _Cleared):
-        return ExternalBlocksCleared()
-    if event.group_idx:
-        return None
-    medium = event.medium or ""
-    if isinstance(event, _Removed):
-        return ExternalBlocksRemoved(hashes=event.block_hashes, medium=medium)
-    if event.lora_id is not None or event.lora_name is not None:
-        return None
-    first = event.extra_keys[0] if isinstance(event.extra_keys, list) and event.extra_keys else None
-    if first is not None and not _is_salt(first):
-        return None
-    return ExternalBlocksStored(
-        hashes=event.block_hashes,
-        parent=event.parent_block_hash,
-        token_ids=event.token_ids,
-        salt=None if first is None else first[0],
-        medium=medium,
-    )
+    events = (_read_event(_by_name(event)) for event in batch[1])
+    return tuple(event for event in events if event is not None)
 
 
 def _by_name(event: Any) -> dict[str, Any]:
@@ -206,14 +140,6 @@ def _are_tokens(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(t) is int and 0 <= t <= _MAX_TOKEN for t in found)
 
 
-class _Gap(NamedTuple):
-    """Batches are missing from `due` on, before the one of this number and payload."""
-
-    due: int
-    number: int
-    payload: bytes
-
-
 class EventReader:
     """Follows one publisher. `replay` is its replay endpoint, "" without one."""
 
@@ -235,7 +161,6 @@ class EventReader:
         """Batches that came by themselves, and those that were asked for."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # number of the next batch
-        self._gap: _Gap | None = None  # before a batch that came
         self._is_replayed = False  # the replay endpoint responds
         for where in (events, replay):
             if where:
@@ -247,32 +172,26 @@ class EventReader:
         return self.connection == "open"
 
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
-        """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError, and
-        what `post` raises."""
-        self._post, self._next, self._gap = post, None, None
+        """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
+        self._post, self._next = post, None
         self.connection, self.num_published, self.num_replayed = "none", 0, 0
         socket = self._socket(self._zmq.SUB)
         watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
-        inbox = EventInbox(self._zmq.Socket.shadow(socket.underlying), self._on_frames)
         try:
             socket.connect(self.events)
             socket.subscribe(b"")
-            with inbox.closed():
-                self._is_replayed = await self._catch_up(0)
+            self._is_replayed = await self._catch_up(0)
             while True:
                 asks = self.asks_replay or (self._is_replayed and not self.is_open)
-                num_published = self.num_published
-                await inbox.left_within((REPLAY_LOOK_MS if asks else LOOK_MS) / 1e3)
-                if self._gap is not None:
-                    with inbox.closed():
-                        await self._close_gap(self._gap)
-                elif asks and self.num_published == num_published:
-                    with inbox.closed():
-                        self._is_replayed = await self._catch_up(self._next or 0)
+                if await socket.poll(REPLAY_LOOK_MS if asks else LOOK_MS):
+                    self.asks_replay = False
+                    self.num_published += 1
+                    await self._on_frames(await socket.recv_multipart())
+                elif asks:
+                    self._is_replayed = await self._catch_up(self._next or 0)
                     self.asks_replay = self.asks_replay and self._is_replayed
         finally:
             watch.cancel()
-            inbox.end()
             socket.disable_monitor()
             socket.close()
 
@@ -312,37 +231,23 @@ class EventReader:
             raise EventsError(f"cannot follow KV events at {where}: {error}") from None
         return socket
 
-    def _on_frames(self, frames: list[bytes]) -> bool:
-        """Takes a batch. False: batches before it are to be asked for first."""
-        self.asks_replay = False
-        self.num_published += 1
+    async def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
-            return True
+            return
         number = int.from_bytes(frames[-2], "big", signed=True)
         due = self._next
         if due is not None and 0 < number < due:
-            return True  # already received from the replay
+            return  # already received from the replay
         # A publisher that starts again at 0 is a new one.
-        if due is not None and number != due and number and self.replay:
-            self._gap = _Gap(due, number, frames[-1])
-            return False
-        self._take(due, number, frames[-1])
-        return True
-
-    async def _close_gap(self, gap: _Gap) -> None:
-        self._gap = None
-        await self._catch_up(gap.due)
-        self._take(*gap)
-
-    def _take(self, due: int | None, number: int, payload: bytes) -> None:
-        """Passes a batch on. `due`: the number that was expected when it came."""
+        if due is not None and number != due and number:
+            await self._catch_up(due)
         if number == 0:
             self._next = None
         if self._next is not None and number < self._next:
             return  # already received from the replay
         if due is not None and number != self._next:
             self._post(CacheEventsReceived((), lost=True))
-        self._pass_on(number, payload)
+        self._pass_on(number, frames[-1])
 
     def _pass_on(self, number: int, payload: bytes) -> None:
         self._next = number + 1

@@ -8,12 +8,13 @@ as another incarnation.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import socket
-import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,25 +22,19 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from moonpool.config.tables import VllmAddress
+from moonpool.cost.fitted import FittedCost
 from moonpool.discovery.membership import HoldOff
 from moonpool.gc_tuning import settle_memory
 from moonpool.host_pool.places import default_socket
 from moonpool.link.head_link import HeadChannel, HeadLink, InstanceProcess, WorkerError
-from moonpool.link.idle_backoff import IdleBackoff
 from moonpool.link.tls import PeerTls
 from moonpool.plugins.workers import WorkerSettings
-from moonpool.protocol.frames import (
-    HEARTBEAT_S,
-    QUIET_HEARTBEAT_S,
-    Apply,
-    AttentionMoved,
-    Joined,
-    Setup,
-    WorkFrame,
-)
+from moonpool.protocol.block_layout import BlockLayout
+from moonpool.protocol.frames import HEARTBEAT_S, Apply, AttentionMoved, Joined, Setup, WorkFrame
 from moonpool.protocol.messages import (
     AdaptersLoaded,
     AttemptId,
+    AttemptSpec,
     CostMeasured,
     InstanceInfo,
     InstanceLoad,
@@ -53,10 +48,12 @@ from moonpool.vllm.actions import (
     CacheEventsReceived,
     CacheExplained,
     CancelRequest,
+    EngineOutput,
     EngineStepEnded,
     ExplainCache,
     FlushStep,
     PoolReady,
+    SubmitFailed,
     SubmitRequest,
     TimePassed,
     VllmAction,
@@ -66,17 +63,15 @@ from moonpool.vllm.cache_watch import COUNT_S, CacheWatch
 from moonpool.vllm.client import Health, RankGoneError, VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
+from moonpool.vllm.dialects.server_dialect import ServerDialect
 from moonpool.vllm.events import EventReader, EventsError
 from moonpool.vllm.facts import VllmFacts
-from moonpool.vllm.found_server import FoundServer
 from moonpool.vllm.instance import VllmInstance
 from moonpool.vllm.measure import ASSUMED_COST, MeasureProgress, describe_cost, measure, probe
 from moonpool.vllm.nominal_layout import NO_ADDRESS, layout_of, with_pool
 from moonpool.vllm.offer_watch import OFFER_S, OfferWatch
 from moonpool.vllm.parsers import find_parsers
 from moonpool.vllm.pool_watch import PoolWatch
-from moonpool.vllm.reports import InstanceReports
-from moonpool.vllm.requests import MISSING, ServerRequests
 from moonpool.vllm.served_slots import ServedSlots, open_slots
 from moonpool.vllm.slot_keeper import SlotError
 
@@ -87,11 +82,28 @@ STEP_S = 1e-3
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "silent": 2, "gone": 3}
+MISSING = 404
+FORWARDED_REFUSALS = (MISSING, 405, 415, 501)
+"""Statuses with which a server refuses a call that it does not serve."""
 POOL_S = 2.0
 """How long the pool may take to say what it has, before the instance joins without it."""
 MAX_UNWELL = 6
 """The sum of weights over successive beats at which the server counts as gone: a busy engine may
 be slow to respond."""
+
+
+@dataclass(slots=True)
+class FoundServer:
+    """The server, from when it was found until it is gone. `slots`: of one that has any."""
+
+    dialect: ServerDialect
+    facts: VllmFacts
+    incarnation: int
+    cost: FittedCost | None = None
+    is_measured: bool = False  # else `cost` is assumed
+    layout: BlockLayout | None = None
+    instance: VllmInstance | None = None  # set by the first `Setup`
+    slots: ServedSlots | None = None  # likewise
 
 
 class VllmWorker(InstanceProcess):
@@ -116,12 +128,10 @@ class VllmWorker(InstanceProcess):
         except (VllmError, EventsError) as error:
             raise WorkerError(str(error)) from None
         self._engine: FoundServer | None = None
-        self._requests = ServerRequests(place.url, self._post, self._spawn, self._on_failed)
-        self._reports = InstanceReports(self._routes.report)
+        self._requests: dict[AttemptId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._join_lock = asyncio.Lock()
         self._gone = False
-        self._beats = IdleBackoff(HEARTBEAT_S, HEARTBEAT_S, QUIET_HEARTBEAT_S)
         self._count_s, self._offer_s = COUNT_S, OFFER_S
         self._watch: CacheWatch | None = None
         self._offers: OfferWatch | None = None
@@ -155,9 +165,9 @@ class VllmWorker(InstanceProcess):
     def _open_link(self) -> HeadLink:
         return HeadLink(self.instance_id, self._secret, self, self._tls, self._link.heads)
 
-    async def _pause(self, is_busy: bool) -> None:
-        """Time between two checks of the server's health. `is_busy`: it has work, or is unwell."""
-        await self._beats.next(is_busy)
+    async def _pause(self) -> None:
+        """Time between two checks of the server's health."""
+        await asyncio.sleep(HEARTBEAT_S)
 
     def not_ready(self) -> str:
         if self._engine is None or self._gone:
@@ -218,8 +228,7 @@ class VllmWorker(InstanceProcess):
 
     async def _end_tasks(self) -> None:
         self._routes.reset()
-        self._reports.reset()
-        self._requests.forget()
+        self._requests.clear()
         self._pool = self._rates = None
         if self._engine is not None and self._engine.slots is not None:
             self._engine.slots.close()
@@ -396,17 +405,16 @@ class VllmWorker(InstanceProcess):
             self._perform(self._engine.instance.handle(event, self._loop.time()))
 
     def _perform(self, actions: list[VllmAction]) -> None:
-        reports = [action.report for action in actions if isinstance(action, SendReport)]
-        if reports:
-            self._reports.send(reports)
         for action in actions:
             match action:
+                case SendReport():
+                    self._routes.report((action.report,))
                 case SubmitRequest():
                     self._submit(action)
                 case CancelRequest():
                     self._cancel(action.attempt_id)
                 case FlushStep():
-                    self._flush_step()
+                    self._loop.call_later(STEP_S, self._post, EngineStepEnded())
                 case AwaitPool():
                     self._spawn(self._await_pool(action))
                 case ExplainCache():
@@ -414,30 +422,6 @@ class VllmWorker(InstanceProcess):
                         self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
-
-    def _submit(self, submit: SubmitRequest) -> None:
-        self._beats.note()
-        if self._engine is not None:
-            self._requests.submit(self._engine, submit)
-
-    def _cancel(self, attempt_id: AttemptId) -> None:
-        self._requests.cancel(attempt_id)
-
-    def _on_failed(self, error: VllmError | DialectError) -> None:
-        if isinstance(error, RankGoneError) and not self._gone:
-            self.leave_gone()
-        elif error.status == MISSING and self._offers is not None:
-            self._offers.look()  # an adapter may have been unloaded a moment ago
-
-    def _flush_step(self) -> None:
-        self._loop.call_soon(self._gather_step)
-
-    def _gather_step(self) -> None:
-        """Stands still while the other outputs of the step arrive. So all of them are read in one
-        turn of the loop, where each would wake this process; it serves nothing but this server."""
-        time.sleep(STEP_S)
-        # They are read in this turn, and what tasks pass on comes in the next one.
-        self._loop.call_soon(self._loop.call_soon, self._post, EngineStepEnded())
 
     async def _find_pool(self, facts: VllmFacts) -> bool:
         """Whether this vLLM shares the pool of this host."""
@@ -463,18 +447,76 @@ class VllmWorker(InstanceProcess):
             engine.cost = with_pool(engine.cost, engine.layout, self._rates)
             self._report_cost()
 
+    def _submit(self, submit: SubmitRequest) -> None:
+        self._requests[submit.attempt.attempt_id] = self._spawn(self._run_request(submit))
+
+    def _cancel(self, attempt_id: AttemptId) -> None:
+        task = self._requests.pop(attempt_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run_request(self, submit: SubmitRequest) -> None:
+        """Runs one request to its end. An error ends only this attempt."""
+        attempt_id = submit.attempt.attempt_id
+        failure = SubmitFailed(attempt_id, "the server ended an output without a reason")
+        try:
+            async with contextlib.aclosing(self._outputs(submit)) as outputs:
+                async for output in outputs:
+                    if output.finish is not None:
+                        self._requests.pop(attempt_id, None)
+                    self._post(output)
+        except (VllmError, DialectError) as error:
+            failure = self._failure(submit.attempt, error)
+        except Exception as error:
+            log.exception("the request %s to %s failed", attempt_id, self._place.url)
+            failure = SubmitFailed(
+                attempt_id, f"unexpected {type(error).__name__} in the server's client"
+            )
+        if self._requests.pop(attempt_id, None) is not None:
+            if not failure.refused:  # else its client is told
+                log.warning("%s: %s: %s", self._place.url, attempt_id, failure.message)
+            self._post(failure)
+
+    def _failure(self, work: AttemptSpec, error: VllmError | DialectError) -> SubmitFailed:
+        if isinstance(error, RankGoneError) and not self._gone:
+            self.leave_gone()
+        elif error.status == MISSING and self._offers is not None:
+            self._offers.look()  # an adapter may have been unloaded a moment ago
+        if work.call is None:
+            return SubmitFailed(work.attempt_id, str(error), error.refused)
+        refused = error.refused or error.status in FORWARDED_REFUSALS
+        if work.adapter and error.status == MISSING:
+            refused = False  # another server may have it
+        return SubmitFailed(work.attempt_id, str(error), refused, error.status)
+
+    async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
+        """Yields the outputs of a request. Reads to the end, so that the connection is reused."""
+        engine = self._engine
+        assert engine is not None
+        assert engine.layout is not None
+        fingerprint = engine.layout.fingerprint
+        async with contextlib.AsyncExitStack() as stack:
+            grant = None
+            if engine.slots is not None:
+                grant = await stack.enter_async_context(engine.slots.hold(submit.attempt))
+            use = None if grant is None else grant.use
+            outputs = engine.dialect.outputs(submit, engine.facts, fingerprint, use)
+            await stack.enter_async_context(contextlib.aclosing(outputs))
+            async for output in outputs:
+                if grant is not None:
+                    grant.note(submit.attempt, output)
+                yield output
+
     # The server's health
 
     async def _beat(self) -> None:
         unwell = 0
         while True:
-            instance = None if self._engine is None else self._engine.instance
-            await self._pause(unwell > 0 or instance is None or not instance.is_idle())
+            await self._pause()
             if self._joined and self._engine is not None and self._engine.instance is not None:
                 self._link.send(self._engine.instance.load())
                 self._post(TimePassed())
-            was_heard = self._requests.was_heard()  # then it need not be asked
-            health: Health = "well" if was_heard else await self._client.health()
+            health = await self._client.health()
             unwell = 0 if health == "well" else unwell + WEIGHT[health]
             if unwell >= MAX_UNWELL:
                 self.leave_gone()

@@ -129,19 +129,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._has_place = False
             self.limit.calls.release(self._tenant)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a part of the stream under way can be sent without a wait: its client is there,
-        and reads."""
-        cycle = self._running
-        if cycle is None or not cycle.response_started or not cycle.chunked_encoding:
-            return False
-        return not (cycle.disconnected or cycle.response_complete or self.flow.write_paused)
-
-    def send_part(self, data: bytes) -> None:
-        """Sends a part of the stream under way. Call it only if `is_free`."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
     def give_back(self) -> None:
         """Ends at once: another connection needs the place, or the memory."""
         self.transport.abort()

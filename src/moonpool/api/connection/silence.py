@@ -81,11 +81,6 @@ class Silence:
             else:
                 await self._sending
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether no comment is being sent, or to be sent again."""
-        return self._sending is None and not self._sent_before
-
     def heard(self) -> bool:
         """An increment has come, and is logged already. If it returns True, call `settle` before
         the increment is sent."""

@@ -4,7 +4,7 @@ log. A model's instances serve no other model, so no decision is about two of th
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
@@ -70,8 +70,6 @@ class ModelHost(Protocol):
         delivered: tuple[int, ...] | None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]: ...
-
-    def listen(self, request_id: RequestId, take: Callable[[Output], bool]) -> None: ...
 
     def abort(self, request_id: RequestId, reason: str, model: ServedModel) -> None: ...
 
@@ -154,9 +152,6 @@ class ServedModel:
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
         return self._host.submit(self, request, delivered, call)
-
-    def listen(self, request_id: RequestId, take: Callable[[Output], bool]) -> None:
-        self._host.listen(request_id, take)
 
     def why_not_forwarded(self) -> str:
         states = self.conductor.instances.values()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from moonpool.protocol.messages import AttemptSpec
@@ -61,19 +60,6 @@ class ServerDialect(ABC):
         if asked.work.call is None:
             return self.computed(asked)
         return forwarded_outputs(self.client, asked.work, self.call_body(asked))
-
-    async def follow(
-        self,
-        submit: SubmitRequest,
-        facts: VllmFacts,
-        layout_fingerprint: bytes,
-        take: Callable[[EngineOutput], None],
-        use: SlotUse | None = None,
-    ) -> None:
-        """Gives each of the `outputs` to `take`, until the last one."""
-        async with aclosing(self.outputs(submit, facts, layout_fingerprint, use)) as outputs:
-            async for output in outputs:
-                take(output)
 
     @abstractmethod
     def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:

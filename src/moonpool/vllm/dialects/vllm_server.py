@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from moonpool.protocol.model_offer import COMPLETIONS
-from moonpool.vllm.actions import EngineOutput, SubmitRequest
+from moonpool.vllm.actions import EngineOutput
 from moonpool.vllm.dialect import completion_body, is_streamed, read_output
-from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect, SlotUse
+from moonpool.vllm.dialects.server_dialect import Asked, ServerDialect
 from moonpool.vllm.facts import VllmFacts, read_counts, read_facts
 from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
@@ -36,23 +36,6 @@ class VllmDialect(ServerDialect):
         async with contextlib.aclosing(answer):
             async for event in answer:
                 yield read_output(asked.work, event)
-
-    async def follow(
-        self,
-        submit: SubmitRequest,
-        facts: VllmFacts,
-        layout_fingerprint: bytes,
-        take: Callable[[EngineOutput], None],
-        use: SlotUse | None = None,
-    ) -> None:
-        work, most = submit.attempt, facts.offer.max_model_tokens
-        if work.call is not None or not is_streamed(submit):
-            await super().follow(submit, facts, layout_fingerprint, take, use)
-            return
-        body = completion_body(submit, facts.model_id, most, layout_fingerprint)
-        await self.client.follow(
-            body, lambda event: take(read_output(work, event)), work.traceparent
-        )
 
     def call_body(self, asked: Asked) -> bytes:
         has_pool = asked.submit.has_pool
