@@ -49,7 +49,8 @@ def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
             client = httpx.Client(base_url=server.url, timeout=60)
 
             def ask(number: int) -> str:
-                body = {"prompt": [5 + number] * 96, "max_tokens": 2}
+                tokens = [5 + number % 256, 5 + number // 256 % 256]  # the vocabulary has 300
+                body = {"prompt": tokens * 48, "max_tokens": 2}
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
                 return stub.headers[-1][RANK]

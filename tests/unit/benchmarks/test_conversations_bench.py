@@ -146,7 +146,7 @@ def test_the_context_names_the_program_for_both_routers() -> None:
     given = ProgramCall(7, 3, True).xargs("run", 40)
     assert isinstance(given["agentic_context"], str), "vLLM takes no object in vllm_xargs"
     found = program_of({}, given)
-    assert found == ProgramContext(program_id="run-7", expected_tokens=40, ends=True)
+    assert found == ProgramContext("run-7", blocks_parent=False, expected_tokens=40, ends=True)
     other = program_of({}, ProgramCall(7, 0, False).xargs("run", 40))
     assert other is not None and not other.ends
 
