@@ -105,7 +105,7 @@ class VllmStub:
 
     def bodies(self, path: str) -> list[Body]:
         """Returns the bodies of clients' calls, without those that measure the server."""
-        return [body for where, body in self.calls if where == path and not _measures(body)]
+        return [body for where, body in self.calls if where == path and not measures(body)]
 
     def models(self) -> Body:
         base = {"object": "model", "root": self.root, "max_model_len": self.max_model_len}
@@ -129,7 +129,7 @@ def tokens_after(prompt: list[int], count: int) -> list[int]:
     return [97 + (begin + number) % 26 for number in range(count)]
 
 
-def _measures(body: Body) -> bool:
+def measures(body: Body) -> bool:
     """Whether moonpool measures the server by it: outside the cache, or of many token ids."""
     given = body.get("input")
     return len(body.get("cache_salt") or "") == 64 or (isinstance(given, list) and len(given) > 15)
@@ -169,7 +169,7 @@ class _Handler(QuietHandler):
         body = json.loads(self._body())
         stub.calls.append((self.path, body))
         stub.headers.append({name.lower(): value for name, value in self.headers.items()})
-        own = not _measures(body)
+        own = not measures(body)
         self.served.queries += len(body.get("prompt", ()))
         if own and (stub.dies_after == 0 or stub.num_deaths):
             stub.num_deaths = max(stub.num_deaths - 1, 0)
