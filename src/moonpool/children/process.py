@@ -28,6 +28,13 @@ class ForkedChild:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self.reap()
 
+    def poll(self) -> int | None:
+        """Returns the same without waiting; None while the process runs."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
     def send_signal(self, number: int) -> None:
         """Never reaches another process that has got the number of this one."""
         if self.returncode is None:

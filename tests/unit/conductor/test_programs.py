@@ -162,6 +162,9 @@ def test_an_expected_length_is_what_the_answer_is_predicted_to_have() -> None:
     agents.call("b1", "b")
     named, other = (conductor.requests[RequestId(name)] for name in ("a1", "b1"))
     assert named.predicted_output_tokens == 7.0 < other.predicted_output_tokens
+    agents.call("c1", "c", program={"expected_tokens": 1 << 24})
+    boundless = conductor.requests[RequestId("c1")]
+    assert boundless.predicted_output_tokens == boundless.request.sampling.max_tokens
     usual = conductor.output_predictor.usual_tokens
     assert usual(named.request) == 7 < usual(other.request)
 

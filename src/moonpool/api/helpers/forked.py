@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import signal
 import traceback
 from collections.abc import Callable, Collection, Mapping
 
 import setproctitle
 
-LOOK_S = 0.01
+from moonpool.children.process import ForkedChild
+
 _M_ARENA_MAX = -8
 
 
@@ -25,72 +25,61 @@ class ForkedHelper(asyncio.SubprocessTransport):
 
     def __init__(self, pid: int, input_fd: int, output_fd: int) -> None:
         super().__init__()
-        self._pid = pid
+        self._child = ForkedChild(pid)
         self._fds = [input_fd, output_fd]
-        self._status: int | None = None
-        self._owner: asyncio.SubprocessProtocol | None = None
         self._input: asyncio.WriteTransport | None = None
-        self._output: asyncio.ReadTransport | None = None
 
     async def attach(self, owner: asyncio.SubprocessProtocol) -> None:
         """Connects the process with `owner`, as `loop.subprocess_exec` does."""
         loop = asyncio.get_running_loop()
-        self._owner = owner
         ends = [os.fdopen(fd, mode, 0) for fd, mode in zip(self._fds, ("wb", "rb"), strict=True)]
         self._fds.clear()
         self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, ends[0])
         owner.connection_made(self)
-        self._output, _ = await loop.connect_read_pipe(lambda: _Output(owner, self.reap), ends[1])
-
-    def reap(self) -> None:
-        """Called when the process writes nothing any more: it ends, or has ended."""
-        if self._status is not None:
-            return
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        if not pid:
-            asyncio.get_running_loop().call_later(LOOK_S, self.reap)
-            return
-        self._status = os.waitstatus_to_exitcode(status)
-        assert self._owner is not None
-        self._owner.connection_lost(None)
+        await loop.connect_read_pipe(lambda: _Output(owner, self._child), ends[1])
 
     def get_pid(self) -> int:
-        return self._pid
+        return self._child.pid
 
     def get_returncode(self) -> int | None:
-        return self._status
+        return self._child.returncode
 
     def get_pipe_transport(self, fd: int) -> asyncio.BaseTransport | None:
         return self._input if fd == 0 else None
 
     def kill(self) -> None:
-        if self._status is None:
-            os.kill(self._pid, signal.SIGKILL)
+        self._child.kill()
 
     def close(self) -> None:
         """Ends the process."""
         self.kill()
-        if self._output is None:  # not attached
-            for fd in self._fds:
-                os.close(fd)
+        for fd in self._fds:  # it is not attached
+            os.close(fd)
+        if self._fds:
             self._fds.clear()
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            self._child.reap()
         elif self._input is not None:
             self._input.close()
 
 
 class _Output(asyncio.Protocol):
-    """What the process writes."""
+    """What the process writes. It ends once nothing more comes."""
 
-    def __init__(self, owner: asyncio.SubprocessProtocol, on_end: Callable[[], None]) -> None:
+    def __init__(self, owner: asyncio.SubprocessProtocol, child: ForkedChild) -> None:
         self._owner = owner
-        self._on_end = on_end
+        self._child = child
 
     def data_received(self, data: bytes) -> None:
         self._owner.pipe_data_received(1, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_end()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._child.pidfd, self._on_end, loop)
+
+    def _on_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._child.pidfd)
+        self._child.reap()
+        self._owner.connection_lost(None)
 
 
 def fork_helper(

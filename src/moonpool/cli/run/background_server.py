@@ -10,15 +10,16 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from moonpool.children.parent import end_with
+from moonpool.children.process import ForkedChild
 from moonpool.children.start import moonpool_line
 
 HOST = "127.0.0.1"
@@ -46,7 +47,7 @@ class BackgroundServer:
         self._on_line = on_line
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         place = ["--host", HOST, "--port", str(port)]
-        self._process = _Forked(["serve", *arguments, *place])
+        self._process, self._log_fd = _fork(["serve", *arguments, *place])
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -57,8 +58,8 @@ class BackgroundServer:
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(END_S)
-        except (TimeoutError, KeyboardInterrupt):
-            self._process.send_signal(signal.SIGKILL)  # the kernel then ends head and workers
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()  # the kernel then ends head and workers
             self._process.wait()
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ class BackgroundServer:
             select.select([], [], [], LOOK_S / 5)
 
     def _read(self) -> None:
-        with open(self._process.log_fd, errors="replace") as log:
+        with open(self._log_fd, errors="replace") as log:
             for raw in log:
                 line = raw.rstrip()
                 self._lines.append(line)
@@ -112,55 +113,32 @@ class BackgroundServer:
         return " | ".join(shown).replace("see the log above", VERBOSE)
 
 
-class _Forked:
-    """A process that runs this command line. It has a session of its own and the interface of
-    `subprocess.Popen`; from `log_fd` comes what it writes."""
+def _fork(line: list[str]) -> tuple[ForkedChild, int]:
+    """Forks a process that runs this command line in a session of its own. Returns it, and a
+    descriptor from which comes what it writes."""
+    own_pid = os.getpid()
+    log_fd, write_fd = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        _become_server(line, own_pid, log_fd, write_fd)
+    os.close(write_fd)
+    return ForkedChild(pid), log_fd
 
-    def __init__(self, line: list[str]) -> None:
-        own_pid = os.getpid()
-        self._status: int | None = None
-        self.log_fd, write_fd = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._pid = os.fork()
-        if self._pid:
-            os.close(write_fd)
-            return
-        os.setsid()
-        end_with(own_pid)
-        for own in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(own, signal.SIG_DFL)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for number, fd in enumerate((null, write_fd, write_fd)):
-            os.dup2(fd, number)
-        for fd in (null, write_fd, self.log_fd):
-            os.close(fd)
-        _run(line)
 
-    def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
-        return self._reap(os.WNOHANG)
-
-    def wait(self, limit_s: float | None = None) -> None:
-        """Returns when it has ended. Raises TimeoutError."""
-        if limit_s is None:
-            self._reap(0)
-            return
-        by_s = time.monotonic() + limit_s
-        while self.poll() is None:
-            if time.monotonic() > by_s:
-                raise TimeoutError
-            time.sleep(LOOK_S / 5)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self._pid, number)
-
-    def _reap(self, how: int) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self._pid, how)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
+def _become_server(line: list[str], own_pid: int, log_fd: int, write_fd: int) -> NoReturn:
+    """Runs in the forked process."""
+    os.setsid()
+    end_with(own_pid)
+    for own in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(own, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((null, write_fd, write_fd)):
+        os.dup2(fd, number)
+    for fd in (null, write_fd, log_fd):
+        os.close(fd)
+    _run(line)
 
 
 def _run(line: list[str]) -> NoReturn:

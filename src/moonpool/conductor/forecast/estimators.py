@@ -111,7 +111,7 @@ class OutputLengths:
         num_generated: int,
         predicted_tokens: float,
     ) -> None:
-        """Adds a complete answer. `predicted_tokens`: what `predict` returned for it."""
+        """Adds a complete answer. `predicted_tokens`: what was predicted for it."""
         self.error.note(predicted_tokens, num_generated)
         self.mean.add(num_generated)
         self._by_length[length_bucket(num_prompt_tokens)].add(num_generated)

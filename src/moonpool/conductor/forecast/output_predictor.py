@@ -75,7 +75,8 @@ class LengthPredictor(OutputPredictor):
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
         request, num_known = tracked.request, min(num_shared, len(tracked.keys))
         if request.program is not None and request.program.expected_tokens:
-            tracked.predicted_output_tokens = float(request.program.expected_tokens)
+            expected = min(request.program.expected_tokens, request.sampling.max_tokens)
+            tracked.predicted_output_tokens = float(expected)
         else:
             tracked.predicted_output_tokens = self.lengths.predict(
                 request.num_prompt_tokens, tracked.keys, num_known
