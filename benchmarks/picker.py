@@ -37,9 +37,10 @@ from moonpool.config.tables import Config, EngineConfig, ModelConfig
 from moonpool.cost.fitted import FittedCost
 from moonpool.discovery.endpoint import Endpoint, Listing
 from moonpool.distributions import percentiles
-from moonpool.epp.endpoint_worker import EndpointWorker, Route
+from moonpool.epp.endpoint_worker import EndpointWorker
 from moonpool.epp.members import Members
 from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.routed_call import Route
 from moonpool.epp.server import GrpcPort, GrpcServer
 from moonpool.gc_tuning import settle_memory, settle_threads
 from moonpool.head.models.model_loading import ApiModel

@@ -29,8 +29,8 @@ from moonpool.api import messages
 from moonpool.api.access.admission import CallerCheck
 from moonpool.api.access.route_rules import RouteRule, rule_of
 from moonpool.api.cluster_view import CallBackend, ClusterView, own_view
+from moonpool.api.connection.acceptor import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.call_log import StreamKeeper
-from moonpool.api.connection.connection_limit import MOST_AT_ONCE, Acceptor
 from moonpool.api.connection.http_protocol import LimitedProtocol, limited_protocol
 from moonpool.api.connection.kept_answers import KeptAnswers
 from moonpool.api.connection.kept_stream import HalfRead, KeptStream, accepted_bytes

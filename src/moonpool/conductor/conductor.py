@@ -44,7 +44,8 @@ from moonpool.conductor.forecast.output_predictor import LengthPredictor, Output
 from moonpool.conductor.observers import ClusterObserver, Observers
 from moonpool.conductor.placement.prefetching import Prefetching
 from moonpool.conductor.placement.replication import ReplicaMarks, Replication
-from moonpool.conductor.programs.programs import ProgramKeeper, Programs
+from moonpool.conductor.programs.keeper import ProgramKeeper
+from moonpool.conductor.programs.programs import Programs
 from moonpool.conductor.request_lifecycle import RequestLifecycle
 from moonpool.conductor.roles.role_switching import RoleSwitching
 from moonpool.conductor.state import InstanceState, TrackedRequest

@@ -28,7 +28,7 @@ from moonpool.conductor.crashes.suspects import Suspects, culprit_rejection
 from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.conductor.observers import Observers
 from moonpool.conductor.placement.choice import NO_ROOM, PlannedAttempt, Rejection
-from moonpool.conductor.programs.programs import ProgramKeeper
+from moonpool.conductor.programs.keeper import ProgramKeeper
 from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.preemption import Preemption
 from moonpool.conductor.waiting.queue import RETRIES, Deadlines, WaitNeed

@@ -21,8 +21,8 @@ from moonpool.api.errors import ApiError, from_refused, internal_error
 from moonpool.api.serving_backend import RequestRefused
 from moonpool.epp import wire
 from moonpool.epp.call_headers import request_id_of
-from moonpool.epp.endpoint_worker import Route
 from moonpool.epp.picker import Picked, Picker
+from moonpool.epp.routed_call import Route
 from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import FinishReason
 

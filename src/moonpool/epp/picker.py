@@ -19,8 +19,9 @@ from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.discovery.rank_counts import RankCounts
 from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
-from moonpool.epp.endpoint_worker import PickerShared, Route, RoutedCall
+from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
+from moonpool.epp.routed_call import Route, RoutedCall
 from moonpool.head.answers import ResponseStream
 from moonpool.head.head import ClusterHead
 from moonpool.head.models.model_loading import ApiModel

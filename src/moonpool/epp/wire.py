@@ -32,7 +32,7 @@ from moonpool.epp.call_headers import (
     SUBSET,
     dropped_reason,
 )
-from moonpool.epp.endpoint_worker import Route
+from moonpool.epp.routed_call import Route
 
 SUBSET_SPACE = "envoy.lb.subset_hint"
 LB_SPACE = "envoy.lb"

@@ -13,8 +13,8 @@ from scripted_head import ScriptedHead
 from shelf import Shelf
 
 from moonpool.api.app import http_server, make_app
-from moonpool.api.connection import connection_limit
-from moonpool.api.connection.connection_limit import Acceptor
+from moonpool.api.connection import acceptor
+from moonpool.api.connection.acceptor import Acceptor
 from moonpool.api.connection.http_protocol import LimitedProtocol
 
 
@@ -71,7 +71,7 @@ class Scarce(socket.socket):
 def test_accepting_goes_on_after_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connection_limit, "RETRY_S", 0.01)
+    monkeypatch.setattr(acceptor, "RETRY_S", 0.01)
     greeting = asyncio.Event()
 
     class Greeting(asyncio.Protocol):

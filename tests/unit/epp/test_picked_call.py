@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.discovery.endpoint import Endpoint
-from moonpool.epp.endpoint_worker import Route
 from moonpool.epp.picker import Picked
+from moonpool.epp.routed_call import Route
 from moonpool.types import FinishReason
 
 
