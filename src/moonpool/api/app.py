@@ -308,15 +308,17 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Holds connections that another head can continue from their first moment."""
-        keeps = self._new_protocol().keeper is not None and self._tls is None
+        keeps = self._protocol_class().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:
             acceptors = [Acceptor(sock, self._begin, self._most_at_once) for sock in sockets or ()]
             self.servers = cast(list[asyncio.Server], acceptors)  # uvicorn closes them
 
     def _begin(self, sock: socket.socket) -> LimitedProtocol:
+        protocol_class = self._protocol_class()
+        half_read = protocol_class.hold(sock)
         protocol = self._new_protocol()
-        protocol.hold(sock)
+        protocol.start_with(half_read)
         return protocol
 
     async def resume(self, sock: socket.socket, received: KeptStream | HalfRead) -> None:
@@ -352,17 +354,20 @@ class HttpServer(uvicorn.Server):
     def _connections(self) -> list[LimitedProtocol]:
         return [c for c in self.server_state.connections if isinstance(c, LimitedProtocol)]
 
-    def _new_protocol(self) -> LimitedProtocol:
+    def _protocol_class(self) -> type[LimitedProtocol]:
         if not self.config.loaded:
             self.config.load()
-        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+        protocol_class = self.config.http_protocol_class
+        assert issubclass(protocol_class, LimitedProtocol)
+        return protocol_class
+
+    def _new_protocol(self) -> LimitedProtocol:
+        return self._protocol_class()(
             config=self.config,
             server_state=self.server_state,
             app_state={},
             _loop=asyncio.get_running_loop(),
         )
-        assert isinstance(protocol, LimitedProtocol)
-        return protocol
 
     async def main_loop(self) -> None:
         """Waits until `should_exit` is set. uvicorn's own loop turns ten times a second."""

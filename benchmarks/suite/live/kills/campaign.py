@@ -23,6 +23,7 @@ from benchmarks.suite.live.damage import REPORT_S, corrupt_slices
 from benchmarks.suite.live.kills.calls import calls
 from benchmarks.suite.live.kills.load import OUTCOMES, Load, Reply
 from benchmarks.suite.live.kills.processes import victims
+from moonpool.children.stopped import LOOK_S, MOST_LOOKS
 from moonpool.distributions import interpolated
 from moonpool_lab.demo.local_server import LocalServer, is_alive
 
@@ -43,6 +44,7 @@ WORKERS = ("prefill", "decode", "mixed", "attention worker")
 RECOVERY_S = 60.0
 CALM_S = 2.0
 LEAST_STOP_S = 0.5
+REPLACED_S = LOOK_S * MOST_LOOKS
 FaultPlan = tuple[str, signal.Signals]
 
 
@@ -265,11 +267,13 @@ def figures(campaign: Campaign) -> dict[str, Any]:
 
 
 def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
-    """Whether the call met a kill of the head before a byte of its answer: a connection is lost
-    between its acceptance and the record of it, which is some 50 us."""
-    kills = [f for f in campaign.faults if f.kind == "head" and f.sign == signal.SIGKILL]
+    """Whether the call met the end of a head before a byte of its answer: a connection is lost
+    between its acceptance and the record of it, which is some 80 us. A head that stands still is
+    killed after `REPLACED_S`, if it has not gone on before."""
     ended_s = reply.ended_s or reply.sent_s
-    is_met = any(reply.sent_s - 0.1 <= f.at_s <= ended_s <= f.at_s + 1.0 for f in kills)
+    heads = [f for f in campaign.faults if f.kind == "head"]
+    late_s = {signal.SIGKILL: 1.0, signal.SIGSTOP: 1.0 + REPLACED_S}
+    is_met = any(reply.sent_s - 0.1 <= f.at_s <= ended_s <= f.at_s + late_s[f.sign] for f in heads)
     return reply.outcome == "cut" and not reply.status and is_met
 
 

@@ -246,25 +246,34 @@ class LimitedProtocol(BoundedProtocol):
             self.limit.half_read.add(received.party, 1)
         self._received_before, self._num_sent = received.received, num_sent
 
-    def hold(self, sock: socket.socket) -> None:
-        """Keeps a connection that was accepted just now. Call it before the connection is made."""
+    @classmethod
+    def hold(cls, sock: socket.socket) -> HalfRead | None:
+        """Keeps a connection that was accepted just now. A head that dies before this has ended
+        loses the connection, so it comes before all else, `start_with` after it."""
         with suppress(OSError):
-            self._begin_half_read(sock.fileno(), accepted_bytes(sock.fileno()), party_at(sock))
+            return cls._new_half_read(sock.fileno(), accepted_bytes(sock.fileno()), party_at(sock))
+        return None
+
+    def start_with(self, half_read: HalfRead | None) -> None:
+        """Begins with a connection that `hold` keeps. Call it before the connection is made."""
+        self._half_read = half_read
 
     def _keep_half_read(self, data: bytes = b"") -> None:
         """Keeps a request that began with these bytes and is not complete yet."""
         base = self._sent_bytes()
         if base is not None:
-            self._begin_half_read(self._fd, base, self._address)
+            self._half_read = self._new_half_read(self._fd, base, self._address)
         if self._half_read is not None:
             self._half_read.note(data)
 
-    def _begin_half_read(self, socket_fd: int, base: int, party: str) -> None:
-        if self.keeper is None or not self.limit.half_read.has_room(party):
-            return
-        self._half_read = HalfRead.begin(self.keeper, socket_fd, base, party)
-        if self._half_read is not None:
-            self.limit.half_read.add(party, 1)
+    @classmethod
+    def _new_half_read(cls, socket_fd: int, base: int, party: str) -> HalfRead | None:
+        if cls.keeper is None or not cls.limit.half_read.has_room(party):
+            return None
+        half_read = HalfRead.begin(cls.keeper, socket_fd, base, party)
+        if half_read is not None:
+            cls.limit.half_read.add(party, 1)
+        return half_read
 
     def _drop_half_read(self) -> None:
         if self._half_read is not None:
