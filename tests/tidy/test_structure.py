@@ -185,6 +185,8 @@ NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # public, of each NamedT
 NOT_OURS |= {"_repr_html_"}  # of notebooks
 NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers
 
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+
 STAND_ALONE = {folder / "__init__.py" for folder in PACKAGES.values()}
 STAND_ALONE |= set((ROOT / "benchmarks").glob("*.py"))
 
@@ -196,6 +198,7 @@ def trees_of_this_file_alone() -> Iterator[None]:
     gc.disable()
     yield
     nodes_of.cache_clear()
+    _said.cache_clear()
     gc.enable()
 
 
@@ -483,3 +486,33 @@ def _private_uses(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in NOT_OURS
+
+
+def _explained() -> list[str]:
+    """What the second table of the page on errors quotes: `...` stands for what differs."""
+    table = TROUBLESHOOTING.read_text().partition("## By the words of an error")[2]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.M)
+
+
+def test_errors_are_explained() -> None:
+    assert len(_explained()) > 10
+
+
+@pytest.mark.parametrize("text", _explained())
+def test_an_error_that_is_explained_is_said(text: str) -> None:
+    pattern = ".{0,40}".join(re.escape(part) for part in text.split("..."))
+    assert re.search(pattern, _said()), text
+
+
+@cache
+def _said() -> str:
+    """All strings of the sources, with `\\0` for each value within one."""
+    parts = []
+    for path in SOURCES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.JoinedStr):
+                each = (x.value if isinstance(x, ast.Constant) else "\0" for x in node.values)
+                parts.append("".join(map(str, each)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(re.sub(r"%[-.0-9]*[a-z]", "\0", node.value))
+    return "\n".join(parts)
