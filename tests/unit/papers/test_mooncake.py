@@ -21,7 +21,6 @@ from papers.mooncake import latency as mooncake_latency
 from papers.mooncake import layer_wise as mooncake_layer_wise
 from papers.mooncake import reuse as mooncake_reuse
 from papers.mooncake import table1 as mooncake_table1
-from papers.mooncake import v3_capacity
 from papers.mooncake import workload as mooncake_workload
 from papers.mooncake.replicas import ranked_keys
 from papers.mooncake.runs import (
@@ -69,7 +68,6 @@ GENERATED = tuple(
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     """Quick, with a short conversation trace, and none of the others."""
     monkeypatch.setattr(mooncake_workload, "MOONCAKE_QUICK_REQUESTS", NUM_REQUESTS)
-    monkeypatch.setattr(v3_capacity, "V3_QUICK_REQUESTS", NUM_REQUESTS // 5)
     rows = generate(BUILT_IN["conversation"], num_requests=2 * NUM_REQUESTS, seed=1)
     write_trace(rows, tmp_path / "conversation_trace.jsonl")
     return Options(quick=True, folders=(tmp_path,))
