@@ -15,7 +15,7 @@ from tests.fuzz.readers import READERS, Reader
 
 SLOW = {  # inputs of the quick run; the long one has ten times as many
     "model-files": 200,
-    "gguf-keys": 200,
+    "gguf-keys": 60,
     "gguf": 60,
     "gguf-parts": 60,
     "checkpoint": 60,
