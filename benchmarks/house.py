@@ -68,11 +68,17 @@ def modules() -> Mapping[str, Path]:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's tree, the module first."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"), path.name)))
+
+
+@cache
 def imports_of(module: str) -> frozenset[str]:
     """The modules of the three packages that one imports, wherever in its file: also within a
     function, and for types only."""
     found = set()
-    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+    for node in nodes_of(modules()[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import httpx
 import pytest
 from hypothesis import settings
 
@@ -24,11 +25,19 @@ settings.register_profile("long", deadline=None, max_examples=100)
 
 MANY_EXAMPLES = 10
 """A property that names fewer is quick."""
+PATIENCE_S = 120.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if _is_long(config) else "short")
     trust_one_authority()
+    be_patient()
+
+
+def be_patient() -> None:
+    """httpx gives up after 5 s by itself, and a server of a busy machine may take longer."""
+    usual = (httpx.Client.__init__.__kwdefaults__ or {})["timeout"]
+    usual.connect = usual.read = usual.write = usual.pool = PATIENCE_S
 
 
 def trust_one_authority() -> None:

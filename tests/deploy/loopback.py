@@ -261,7 +261,7 @@ class Loopback:
             for container in pod.containers:
                 if container.process is not None and container.process.poll() is None:
                     container.process.kill()
-                    container.process.wait(30)
+                    container.process.wait(120)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

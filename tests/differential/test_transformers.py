@@ -8,8 +8,10 @@ error with a quarter to spare, since both round every activation to 8 bits, in a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -69,25 +71,44 @@ def greedy_tokens(lab: Lab, prompt: list[int], count: int) -> list[int]:
     return out
 
 
+class Saved(NamedTuple):
+    """A checkpoint, transformers' model of it, and that model's logits."""
+
+    folder: Path
+    model: Any
+    logits: Tensor
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    """Writes each case once for all tests of this file. They change neither files nor model."""
+
+    @cache
+    def written(name: str) -> Saved:
+        folder = tmp_path_factory.mktemp(name)
+        model = save(CASES[name], folder)
+        return Saved(folder, model, their_logits(model))
+
+    return written
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_float32_agrees(name: str, ops_name: str, tmp_path: Path) -> None:
-    model = save(CASES[name], tmp_path)
-    theirs = their_logits(model)
-    lab, ours = our_logits(tmp_path, "float32", ops_name)
+def test_float32_agrees(name: str, ops_name: str, saved: Callable[[str], Saved]) -> None:
+    folder, model, theirs = saved(name)
+    lab, ours = our_logits(folder, "float32", ops_name)
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     assert greedy_tokens(lab, PROMPT[:40], 20) == their_greedy_tokens(model, PROMPT[:40], 20)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(
-    name: str, ops_name: str, tmp_path: Path
+    name: str, ops_name: str, saved: Callable[[str], Saved]
 ) -> None:
-    model = save(CASES[name], tmp_path)
-    exact = their_logits(model)
-    rounded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    folder, model, exact = saved(name)
+    rounded = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     rounded.config._experts_implementation = "eager"
     their_error = their_logits(rounded.eval()) - exact
-    our_error = our_logits(tmp_path, "bfloat16", ops_name)[1] - exact
+    our_error = our_logits(folder, "bfloat16", ops_name)[1] - exact
     if "num_experts_per_tok" in CASES[name].changes:  # a mixture
         # Rounding sends some rows to other experts, where two scores are near: those are not equal.
         kept = our_error.abs().amax(1).argsort()[: len(LENGTHS) // 2]

@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz.campaign import run_apart, write_findings
+from tests.fuzz.campaign import run_apart
 from tests.fuzz.figures import Figures
-from tests.fuzz.harness import fuzz
 from tests.fuzz.readers import READERS
 
 ROUND_INPUTS = 20_000
@@ -34,12 +33,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=86_400.0, help="of all readers together")
     parser.add_argument("--json", type=Path, help="file of counts, which are added to")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-findings"), help="folder of inputs")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.here is not None:
-        findings = fuzz(readers[given.reader[0]], given.inputs, given.seed, given.here)
-        write_findings(findings, given.here)
-        return bool(findings)
     names = given.reader or list(readers)
     figures = Figures.read(given.json)
     each, each_s = given.inputs // len(names), given.seconds / len(names)

@@ -81,7 +81,7 @@ class PickerProcess:
         return f"http://127.0.0.1:{self.http_port}"
 
     def cluster(self) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=30).json()
+        found: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=120).json()
         return found
 
     def instances(self) -> list[str]:
@@ -153,7 +153,7 @@ def envoy(folder: Path, grpc_port: int, replaces: Sequence[tuple[str, str]] = ()
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def _await_envoy(process: subprocess.Popen[bytes], admin: int, log: Path) -> None:

@@ -125,4 +125,4 @@ def collector(behind: Receiver) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)

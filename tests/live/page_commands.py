@@ -48,6 +48,7 @@ OTHER_SERVERS = ("//10.0.0.1:8000", "//127.0.0.1:8080", "//127.0.0.1:9090")
 test_epp.py."""
 
 SMALLER = {
+    "simulate": ("--requests", "300"),
     "serve": ("--port", "0", "--kv-tokens", "4096", "--block-size", "16"),
     "trial": ("--requests", "24", "--families", "1", "--repeats", "2", "--fill-words", "200"),
     "replay": ("--requests", "4", "--scale-tokens", "1/512", "--speed", "100"),

@@ -222,7 +222,7 @@ def test_health_and_reflection(two: Gateway) -> None:
         health = health_pb2_grpc.HealthStub(channel)
         names = ("", "envoy.service.ext_proc.v3.ExternalProcessor", "liveness", "readiness")
         for name in names:
-            told = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=30)
+            told = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=120)
             assert told.status == health_pb2.HealthCheckResponse.SERVING, name
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(

@@ -35,7 +35,7 @@ def certificate(folder: Path, name: str = "a") -> tuple[str, str]:
 
 
 def served_certificate(port: int) -> str:
-    return ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+    return ssl.get_server_certificate(("127.0.0.1", port), timeout=120)
 
 
 @pytest.mark.long
@@ -54,7 +54,7 @@ def test_a_head_serves_https_and_takes_a_changed_certificate(
             with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context) as client:
                 answer = _models(client, head)
             assert answer.json()["data"][0]["id"] == MODEL
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            with socket.create_connection(("127.0.0.1", port), timeout=120) as plain:
                 plain.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert b"200" not in plain.recv(100)
             lacking = run_command("profile", "--beliefs-of", f"https://127.0.0.1:{port}")
@@ -116,7 +116,7 @@ def test_only_clients_of_the_authority_are_served(
                 if chain is not None:
                     other.load_cert_chain(*chain)
                 with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)):
-                    httpx.get(f"{url}/live", verify=other, timeout=30)
+                    httpx.get(f"{url}/live", verify=other, timeout=120)
             asked = ("status", url, "--ca-file", ca)
             lacking = run_command(*asked)
             assert lacking.returncode == 1 and len(lacking.stderr.splitlines()) == 1

@@ -97,7 +97,7 @@ def log(front: LocalServer) -> str:
 
 def computed(server: LlamaProcess) -> float:
     """Prompt tokens that the server has computed, and not found in a slot."""
-    text = fresh.get(f"{server.url}/metrics", timeout=30).text
+    text = fresh.get(f"{server.url}/metrics", timeout=120).text
     lines = (line for line in text.splitlines() if line.startswith("llamacpp:prompt_tokens_total"))
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
@@ -267,7 +267,7 @@ def test_another_folder_is_found_out_and_a_model_by_a_relative_name_gets_text(
             }
             lines = fresh.post(f"{front.url}/v1/chat/completions", json=body, timeout=60).text
             assert lines.rstrip().endswith("[DONE]") and "chat.completion.chunk" in lines
-            refused = fresh.post(f"{front.url}/tokenize", json={"prompt": "a"}, timeout=30)
+            refused = fresh.post(f"{front.url}/tokenize", json={"prompt": "a"}, timeout=120)
             assert refused.status_code == 404 and "tokenizer" in refused.text
     finally:
         server.kill()

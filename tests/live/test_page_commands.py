@@ -7,7 +7,6 @@ A long sweep. Commands that need a network, other machines or minutes are named 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -94,10 +93,9 @@ def test_a_command_runs_or_the_reason_is_told() -> None:
 @pytest.mark.parametrize("line", SERVES, ids=lambda line: line.text)
 def test_a_command_serves(line: Line, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     key = {"authorization": "Bearer sk-90ab773c11"}
     words = words_here(line, "http://127.0.0.1:8000", folder)
-    with LocalServer(words[1:], environment=environment) as server:
+    with LocalServer(words[1:]) as server:
         body = {"prompt": "one two one", "max_tokens": 4}
         answer = fresh.post(f"{server.url}/v1/completions", json=body, headers=key, timeout=60)
         assert answer.status_code == 200, answer.text

@@ -99,7 +99,7 @@ def test_attention_workers_are_actors(nodes: RayNodes, tmp_path: Path) -> None:
         url = served.wait_until_up(2)[0]
 
         def workers() -> list[dict[str, Any]]:
-            found = fresh.get(f"{url}/cluster", timeout=30).json()["attention"]
+            found = fresh.get(f"{url}/cluster", timeout=120).json()["attention"]
             return [worker for worker in found if worker["owner"] == "decode-0"]
 
         wait_until(lambda: len(workers()) == 1, "no attention worker has joined")

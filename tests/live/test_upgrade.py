@@ -56,7 +56,7 @@ def shapes(lines: str) -> set[str]:
 class Load:
     """The same calls again and again, each compared with its undisturbed answer."""
 
-    def __init__(self, url: str, num_threads: int = 6) -> None:
+    def __init__(self, url: str, num_threads: int = 3) -> None:
         self.url = url
         self.calls = bodies()[:8]
         self.expected = [ask(url, *call) for call in self.calls]

@@ -88,8 +88,10 @@ def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("profile", ["conversation", "toolagent", "l-eval"])
-@pytest.mark.parametrize("cluster", ["4P+2D", "2P+4D"])
+@pytest.mark.parametrize(
+    ("profile", "cluster"),
+    [("conversation", "4P+2D"), ("toolagent", "2P+4D"), ("l-eval", "4P+2D")],
+)
 def test_goodput_serves_most_over_all_loads(tmp_path: Path, profile: str, cluster: str) -> None:
     """A run of 300 requests is too short for prices to pay at every load. So goodput may lose a
     little at a single load, but not over all loads and limits together."""

@@ -24,6 +24,7 @@ from benchmarks.house import (
     circles,
     core_files,
     modules,
+    nodes_of,
     size_of,
     sources,
 )
@@ -171,6 +172,21 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ALL = [*SOURCES, *BESIDE, *TESTS]
 
 
+MOST_PARTS = 8
+"""More parts of a constructor are more than a reader can keep in mind. Values of data, without an
+`__init__` of their own, are not counted."""
+FEWER_PARTS = {"RequestLifecycle": 6, "AttemptPlanner": 5, "Simulation": 3}
+
+MOST_PRIVATE_USES = 29
+"""A private name of another object ties a test to how a thing is done, so that nobody can do it in
+another way. Set this to the new number when there are fewer. Never raise it: give what a test needs
+a public name, or look at what the thing does."""
+NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # public, of each NamedTuple
+NOT_OURS |= {"_repr_html_"}  # of notebooks
+NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers
+
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+
 STAND_ALONE = {folder / "__init__.py" for folder in PACKAGES.values()}
 STAND_ALONE |= set((ROOT / "benchmarks").glob("*.py"))
 
@@ -181,8 +197,8 @@ def trees_of_this_file_alone() -> Iterator[None]:
     are made, and none that comes later should."""
     gc.disable()
     yield
-    tree_of.cache_clear()
     nodes_of.cache_clear()
+    _said.cache_clear()
     gc.enable()
 
 
@@ -190,14 +206,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), name_of(path))
-
-
-@cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree_of(path)))
+    tree = nodes_of(path)[0]
+    assert isinstance(tree, ast.Module)
+    return tree
 
 
 def room_of(module: str) -> str:
@@ -420,3 +432,87 @@ def test_no_two_test_modules_share_a_name() -> None:
     alone = [p for p in alone if p.name != "conftest.py"]
     names = Counter(path.name for path in alone)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_constructors_have_few_parts() -> None:
+    report(
+        f"{name_of(path)}:{line}: {name} has {number} parts: join those that belong together"
+        for path in SOURCES
+        for name, line, number in _constructors(nodes_of(path))
+        if number > FEWER_PARTS.get(name, MOST_PARTS)
+    )
+
+
+def test_the_parts_are_counted() -> None:
+    tree = ast.parse("class A:\n    def __init__(self, a, /, b, *, c=1): ...\n")
+    assert list(_constructors(ast.walk(tree))) == [("A", 1, 3)]
+
+
+def _constructors(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int, int]]:
+    """Name, line and number of parts of each class with an `__init__` of its own."""
+    for node in nodes:
+        for each in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                given = each.args
+                parts = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                yield node.name, node.lineno, len(parts) - 1
+
+
+def test_uses_of_private_names_only_fall() -> None:
+    uses = [f"{name_of(p)}:{use}" for p in TESTS for use in _private_uses(nodes_of(p))]
+    listed = "\n".join(uses)
+    assert len(uses) <= MOST_PRIVATE_USES, f"{MOST_PRIVATE_USES} are allowed:\n{listed}"
+    assert len(uses) == MOST_PRIVATE_USES, f"there are fewer: set MOST_PRIVATE_USES to {len(uses)}"
+
+
+def test_a_private_name_of_another_object_or_module_is_a_use() -> None:
+    text = "from a import _b\nself._c\ncls._d\nx._e._f\nself.x._g\ny._replace(z=1)\nw.__dict__\n"
+    found = sorted(use.rpartition(" ")[2] for use in _private_uses(ast.walk(ast.parse(text))))
+    assert found == ["_b", "self.x._g", "x._e", "x._e._f"]
+
+
+def _private_uses(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Line and expression of each. What an object does with its own is none."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            found = [name.name for name in node.names if _is_private(name.name)]
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found = [] if own else [ast.unparse(node)]
+        else:
+            continue
+        yield from (f"{node.lineno}: {name}" for name in found)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NOT_OURS
+
+
+def _explained() -> list[str]:
+    """What the second table of the page on errors quotes: `...` stands for what differs."""
+    table = TROUBLESHOOTING.read_text().partition("## By the words of an error")[2]
+    return re.findall(r"^\| `([^`]+)` \|", table, re.M)
+
+
+def test_errors_are_explained() -> None:
+    assert len(_explained()) > 10
+
+
+@pytest.mark.parametrize("text", _explained())
+def test_an_error_that_is_explained_is_said(text: str) -> None:
+    pattern = ".{0,40}".join(re.escape(part) for part in text.split("..."))
+    assert re.search(pattern, _said()), text
+
+
+@cache
+def _said() -> str:
+    """All strings of the sources, with `\\0` for each value within one."""
+    parts = []
+    for path in SOURCES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.JoinedStr):
+                each = (x.value if isinstance(x, ast.Constant) else "\0" for x in node.values)
+                parts.append("".join(map(str, each)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(re.sub(r"%[-.0-9]*[a-z]", "\0", node.value))
+    return "\n".join(parts)

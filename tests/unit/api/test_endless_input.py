@@ -24,7 +24,7 @@ MOST_BYTES = 16 << 20
 SLACK_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 PATIENCE_S = 60.0
-PAUSE_S = 1.5
+PAUSE_S = 0.5
 KEYS = {"k-ann": "ann", "k-op": "admin"}
 OPTIONS = ApiOptions(api_keys=KEYS, operators=frozenset({"admin"}), max_body_bytes=1 << 20)
 KEY = b"authorization: Bearer k-ann\r\n"

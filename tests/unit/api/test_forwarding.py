@@ -212,7 +212,7 @@ def test_a_tenants_tokens_are_those_that_the_server_counted() -> None:
     with served(head, options) as url:
         headers = {"authorization": "Bearer k"}
         answers = [
-            httpx.post(f"{url}{CHAT}", json=look(image()), headers=headers, timeout=30)
+            httpx.post(f"{url}{CHAT}", json=look(image()), headers=headers, timeout=120)
             for _ in range(3)
         ]
     # 50 of the prompt and 1 part each, though the prompt was estimated at more than 512.

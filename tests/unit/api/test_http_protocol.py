@@ -23,7 +23,7 @@ BODY = {"prompt": "x"}
 
 def connected(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def test_a_header_without_end_is_refused_at_its_limit() -> None:

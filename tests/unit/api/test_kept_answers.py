@@ -87,7 +87,7 @@ def speaker() -> ScriptedHead:
 
 class Client:
     def __init__(self, url: str, **options: Any) -> None:
-        self.http = httpx.Client(base_url=url, timeout=30, **options)
+        self.http = httpx.Client(base_url=url, timeout=120, **options)
 
     def stream(self, path: str, body: dict[str, Any], most: int = 1 << 30, **headers: str) -> Any:
         """Returns the tokens, text, and id and time of creation of this many events."""

@@ -72,7 +72,7 @@ def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> Somet
 def connected() -> tuple[socket.socket, socket.socket]:
     """The client's and the server's end of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname(), timeout=20)
+        ours = socket.create_connection(listener.getsockname(), timeout=120)
         theirs, _ = listener.accept()
         return ours, theirs
 

@@ -18,7 +18,7 @@ MODEL = "random:m30,layers=2"
 def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.suite.pool.demotion.MIN_STEPS", 3)  # plain torch is slow
     lines: list[str] = []
-    found = bench_demotion(MODEL, 2, 3.0, 2, 40_000, tmp_path, lines.append)
+    found = bench_demotion(MODEL, 2, 1.5, 2, 40_000, tmp_path, lines.append)
     quiet, arrivals, demotion, promotion = found["rows"]
     assert len(lines) == 4
     assert demotion["written_mb_per_s"] > 0.2 and promotion["read_mb_per_s"] > 0.2

@@ -34,6 +34,6 @@ def test_shifts_are_followed_and_roles_do_not_swing() -> None:
 
 @pytest.mark.long
 def test_hardly_any_phase_of_many_days_swings() -> None:
-    found = decided_days(range(30_000, 30_100), 3, 300.0, lambda _: None)
+    found = decided_days(range(30_000, 30_025), 3, 300.0, lambda _: None)
     assert found["followed_in_60_s"] >= 0.45
     assert found["phases_with_several_turns"] <= 0.01 * 3 * found["days"]

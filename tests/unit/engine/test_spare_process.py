@@ -42,7 +42,7 @@ def test_each_spare_runs_one_line_with_its_descriptor_and_returns_its_status() -
             ours, theirs = socket.socketpair()
             spare = begin_spare(["echo", str(number)], theirs.fileno())
             theirs.close()
-            print(ours.recv(100).decode(), spare.wait(10), spare.pid != os.getpid())
+            print(ours.recv(100).decode(), spare.wait(120), spare.pid != os.getpid())
             assert ours.recv(1) == b""  # no other process has its end of it
         print(begin_spare(["echo", "5"], 0))
     """)

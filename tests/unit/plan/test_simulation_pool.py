@@ -1,4 +1,5 @@
-"""Trials come out the same on one process and on two, and none is run twice."""
+"""No trial is run twice, and what it counts is its own. tests/unit/cli/test_plan.py compares a
+search on two processes with that on one."""
 
 from __future__ import annotations
 
@@ -28,12 +29,6 @@ def trial(prefill: int = 2, decode: int = 1, **more: object) -> Trial:
 def outcomes(workload: Workload, trials: list[Trial], processes: int) -> list[Outcome]:
     with SimulationPool(workload, processes) as pool_of_runs:
         return pool_of_runs.run(trials)
-
-
-@pytest.mark.long
-def test_the_number_of_processes_changes_nothing(workload: Workload) -> None:
-    trials = [trial(seed=seed, speed=speed) for seed in (0, 1) for speed in (1.0, 4.0)]
-    assert outcomes(workload, trials, 1) == outcomes(workload, trials, 2)
 
 
 def test_no_trial_is_run_twice(workload: Workload) -> None:

@@ -8,6 +8,7 @@ import json
 import re
 
 import msgspec
+import pytest
 
 import moonpool
 from moonpool.plan.latency_table import MULTIPLES, ClassOutcome, LatencyTable
@@ -40,8 +41,9 @@ def test_a_run_is_judged_by_other_levels_as_it_was_by_its_own() -> None:
     assert found.num_within(OWN, OWN) == 4
 
 
-def test_the_page_answers_from_runs_at_each_load() -> None:
-    plan = moonpool.plan_cluster(
+@pytest.fixture(scope="module")
+def plan() -> moonpool.PlanResult:
+    return moonpool.plan_cluster(
         moonpool.TraceRows(ROWS),
         slo_ttft_s=6,
         slo_tbt_s=0.1,
@@ -50,6 +52,9 @@ def test_the_page_answers_from_runs_at_each_load() -> None:
         what_if=True,
         config={"slo": {"classes": [{"name": "</script><!--<script>", "ttft_s": 6, "tbt_s": 0.1}]}},
     )
+
+
+def test_the_page_answers_from_runs_at_each_load(plan: moonpool.PlanResult) -> None:
     page = plan.html("moonpool plan --trace <own>")
     (text,) = re.findall(r'<script type="application/json" id="runs">(.*?)</script>', page, re.S)
     assert "<" not in text, "a name could end the script"
@@ -73,11 +78,9 @@ def test_the_page_answers_from_runs_at_each_load() -> None:
     assert loads == set(SPEEDS)
 
 
-def test_the_answer_names_the_load_at_which_a_stored_run_breaks_first() -> None:
-    plan = moonpool.plan_cluster(
-        moonpool.TraceRows(ROWS), slo_ttft_s=6, slo_tbt_s=0.1, layout="colocated", seeds=2,
-        what_if=True,
-    )  # fmt: skip
+def test_the_answer_names_the_load_at_which_a_stored_run_breaks_first(
+    plan: moonpool.PlanResult,
+) -> None:
     search = plan.search
     found, wanted = msgspec.structs.replace(search.found, rooms=()), 0.9
     (room,) = with_room(found, search.stored, wanted).rooms

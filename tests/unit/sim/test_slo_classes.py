@@ -75,7 +75,7 @@ def test_a_plan_keeps_the_levels_of_every_class() -> None:
     few = [TraceRow(0.5 * i, 6144, 4, slo_class="chat" if i % 20 == 19 else "") for i in range(80)]
     trace = moonpool.TraceRows(few)
     plans = [
-        moonpool.plan_cluster(trace, config=config, layout="colocated", seeds=2, runs=60)
+        moonpool.plan_cluster(trace, config=config, layout="colocated", seeds=2, runs=20)
         for config in (base, own)
     ]
     without, with_class = (plan.summary["choice"] for plan in plans)
