@@ -14,6 +14,7 @@ import os
 import statistics
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -64,11 +65,13 @@ def misses(plan: MissPlan, pool: MoonpoolPool) -> dict[str, Any]:
     rounds: dict[str, list[Round]] = {WITHOUT: [], POOL: []}
     with ExitStack() as stack:
         vllms = {
-            name: stack.enter_context(
-                GroupedVllm(plan.python, plan.model, core, options, flags, environment)
-            )
+            name: GroupedVllm(plan.python, plan.model, core, options, flags, environment)
             for name, (flags, environment) in given.items()
         }
+        with ThreadPoolExecutor(len(vllms)) as threads:
+            starts = [threads.submit(stack.enter_context, vllm) for vllm in vllms.values()]
+        for start in starts:
+            start.result()
         for number in range(plan.rounds + 1):
             for name in (WITHOUT, POOL) if number % 2 else (POOL, WITHOUT):
                 pids = [*family(vllms[name].pid), *(pool.pids if name == POOL else ())]
