@@ -99,7 +99,8 @@ def misses(plan: MissPlan, pool: MoonpoolPool) -> dict[str, Any]:
 
 
 def stored_blocks(pool: MoonpoolPool) -> int:
-    """How many blocks the pool has, in memory or on the SSD. Raises ServerError."""
+    """How many blocks the pool has in memory and on the SSD; one in both counts twice. Raises
+    ServerError."""
     has_answer, states = threading.Event(), list[PoolState]()
 
     def take(message: PoolMessage) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonpool_engine.vllm import thread_cores
-from moonpool_engine.vllm.thread_cores import leave_bound_core
+from moonpool_engine.vllm.thread_cores import BINDINGS, leave_bound_core
 
 ALLOWED = os.sched_getaffinity(os.getppid())
 pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two cores")
@@ -34,6 +34,7 @@ def test_a_thread_leaves_its_core_but_not_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_cores, "CPUS", tmp_path)
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
     first, *others = sorted(ALLOWED)
     before = os.sched_getaffinity(0)
     assert cores_of_a_thread(first) == ALLOWED  # no core names a node
@@ -45,8 +46,13 @@ def test_a_thread_leaves_its_core_but_not_its_memory(
     assert os.sched_getaffinity(0) == before
 
 
-def test_where_cores_cannot_be_chosen_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-
+def test_where_vllm_has_bound_nothing_or_nothing_is_known_a_thread_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = min(ALLOWED)
+    for name in BINDINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert cores_of_a_thread(first) == {first}
+    monkeypatch.setenv(BINDINGS[0], "granularity=fine")
     monkeypatch.setattr(os, "getppid", lambda: 1 << 30)  # no such process
     assert cores_of_a_thread(first) == {first}
