@@ -1,18 +1,19 @@
 """How fast blocks come from the pool inside vLLM, beside what the machine could do.
 
-    python -m benchmarks.pool_copies [--mib 256] [--vllm VENV/bin/python --model FOLDER] [--json F]
+    python -m benchmarks.pool_copies [--mib 256] [--json F]
+    python -m benchmarks.pool_copies --vllm VENV/bin/python --model FOLDER [--json F]
 
 Loads and stores of the connector beside a plain copy of as many bytes, on one core each, in turns;
 blocks that come from the SSD, right after stores and once these are written, beside plain reads of
-the pool's own files with O_DIRECT, with the pool's CPU seconds per GB. With
-`--vllm`, two vLLMs are asked in turns, one over a pool that never has a prompt, one without a
-connector: what a miss costs.
+the pool's own files with O_DIRECT, with the pool's CPU seconds per GB.
+
+With `--vllm`, it measures what a miss costs instead: two vLLMs are asked in turns, one over a pool
+that never has a prompt and stores them all, one without a connector.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import mmap
 import os
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +33,8 @@ import numpy as np
 import torch
 
 from benchmarks.suite.live.idle import cpu_s
-from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS, cpu_sizes
-from benchmarks.suite.pool_in_vllm.fleet import GroupedVllm
-from benchmarks.suite.pool_in_vllm.play import PATH, TimedReceiver
+from benchmarks.suite.live.vllm_server import CPU_BLOCK_TOKENS
+from benchmarks.suite.pool_in_vllm.misses import MissPlan, misses
 from benchmarks.suite.pool_in_vllm.pools import MoonpoolPool, PoolPlace
 from moonpool.cli.output import origin, write_json
 from moonpool.host_pool.messages import (
@@ -47,7 +47,6 @@ from moonpool.host_pool.messages import (
     Reserve,
     Reserved,
 )
-from moonpool.http_client.client import HttpClient
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool_engine.vllm.block_copier import HostCopier
 from moonpool_engine.vllm.block_kinds import kinds_of
@@ -278,68 +277,6 @@ def plain_read(path: Path, num_bytes: int) -> float:
     return size / (time.perf_counter() - began_s)
 
 
-def misses(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Both vLLMs are up; they are asked in turns, each prompt once. Raises ServerError."""
-    context, core = args.prompt_tokens + 64, str(min(os.sched_getaffinity(0)))
-    options = cpu_sizes(8 * context, context, 512)
-    seconds: dict[str, list[float]] = {"without": [], "pool": []}
-    ttfts: dict[str, list[float]] = {"without": [], "pool": []}
-    with ExitStack() as stack:
-        pool = stack.enter_context(running_pool(args.vllm, folder, args.mib << 20))
-        told = ["--enforce-eager", "--kv-transfer-config", json.dumps(pool.connector())]
-        given = {"without": (told[:1], {}), "pool": (told, pool.environment())}
-        urls = {
-            name: stack.enter_context(
-                GroupedVllm(args.vllm, args.model, core, options, flags, environment)
-            ).url
-            for name, (flags, environment) in given.items()
-        }
-        for number in range(args.rounds + 1):
-            for name, url in urls.items():
-                prompts = _prompts(args, f"{number} {name}")
-                taken_s, firsts = asyncio.run(_ask_all(url, args.model, prompts))
-                if number:  # the first warms up
-                    seconds[name].append(taken_s)
-                    ttfts[name] += firsts
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    means = {name: statistics.fmean(firsts) for name, firsts in ttfts.items()}
-    return {
-        "seconds": medians,
-        "ttft_s": means,
-        "throughput_lost": 1 - medians["without"] / medians["pool"],
-        "ttft_added": means["pool"] / means["without"] - 1,
-        "rounds": {"seconds": seconds},
-    }
-
-
-def _prompts(args: argparse.Namespace, name: str) -> list[list[int]]:
-    rng = np.random.default_rng([*name.encode()])
-    size = (args.prompts, args.prompt_tokens)
-    found: list[list[int]] = rng.integers(300, 2000, size).tolist()
-    return found
-
-
-async def _ask_all(url: str, model: str, prompts: Sequence[list[int]]) -> tuple[float, list[float]]:
-    """Four at a time. Returns the seconds of all, and the TTFT of each."""
-    left, ttfts = iter(prompts), list[float]()
-
-    async def ask_on() -> None:
-        for prompt in left:
-            body = {"model": model, "prompt": prompt, "max_tokens": 8, "stream": True}
-            body |= {"temperature": 0, "ignore_eos": True}
-            receiver, client = TimedReceiver(True), HttpClient(url)
-            sent_s = time.monotonic()
-            await client.post(PATH, json.dumps(body).encode(), receiver)
-            client.close()
-            if not receiver.first_s:
-                raise ServerError(f"vLLM did not answer: {receiver.end().detail}")
-            ttfts.append(receiver.first_s - sent_s)
-
-    began_s = time.monotonic()
-    await asyncio.gather(*(ask_on() for _ in range(4)))
-    return time.monotonic() - began_s, ttfts
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -357,14 +294,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    found: dict[str, Any] = {"dram": copies(args.mib << 20, args.rounds)}
     root = Path(tempfile.mkdtemp(dir=args.folder or None))
+    found: dict[str, Any] = {}
     try:
-        (root / "ssd").mkdir()
-        found["ssd"] = ssd_reads(args.mib << 20, root / "ssd")
         if args.vllm:
-            (root / "vllm").mkdir()
-            found["misses"] = misses(args, root / "vllm")
+            plan = MissPlan(args.vllm, args.model, args.rounds, args.prompts, args.prompt_tokens)
+            with running_pool(args.vllm, root, args.mib << 20) as pool:
+                found["misses"] = misses(plan, pool)
+        else:
+            found["dram"] = copies(args.mib << 20, args.rounds)
+            found["ssd"] = ssd_reads(args.mib << 20, root)
     except ServerError as error:
         sys.exit(f"error: {error}")
     finally:

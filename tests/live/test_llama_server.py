@@ -3,6 +3,7 @@ names: its answers, and its slots, saved and restored over its own death."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -63,6 +64,17 @@ class LlamaProcess:
         self.start()
         wait_until(lambda: log(front).count(OPENED) > opened)
 
+    def restart_unseen(self, front: LocalServer) -> bool:
+        """The same without that wait. Returns whether the head missed nothing: it looks every two
+        seconds, so on a busy machine it may."""
+        gone, opened = (log(front).count(text) for text in (GONE, OPENED))
+        self.kill()
+        self.start()
+        if log(front).count(GONE) == gone:
+            return True
+        wait_until(lambda: log(front).count(OPENED) > opened)
+        return False
+
     def answer(self, text: str, **more: Any) -> str:
         """Returns its answer to a request that does not use its cache."""
         body = {"prompt": text, "n_predict": 16, "temperature": 0.0, "cache_prompt": False} | more
@@ -106,9 +118,18 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("moonpool-*.slot"))
 
 
-def saved(folder: Path, count: int) -> None:
-    """Waits until this many whole slots are saved."""
-    wait_until(lambda: len(list(folder.glob("moonpool-*.note"))) >= count)
+def num_saved(folder: Path, text: str) -> int:
+    """How many whole slots are saved that begin with the text, or have it within."""
+    tokens, found = array("I", list(text.encode())).tobytes(), 0
+    for note in folder.glob("moonpool-*.note"):
+        with contextlib.suppress(FileNotFoundError):  # a longer one took its place
+            found += tokens in note.read_bytes()
+    return found
+
+
+def saved(folder: Path, *texts: str) -> None:
+    """Waits until slots with these texts are saved."""
+    wait_until(lambda: all(num_saved(folder, text) for text in texts))
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +204,7 @@ def test_conversations_come_back_after_the_death_of_the_server(
     expected = [twin.answer(text) for text in TALKS]
     answers = [said(front, text) for text in TALKS]  # in two slots
     assert answers == expected
-    saved(folder, len(TALKS))
+    saved(folder, *TALKS)
     server.restart(front)
     for text, answer in zip(TALKS, answers, strict=True):
         again = f"{text}{answer} And?"
@@ -196,7 +217,7 @@ def test_conversations_come_back_after_the_death_of_the_server(
 def test_damaged_files_are_misses(stage: Stage, twin: LlamaProcess) -> None:
     server, front, folder = stage
     said(front, TALKS[0] + "more")
-    saved(folder, 1)
+    saved(folder, TALKS[0] + "more")
     for number, path in enumerate(files(folder)):
         data = bytearray(path.read_bytes())
         if number % 2:
@@ -217,23 +238,19 @@ def test_tenants_have_slots_of_their_own(stage: Stage, twin: LlamaProcess) -> No
     text = "The same words from two houses. " * 12
     expected = twin.answer(text)
     counts = []
-    for tenant in ("one", "other", "one", "other"):
-        before = computed(server)
-        assert said(front, text, cache_salt=tenant) == expected
-        counts.append(computed(server) - before)
+    for tenants in (("one", "other"), ("one", "other")):
+        for tenant in tenants:
+            before = computed(server)
+            assert said(front, text, cache_salt=tenant) == expected
+            counts.append(computed(server) - before)
+        wait_until(lambda: num_saved(folder, text) == 2)  # a file for each; no save is under way
     assert min(counts[:2]) >= len(text) > 10 * max(counts[2:])
-    tokens = array("I", list(text.encode())).tobytes()
-
-    def count() -> int:
-        return sum(tokens in note.read_bytes() for note in folder.glob("moonpool-*.note"))
-
-    wait_until(lambda: count() == 2)  # a file for each of them
 
 
 def test_another_model_uses_none_of_the_files(stage: Stage, tmp_path: Path) -> None:
     _, front, folder = stage
     said(front, TALKS[1])
-    saved(folder, 1)
+    saved(folder, TALKS[1])
     other = tiny_llama({"": "F32"}, inter=128)
     other.metadata |= {"llama.context_length": 4096, "tokenizer.ggml.add_bos_token": False}
     model = other.write(tmp_path / "tiny.gguf")
@@ -276,11 +293,13 @@ def test_another_folder_is_found_out_and_a_model_by_a_relative_name_gets_text(
 def test_a_restart_that_nobody_saw_is_found_out(stage: Stage) -> None:
     server, front, folder = stage
     texts = [f"{number} times the restart was not seen. " * 12 for number in range(2)]
-    number = len(files(folder))
-    answers = [said(front, text) for text in texts]
-    wait_until(lambda: len(files(folder)) >= number + 2)
-    server.kill()
-    server.start()
+    for _ in range(5):
+        answers = [said(front, text) for text in texts]
+        saved(folder, *texts)
+        if server.restart_unseen(front):
+            break
+    else:
+        pytest.skip("the head has seen each restart: this machine is too busy")
     assert said(front, texts[0]) == answers[0]
     wait_until(lambda: "found 0 of" in log(front))
     before = computed(server)

@@ -261,7 +261,7 @@ class MoonpoolPool(Pool):
     """`moonpool pool serve` of this checkout, whose connector the vLLMs load from here."""
 
     @property
-    def _socket(self) -> Path:
+    def socket_path(self) -> Path:
         return self.place.folder / "pool.sock"
 
     @property
@@ -269,7 +269,7 @@ class MoonpoolPool(Pool):
         return Path("/dev/shm") / f"moonpool-bench-{os.getpid()}"
 
     def connector(self) -> dict[str, Any]:
-        config = _connector("MoonpoolConnector", {"pool": str(self._socket)})
+        config = _connector("MoonpoolConnector", {"pool": str(self.socket_path)})
         return config | {"kv_connector_module_path": "moonpool.vllm_connector"}
 
     def environment(self) -> dict[str, str]:
@@ -290,7 +290,7 @@ class MoonpoolPool(Pool):
         return (
             (
                 *(sys.executable, "-m", "moonpool", "pool", "serve"),
-                *("--socket", str(self._socket)),
+                *("--socket", str(self.socket_path)),
                 *("--dram", f"{self.place.dram_gib:g}GiB", "--ssd", SSD),
                 *("--folder", str(self.place.folder / "files")),
                 *("--memory-folder", str(self._memory)),
@@ -303,7 +303,7 @@ class MoonpoolPool(Pool):
 
     def is_ready(self, number: int) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
-            return probe.connect_ex(str(self._socket)) == 0
+            return probe.connect_ex(str(self.socket_path)) == 0
 
 
 POOLS: dict[PoolName, Callable[[PoolPlace], Pool]] = {

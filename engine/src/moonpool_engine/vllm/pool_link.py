@@ -38,6 +38,7 @@ from moonpool.host_pool.messages import (
 )
 from moonpool.retry_delays import RetryDelays
 from moonpool.types import MALFORMED
+from moonpool_engine.vllm.thread_cores import leave_bound_core
 
 log = logging.getLogger("moonpool.vllm_connector")
 
@@ -183,6 +184,7 @@ class PoolLink:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
+        leave_bound_core()
         num_failures = 0
         while not self._stopping.is_set():
             try:

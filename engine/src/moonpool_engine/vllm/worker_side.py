@@ -25,6 +25,7 @@ import numpy as np
 from moonpool_engine.vllm.block_kinds import Places
 from moonpool_engine.vllm.space_client import SpaceClient
 from moonpool_engine.vllm.step_waits import StepWaits
+from moonpool_engine.vllm.thread_cores import leave_bound_core
 from moonpool_engine.vllm.transfers import LoadSpec, StepTransfers, StoreSpec, TransfersEnded
 
 log = logging.getLogger("moonpool.vllm_connector")
@@ -44,7 +45,7 @@ class WorkerSide:
     def __init__(self, spaces: Sequence[SpaceClient]) -> None:
         self.spaces = spaces
         self._block_bytes = sum(space.block_bytes for space in spaces)
-        self._loads = ThreadPoolExecutor(1, "moonpool-load")
+        self._loads = ThreadPoolExecutor(1, "moonpool-load", leave_bound_core)
         self._loading: Future[None] | None = None
         self._lock = threading.Condition()  # guards what follows
         self._loaded: set[str] = set()  # requests whose loads have ended
@@ -237,6 +238,7 @@ class WorkerSide:
             del self._pending[spec.req_id]
 
     def _store_all(self) -> None:
+        leave_bound_core()
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STORE_NICE)
         while True:

@@ -56,8 +56,7 @@ uint64_t finish(const Lanes& lanes, int64_t size) {
 }
 
 // The xxh3_64 of N slices of `size` bytes. With STREAM they are copied as they are read, so what was
-// summed is what was copied, whatever the peer does to its memory meanwhile. Two at a time keep
-// twice as many cache lines under way.
+// summed is what was copied, whatever the peer does to its memory meanwhile.
 template <Move MOVE, int N>
 MP_INLINE void pass(Passage* passages, int64_t size) {
     Lanes lanes[N];
@@ -74,6 +73,15 @@ MP_INLINE void pass(Passage* passages, int64_t size) {
     for (int64_t i = 0; i < left; ++i, at += STRIPE) take(at, SECRET + 8 * i);
     take(at, SECRET + LAST_KEY);
     for (int n = 0; n < N; ++n) passages[n].sum = finish(lanes[n], size);
+}
+
+// Copies `count` slices, at most `N`: several at a time keep more cache lines under way.
+constexpr int64_t TOGETHER = 4;
+template <int N = TOGETHER>
+void copy_together(Passage* passages, int64_t count, int64_t size) {
+    if constexpr (N > 1)
+        if (count < N) return copy_together<N - 1>(passages, count, size);
+    pass<STREAM, N>(passages, size);
 }
 
 uint64_t sum_slice(const char* from, int64_t size) {
@@ -166,20 +174,17 @@ MP_EXPORT(moonpool_slices_copy)(const Offer* offers, int64_t count, const Table*
     const Table& t = *table;
     for (int64_t i = 0; i < count; ++i)
         if (!expected(t, offers[i]) || !within(offers[i].block, from_blocks)) return OUTSIDE;
-    Passage pair[2];
-    for (int64_t i = 0; i < count; i += 2) {
-        const int64_t width = least(2, count - i);
+    Passage group[TOGETHER];
+    for (int64_t i = 0; i < count; i += TOGETHER) {
+        const int64_t width = least(TOGETHER, count - i);
         for (int64_t n = 0; n < width; ++n) {
             const Offer& offer = offers[i + n];
-            pair[n].from = from + (offer.block * t.layers + offer.layer) * t.slice_bytes;
-            pair[n].to = t.base + number_of(t, offer) * t.slice_bytes;
+            group[n].from = from + (offer.block * t.layers + offer.layer) * t.slice_bytes;
+            group[n].to = t.base + number_of(t, offer) * t.slice_bytes;
         }
-        if (width == 2)
-            pass<STREAM, 2>(pair, t.slice_bytes);
-        else
-            pass<STREAM, 1>(pair, t.slice_bytes);
+        copy_together(group, width, t.slice_bytes);
         for (int64_t n = 0; n < width; ++n)
-            *corrupt += !verify(t, offers[i + n], pair[n].sum, true);
+            *corrupt += !verify(t, offers[i + n], group[n].sum, true);
     }
     publish();
     return DONE;
@@ -189,15 +194,12 @@ MP_EXPORT(moonpool_slices_copy)(const Offer* offers, int64_t count, const Table*
 // of 64. `sums` gets what was copied.
 MP_EXPORT(moonpool_slices_move)(const char* const* from, char* const* to, uint64_t* sums,
                                 int64_t count, int64_t size) {
-    Passage pair[2];
-    for (int64_t i = 0; i < count; i += 2) {
-        const int64_t width = least(2, count - i);
-        for (int64_t n = 0; n < width; ++n) pair[n] = {from[i + n], to[i + n], 0};
-        if (width == 2)
-            pass<STREAM, 2>(pair, size);
-        else
-            pass<STREAM, 1>(pair, size);
-        for (int64_t n = 0; n < width; ++n) sums[i + n] = pair[n].sum;
+    Passage group[TOGETHER];
+    for (int64_t i = 0; i < count; i += TOGETHER) {
+        const int64_t width = least(TOGETHER, count - i);
+        for (int64_t n = 0; n < width; ++n) group[n] = {from[i + n], to[i + n], 0};
+        copy_together(group, width, size);
+        for (int64_t n = 0; n < width; ++n) sums[i + n] = group[n].sum;
     }
     publish();
     return DONE;
