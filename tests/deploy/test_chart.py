@@ -13,6 +13,7 @@ import yaml
 
 from moonpool.api.metrics.catalogue import CATALOGUE
 from moonpool.config.parse import parse_config
+from moonpool.discovery.endpoint import MAX_RANKS, labelled_endpoint
 from tests.deploy.chart import (
     CHART,
     NAMESPACE,
@@ -192,6 +193,23 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
     (rule,) = by_name["demo-moonpool-clients"]["ingress"]
     assert rule["from"] == values["networkPolicy"]["clients"]
     assert [port["port"] for port in rule["ports"]] == ["http"]
+
+
+def test_labels_of_a_server_tell_a_picker_where_its_events_are() -> None:
+    """So far from each other that each rank of a server with several has a port of its own."""
+    values = values_of(CHART / "ci" / "gateway-values.yaml")
+    for follows in (True, False):
+        values["vllm"]["kvEvents"] = follows
+        (server,) = [
+            each for each in workloads(render(values)) if "vllm" in each["metadata"]["name"]
+        ]
+        pod = server["spec"]["template"]
+        found = labelled_endpoint("a", "10.0.0.1", 8100, pod["metadata"]["labels"])
+        assert found is not None
+        told = [word for word in containers(server)[0]["args"] if "--kv-events-config" in word]
+        ports = [f"tcp://*:{port}" for port in (found.events_port, found.replay_port)]
+        assert bool(told) == follows and all(port in told[0] for port in ports if follows)
+        assert abs(found.events_port - found.replay_port) >= MAX_RANKS or not follows
 
 
 def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
