@@ -13,7 +13,7 @@ import yaml
 
 from moonpool.api.metrics.catalogue import CATALOGUE
 from moonpool.config.parse import parse_config
-from moonpool.discovery.endpoint import MAX_RANKS, labelled_endpoint
+from moonpool.discovery.endpoint import labelled_endpoint
 from tests.deploy.chart import (
     CHART,
     NAMESPACE,
@@ -174,7 +174,7 @@ def test_pods_are_closed_probed_and_given_time_to_drain(path: Path) -> None:
             line = " ".join([*container["command"], *container["args"]])
             assert "preStop" not in container.get("lifecycle", {})
             assert not re.search(r"sk-|secret=|api-key=", line), "visible to all of the machine"
-            if container["name"] in ("head", "worker"):
+            if container["name"].partition("-")[0] in ("head", "worker"):
                 paths = [
                     container[f"{kind}Probe"]["httpGet"]["path"]
                     for kind in ("startup", "liveness", "readiness")
@@ -195,21 +195,28 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
     assert [port["port"] for port in rule["ports"]] == ["http"]
 
 
-def test_labels_of_a_server_tell_a_picker_where_its_events_are() -> None:
-    """So far from each other that each rank of a server with several has a port of its own."""
+def test_workers_and_labels_of_a_server_name_its_ranks_and_events() -> None:
+    """Each rank has ports of its own, and a worker that knows them; a picker reads the labels."""
     values = values_of(CHART / "ci" / "gateway-values.yaml")
-    for follows in (True, False):
-        values["vllm"]["kvEvents"] = follows
-        (server,) = [
-            each for each in workloads(render(values)) if "vllm" in each["metadata"]["name"]
-        ]
-        pod = server["spec"]["template"]
-        found = labelled_endpoint("a", "10.0.0.1", 8100, pod["metadata"]["labels"])
-        assert found is not None
-        told = [word for word in containers(server)[0]["args"] if "--kv-events-config" in word]
-        ports = [f"tcp://*:{port}" for port in (found.events_port, found.replay_port)]
-        assert bool(told) == follows and all(port in told[0] for port in ports if follows)
-        assert abs(found.events_port - found.replay_port) >= MAX_RANKS or not follows
+    for ranks, follows in ((1, True), (1, False), (64, True), (2, False)):
+        values["vllm"] = {"mixed": {"replicas": 1, "ranks": ranks}, "kvEvents": follows}
+        rendered = workloads(render(values))
+        (server,) = [each for each in rendered if "vllm" in each["metadata"]["name"]]
+        labels = server["spec"]["template"]["metadata"]["labels"]
+        found = labelled_endpoint("a", "127.0.0.1", 8100, labels)
+        assert found is not None and found.num_ranks == ranks
+        vllm, *workers = containers(server)
+        lines = [dict(word.split("=", 1) for word in one["args"][1:]) for one in workers]
+        assert [line["--vllm"] for line in lines] == [each.place for each in found.ranks()]
+        ports = [port["containerPort"] for one in workers for port in one["ports"]]
+        assert [int(line["--health"].rpartition(":")[2]) for line in lines] == ports
+        assert len({line["--name"] for line in lines}) == len(set(ports)) == ranks
+        told = [word for word in vllm["args"] if "--kv-events-config" in word]
+        own = [f"tcp://*:{port}" for port in (found.events_port, found.replay_port)]
+        assert bool(told) == follows and all(port in told[0] for port in own if follows)
+        assert (f"--data-parallel-size={ranks}" in vllm["args"]) == (ranks > 1)
+        events = {port for each in found.ranks() for port in (each.events_port, each.replay_port)}
+        assert len(events) == 2 * ranks or not follows
 
 
 def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
