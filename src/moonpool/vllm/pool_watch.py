@@ -234,7 +234,8 @@ class PoolWatch:
 
     async def _ask(self, name: str, message: ClientMessage, timeout_s: float) -> Found | Fetched:
         """Raises TimeoutError, or CancelledError if the pool is gone."""
-        future = self._answers[name] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Found | Fetched] = asyncio.get_running_loop().create_future()
+        self._answers[name] = future
         self._send(message)
         try:
             async with asyncio.timeout(timeout_s):
