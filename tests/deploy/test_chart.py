@@ -330,6 +330,14 @@ def test_values_and_schema_have_the_same_names() -> None:
             assert set(fields) - set(value) <= optional, name
 
 
+def test_the_readme_installs_as_the_guide_and_names_each_set() -> None:
+    readme, guide = ((ROOT / name).read_text() for name in (CHART / "README.md", "docs/cluster.md"))
+    begin = "podman build"
+    install = guide[guide.index(begin) : guide.index("```", guide.index(begin))]
+    assert install in readme
+    assert set(re.findall(r"`ci/(.*?)`", readme)) == {path.name for path in VALUES}
+
+
 def test_every_value_has_a_comment() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     for number, line in enumerate(lines):
