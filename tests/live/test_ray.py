@@ -62,15 +62,10 @@ def expected(served: OnRay) -> list[str]:
     return [whole(url, body)[0] for body in BODIES]
 
 
-def stream_while(
-    served: OnRay,
-    harm: Callable[[str], None],
-    bodies: list[Body] = BODIES,
-    instances: int = INSTANCES,
-) -> list[str]:
+def stream_while(served: OnRay, harm: Callable[[str], None]) -> list[str]:
     """Streams all bodies, and does harm when the slowest has some tokens. Returns their texts."""
-    urls = served.wait_until_up(instances)
-    streams = [LastingStream(urls, "/v1/completions", body) for body in bodies]
+    urls = served.wait_until_up(INSTANCES)
+    streams = [LastingStream(urls, "/v1/completions", body) for body in BODIES]
     deadline = time.monotonic() + WAIT_S
     while min(len(stream.chunks) for stream in streams) < 5:
         assert time.monotonic() < deadline
