@@ -20,7 +20,7 @@ from benchmarks.cli.page_section import PageSection
 from benchmarks.markdown import measured_by, plain, table
 
 FOLDER = ROOT / "benchmarks" / "results"
-RESULTS = (FOLDER / "routers.json", FOLDER / "routers-agents.json")
+RESULTS = tuple(FOLDER / f"routers{of}.json" for of in ("", "-agents", "-vllm"))
 PAGE = ROOT / "docs" / "routers.md"
 SECTION = PageSection(
     "<!-- bench routers: begin -->",

@@ -253,7 +253,10 @@ class Loopback:
             for container in ending:
                 container.process.send_signal(signal.SIGTERM)
             for container in ending:
-                container.process.wait(max(deadline - time.monotonic(), 0.1))
+                try:
+                    container.process.wait(max(deadline - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    raise AssertionError(f"{container.name}: {container.said()}") from None
                 container.process = None
 
     def kill(self) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from moonpool.api.metrics.catalogue import CATALOGUE
 from moonpool.config.parse import parse_config
+from moonpool.discovery.endpoint import labelled_endpoint
 from tests.deploy.chart import (
     CHART,
     NAMESPACE,
@@ -173,7 +174,7 @@ def test_pods_are_closed_probed_and_given_time_to_drain(path: Path) -> None:
             line = " ".join([*container["command"], *container["args"]])
             assert "preStop" not in container.get("lifecycle", {})
             assert not re.search(r"sk-|secret=|api-key=", line), "visible to all of the machine"
-            if container["name"] in ("head", "worker"):
+            if container["name"].partition("-")[0] in ("head", "worker"):
                 paths = [
                     container[f"{kind}Probe"]["httpGet"]["path"]
                     for kind in ("startup", "liveness", "readiness")
@@ -192,6 +193,30 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
     (rule,) = by_name["demo-moonpool-clients"]["ingress"]
     assert rule["from"] == values["networkPolicy"]["clients"]
     assert [port["port"] for port in rule["ports"]] == ["http"]
+
+
+def test_workers_and_labels_of_a_server_name_its_ranks_and_events() -> None:
+    """Each rank has ports of its own, and a worker that knows them; a picker reads the labels."""
+    values = values_of(CHART / "ci" / "gateway-values.yaml")
+    for ranks, follows in ((1, True), (1, False), (64, True), (2, False)):
+        values["vllm"] = {"mixed": {"replicas": 1, "ranks": ranks}, "kvEvents": follows}
+        rendered = workloads(render(values))
+        (server,) = [each for each in rendered if "vllm" in each["metadata"]["name"]]
+        labels = server["spec"]["template"]["metadata"]["labels"]
+        found = labelled_endpoint("a", "127.0.0.1", 8100, labels)
+        assert found is not None and found.num_ranks == ranks
+        vllm, *workers = containers(server)
+        lines = [dict(word.split("=", 1) for word in one["args"][1:]) for one in workers]
+        assert [line["--vllm"] for line in lines] == [each.place for each in found.ranks()]
+        ports = [port["containerPort"] for one in workers for port in one["ports"]]
+        assert [int(line["--health"].rpartition(":")[2]) for line in lines] == ports
+        assert len({line["--name"] for line in lines}) == len(set(ports)) == ranks
+        told = [word for word in vllm["args"] if "--kv-events-config" in word]
+        own = [f"tcp://*:{port}" for port in (found.events_port, found.replay_port)]
+        assert bool(told) == follows and all(port in told[0] for port in own if follows)
+        assert (f"--data-parallel-size={ranks}" in vllm["args"]) == (ranks > 1)
+        events = {port for each in found.ranks() for port in (each.events_port, each.replay_port)}
+        assert len(events) == 2 * ranks or not follows
 
 
 def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
@@ -303,6 +328,14 @@ def test_values_and_schema_have_the_same_names() -> None:
             optional = {"nodeSelector", "tolerations", "affinity", "labels"}
             assert set(value) <= set(fields), name
             assert set(fields) - set(value) <= optional, name
+
+
+def test_the_readme_installs_as_the_guide_and_names_each_set() -> None:
+    readme, guide = ((ROOT / name).read_text() for name in (CHART / "README.md", "docs/cluster.md"))
+    begin = "podman build"
+    install = guide[guide.index(begin) : guide.index("```", guide.index(begin))]
+    assert install in readme
+    assert set(re.findall(r"`ci/(.*?)`", readme)) == {path.name for path in VALUES}
 
 
 def test_every_value_has_a_comment() -> None:

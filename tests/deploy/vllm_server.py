@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--kv-transfer-config", type=json.loads, default={})
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--data-parallel-size", type=int, default=0)
     given = parser.parse_args()
     if given.kv_transfer_config:
         assert os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]
@@ -33,6 +34,7 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     stub = VllmStub(name, root=given.model, max_model_len=given.max_model_len, port=given.port)
+    stub.num_ranks = given.data_parallel_size
     stub.start()
     ended.wait()
     stub.stop()

@@ -107,6 +107,7 @@ def test_a_front_starts_without_a_server(tmp_path: Path) -> None:
         with LocalServer(["--vllm-endpoints", str(path), *EASY]) as server:
             wait_for(server, stub)
             assert complete(server) == tokens_after(PROMPT, 3)
+            assert f"{path} lists no server: is it the right name" in "\n".join(server.log_lines())
 
 
 @pytest.mark.parametrize(

@@ -515,10 +515,11 @@ def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context(
 def test_events_that_do_not_come_are_said_and_the_cache_is_assumed() -> None:
     pytest.importorskip("zmq")
     stub, port = VllmStub("m"), free_port()
-    stub.sources = {"0": {"endpoint": f"tcp://127.0.0.1:{port}"}}
+    stub.num_ranks = 2
+    stub.sources = {"0": {"endpoint": "tcp://*:1"}, "1": {"endpoint": f"tcp://127.0.0.1:{port}"}}
     with ExitStack() as stack:
         stack.enter_context(stubs(stub))
-        words = ["--vllm", f"{stub.url},tcp://127.0.0.1:{port}", *EASY]
+        words = ["--vllm", f"{stub.url}@1,tcp://127.0.0.1:{port}", *EASY]
         server = stack.enter_context(LocalServer(words))
         complete(server)
         again = complete(server)

@@ -343,6 +343,17 @@ def _unsafe_calls(path: Path) -> Iterator[str]:
                 yield f"{place}: passes shell="
 
 
+def test_no_wait_swallows_its_cancellation() -> None:
+    """`asyncio.wait_for` of Python 3.11 does if what it waits for ends in the same turn.
+    `asyncio.timeout` does not."""
+    report(
+        f"{name_of(path)}:{call.lineno}: calls wait_for(): use asyncio.timeout"
+        for path in SOURCES
+        for call in calls_of(path)
+        if ast.unparse(call.func) == "asyncio.wait_for"
+    )
+
+
 def test_files_and_functions_stay_short() -> None:
     report(v for path in ALL for v in _too_long(path))
 

@@ -231,4 +231,4 @@ def open_sources(
         found.append(InferencePool(server, pool_namespace or own_namespace(), pool_name))
     if len(found) == 1 and not isinstance(found[0], DnsName):
         return found[0]  # it says at once why it cannot begin; a name may not be there yet
-    return Sources(found)
+    return Sources(found, [*listed, *dns_names, *filter(None, [pool_name])])

@@ -68,8 +68,9 @@ class ApiServer:
         host, port = (environment.get(f"KUBERNETES_SERVICE_{each}") for each in ("HOST", "PORT"))
         if not host:
             raise SourceError(
-                "this is no pod of a Kubernetes cluster (KUBERNETES_SERVICE_HOST is not set): name"
-                " the API of `kubectl proxy`, or another source of servers"
+                "this is no pod of a Kubernetes cluster (KUBERNETES_SERVICE_HOST is not set): run"
+                " `kubectl proxy`, and add &api=http://127.0.0.1:8001 to the source, or give"
+                " --kube-url to `moonpool epp`"
             )
         host = f"[{host}]" if ":" in host else host
         return cls(f"https://{host}:{port or 443}", ACCOUNT / "token", ACCOUNT / "ca.crt")

@@ -57,17 +57,24 @@ def open_source(source: Source) -> CheckedSource:
 class Sources:
     """Several sources as one. Of two endpoints with one name, that of the earlier source counts."""
 
-    def __init__(self, sources: Sequence[EndpointSource]) -> None:
-        self._sources = sources
+    def __init__(self, sources: Sequence[EndpointSource], names: Sequence[str]) -> None:
+        """`names`: what was written for each."""
+        self._sources, self._names = sources, names
         self._heard: dict[int, Listing] = {}
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """Like `EndpointSource.follow`. A source that cannot begin is tried again, while the others
         count."""
 
+        notices = [Notice(log) for _ in self._sources]
+
         def hear(number: int, listing: Listing) -> None:
             self._heard[number] = listing
             update(self._joined())
+            text = (
+                f"{self._names[number]} lists no server: is it the right name, or is none up yet?"
+            )
+            notices[number].say("" if listing.endpoints else text)
 
         async with asyncio.TaskGroup() as group:
             for number, source in enumerate(self._sources):

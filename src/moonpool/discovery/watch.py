@@ -38,7 +38,7 @@ class Discovery:
         drain: Callable[[Endpoint], None],
     ) -> None:
         """Raises SourceError for what is not a source."""
-        self._sources = Sources([open_source(parse_source(text)) for text in sources])
+        self._sources = Sources([open_source(parse_source(text)) for text in sources], sources)
         self._join = join
         self._drain = drain
         self._listing = Listing(is_whole=False)

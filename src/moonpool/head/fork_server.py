@@ -288,7 +288,8 @@ async def _end(process: ChildProcess) -> None:
     if is_stopped(process.pid):
         process.kill()
     try:
-        await asyncio.wait_for(process.wait(), END_S)
+        async with asyncio.timeout(END_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -90,7 +90,8 @@ class ServingProcess:
             theirs.close()  # so that ours ends with the process
             code = await self.process.wait()
             with contextlib.suppress(TimeoutError):  # what it has still sent
-                await asyncio.wait_for(silent.wait(), LAST_PACKETS_S)
+                async with asyncio.timeout(LAST_PACKETS_S):
+                    await silent.wait()
             number = self.held.culprits.judge(code, self.held)
             if number is not None:
                 log.warning("%s ended while it worked on call %d", self.name, number)
@@ -117,7 +118,8 @@ class ServingProcess:
         if process is None:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await process.wait()
         self.kill()
 
     def kill(self) -> None:

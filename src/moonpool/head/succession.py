@@ -86,7 +86,8 @@ async def try_state(state: SupervisorState) -> None:
             pass_fds=(fd,),
         )
         try:
-            _, said = await asyncio.wait_for(trial.communicate(), TRIAL_S)
+            async with asyncio.timeout(TRIAL_S):
+                _, said = await trial.communicate()
         except TimeoutError:
             trial.kill()
             raise SuccessionError(f"a trial of it took longer than {TRIAL_S:g} s") from None

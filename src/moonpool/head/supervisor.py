@@ -132,7 +132,8 @@ class Supervisor:
     async def _keep_head(self, stop: asyncio.Event) -> None:
         async def wait(seconds: float) -> None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await stop.wait()
 
         async def live() -> int | None:
             return None if stop.is_set() else await self._run_head(stop)

@@ -121,12 +121,16 @@ class VllmClient:
             return response.status
 
     async def event_sources(self) -> dict[str, Any] | None:
-        """Reads where the server publishes its KV events, by rank, or None if it does not tell."""
+        """Reads where the server publishes its KV events, or this rank of it, by the names of
+        ranks; None if it does not tell."""
         try:
             found = msgspec.json.decode(await self.get("/kv_event_sources", optional=True))
         except (VllmError, *MALFORMED):
             return None
-        return found if isinstance(found, dict) else None
+        if not isinstance(found, dict) or self.rank is None:
+            return found if isinstance(found, dict) else None
+        names = sorted(found, key=lambda name: (len(name), name))  # may begin above 0
+        return {name: found[name] for name in names[self.rank : self.rank + 1]}
 
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
         """Yields the parts of a response to a client's own body: each event of a stream, or the

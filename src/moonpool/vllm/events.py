@@ -269,7 +269,8 @@ class EventReader:
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
-                frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_S)
+                async with asyncio.timeout(REPLAY_S):
+                    frames = await socket.recv_multipart()
                 if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
                     return False
                 number = int.from_bytes(frames[-2], "big", signed=True)

@@ -47,7 +47,8 @@ class OfferWatch:
             except (VllmError, DialectError):
                 pass  # whether it is well is watched elsewhere
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), every_s)
+                async with asyncio.timeout(every_s):
+                    await self._due.wait()
                 await asyncio.sleep(LEAST_S)  # many calls may miss the same adapter
             self._due.clear()
 

@@ -83,7 +83,8 @@ class PoolWatch:
     async def settled(self, timeout_s: float) -> None:
         """Returns when the pool has been found, or at the end of this time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._has_group.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._has_group.wait()
 
     async def run(self) -> None:
         """Looks for the pool and follows it, until it is cancelled."""
@@ -114,15 +115,15 @@ class PoolWatch:
 
     async def _follow(self) -> None:
         """Serves one connection. Raises ValueError and what sockets raise."""
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_unix_connection(str(self._path)), CONNECT_S
-        )
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_unix_connection(str(self._path))
         try:
             if not is_own_user(writer.get_extra_info("socket")):
                 raise ValueError("its socket is another user's")
             self._writer = writer
             self._send(JoinPool(protocol=PROTOCOL))
-            hello = await asyncio.wait_for(read_message(reader, FROM_POOL), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                hello = await read_message(reader, FROM_POOL)
             if isinstance(hello, PoolRefused):
                 raise ValueError(hello.error)
             if not isinstance(hello, PoolJoinAccepted):
@@ -233,10 +234,12 @@ class PoolWatch:
 
     async def _ask(self, name: str, message: ClientMessage, timeout_s: float) -> Found | Fetched:
         """Raises TimeoutError, or CancelledError if the pool is gone."""
-        future = self._answers[name] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Found | Fetched] = asyncio.get_running_loop().create_future()
+        self._answers[name] = future
         self._send(message)
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await future
         finally:
             self._answers.pop(name, None)
 

@@ -108,7 +108,7 @@ async def follow(monkeypatch: pytest.MonkeyPatch) -> None:
         seen: asyncio.Queue[Listing] = asyncio.Queue()
         texts = ("_v._tcp.example", "prefill=_p._tcp.example")
         names = [DnsName(read_dns_name(text), settings) for text in texts]
-        task = asyncio.create_task(Sources(names).follow(seen.put_nowait))
+        task = asyncio.create_task(Sources(names, texts).follow(seen.put_nowait))
 
         def at(listing: Listing) -> list[str]:
             return sorted(each.address for each in listing.endpoints)

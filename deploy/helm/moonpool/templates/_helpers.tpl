@@ -193,17 +193,19 @@ readinessProbe:
   failureThreshold: 2
 {{- end -}}
 
-{{- /* The container that joins the head: (dict "root" $ "role" "decode" "extra" list "resources" map) */ -}}
+{{- /* The container that joins the head: (dict "root" $ "role" "decode" "extra" list "resources" map); beside
+       a server with several data-parallel ranks one for each: "rank" 0 "ranked" true */ -}}
 {{- define "moonpool.worker" -}}
-- name: worker
+{{- $suffix := ternary "" (printf "-%v" .rank) (empty .rank) }}
+- name: worker{{ $suffix }}
   {{- include "moonpool.image" (dict "root" .root "image" .root.Values.image) | nindent 2 }}
   command: [moonpool]
   args:
     - worker
     - --role={{ .role }}
-    - --name=$(POD_NAME)
+    - --name=$(POD_NAME){{ if .ranked }}.{{ .rank }}{{ end }}
     - --head={{ include "moonpool.fullname" .root }}-head:8001
-    - --health=0.0.0.0:8002
+    - --health=0.0.0.0:{{ add 8002 (.rank | default 0) }}
     - --drain-seconds={{ .root.Values.drainSeconds }}
     {{- if .root.Values.tls.clusterSecret }}
     {{- include "moonpool.peerTlsArgs" . | nindent 4 }}
@@ -218,8 +220,8 @@ readinessProbe:
     {{- include "moonpool.env" .root | nindent 4 }}
     {{- with .env }}{{ toYaml . | nindent 4 }}{{ end }}
   ports:
-    - {name: health, containerPort: 8002}
-  {{- include "moonpool.probes" (dict "port" "health" "startSeconds" .root.Values.startSeconds) | nindent 2 }}
+    - {name: health{{ $suffix }}, containerPort: {{ add 8002 (.rank | default 0) }}}
+  {{- include "moonpool.probes" (dict "port" (print "health" $suffix) "startSeconds" .root.Values.startSeconds) | nindent 2 }}
   resources: {{- toYaml .resources | nindent 4 }}
   securityContext: {{- include "moonpool.containerSecurity" . | nindent 4 }}
   volumeMounts:

@@ -123,7 +123,8 @@ class PoolServer:
                 client.send(PoolRefused(error=problem))
                 return
             self._clients.add(client)
-            message = await asyncio.wait_for(read_message(reader, TO_POOL), FIRST_S)
+            async with asyncio.timeout(FIRST_S):
+                message = await read_message(reader, TO_POOL)
             if not await self._greet(client, message):
                 return
             while True:

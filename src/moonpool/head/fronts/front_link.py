@@ -470,7 +470,8 @@ class FrontLinks:
             self._waiting[number] = found
             each.send(FetchAnswer(number, fetch.name, fetch.displaces))
             try:
-                known = await asyncio.wait_for(found, FETCH_S)
+                async with asyncio.timeout(FETCH_S):
+                    known = await found
             except TimeoutError:
                 known = b""
             finally:

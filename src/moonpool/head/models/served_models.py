@@ -162,7 +162,8 @@ class ServedModels:
         if self._settings.config.vllm.first in ("", instance_id):
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_first.wait(), FIRST_S)
+            async with asyncio.timeout(FIRST_S):
+                await self._has_first.wait()
 
     async def expect_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
         """Like `of_offer`, for an offer that an earlier head has left. Must be called before any
