@@ -10,8 +10,10 @@ ends when its last stage ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, StepCost
@@ -197,14 +199,14 @@ class SimEngine:
             held.ended = StepEnded((), 0.0, missed)
             return
         self._free_s[0] = self._clock.now + held.layer_s
-        ended = replace(held.ended, missed=missed)
+        ended = msgspec.structs.replace(held.ended, missed=missed)
         self._clock.at(self._free_s[0], Priority.STEP_END, self._end, ended)
 
     def _end_held(self, held: _Held, ended: StepEnded) -> None:
         if held.ended is None:
             held.ended = ended
         else:
-            self._end(replace(ended, missed=held.ended.missed))
+            self._end(msgspec.structs.replace(ended, missed=held.ended.missed))
 
     def stop_repeating(self) -> None:
         """Ends the repeated step at the end of the current repetition."""
