@@ -156,10 +156,11 @@ class SimEngine:
         for entry in entries:
             length = len(entry.new_token_ids)
             num_tokens += length
-            if length == 1 + entry.num_drafts and entry.draw is not None and entry.generated:
+            generated = entry.generated
+            if generated and length == 1 + entry.num_drafts and entry.draw is not None:
                 batch += length
                 context_tokens += entry.start + 1
-                begins = begins or len(entry.generated) == 1
+                begins = begins or len(generated) == 1
             else:
                 chunks.append(self._chunk(entry, length))
                 owners.append(entry.attempt_id)
@@ -178,9 +179,19 @@ class SimEngine:
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
             self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
-        drawn = [self._draw(entry) for entry in entries]
-        tokens = tuple([found[0] if found else None for found in drawn])
-        further = {index: found[1:] for index, found in enumerate(drawn) if len(found) > 1}
+        tokens: list[Token | None] = []
+        further: dict[int, tuple[Token, ...]] = {}
+        for index, entry in enumerate(entries):
+            if entry.draw is None:
+                tokens.append(None)
+            elif not entry.num_drafts:
+                left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
+                tokens.append(ANY_TOKEN if left > 1 else EOS)
+            else:
+                first, *others = self._draw(entry)
+                tokens.append(first)
+                if others:
+                    further[index] = tuple(others)
         ended = StepEnded(tokens, end_s - start_s, further=further, drafted=drafted)
         if held_layers:
             assert self._cost.num_stages == 1
@@ -325,8 +336,7 @@ class SimEngine:
             figures.outside_decode_tokens += decoded
 
     def _draw(self, entry: StepEntry) -> tuple[Token, ...]:
-        if entry.draw is None:
-            return ()
+        """The token of an entry with drafts, and those of its drafts that are right."""
         left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
         num_tokens = 1
         right = self._acceptance.right
