@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from random import Random
 
 import pytest
@@ -10,7 +9,6 @@ from conductor_desk import Desk, of
 
 from moonpool.conductor.actions import ConductorAction, Send, Tick
 from moonpool.conductor.forecast.turn_forecast import AGE_LIMITS_S, TurnForecast, session_class
-from moonpool.conductor.placement import prefetching
 from moonpool.protocol.block_layout import block_keys, root_key
 from moonpool.protocol.messages import (
     BlocksChanged,
@@ -121,14 +119,3 @@ def test_prefetching_can_be_switched_off() -> None:
     sessions = Sessions(prefetch=False)
     sessions.run(num_turns=5)
     assert not sessions.prefetched
-
-
-def test_sessions_that_are_given_up_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetching, "MAX_WAITING_BLOCKS", 8)
-    monkeypatch.setattr(prefetching, "MIN_TO_SORT_OUT", 16)
-    sessions = Sessions()
-    for number in range(120):
-        sessions.turn(number, 1)
-    kept = [one for one in gc.get_objects() if type(one).__name__ == "_Session"]
-    assert 0 < len(kept) <= 2 * 8 + 16
-    sessions.desk.conductor.validate()

@@ -43,9 +43,6 @@ MAX_PREFETCHES = 2
 MAX_EXAMINED = 32
 """Sessions that one tick examines at most."""
 MAX_TO_EXAMINE = 1024
-MIN_TO_SORT_OUT = 1024
-"""Sessions that no longer wait are dropped once there are more of them than this and than those
-that wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +67,6 @@ class Prefetching(ClusterObserver):
         self._num_blocks = 0
         # By range of ages, in the order in which they reach its end. Some of them no longer wait.
         self._by_age: list[deque[_Session]] = [deque() for _ in AGE_LIMITS_S]
-        self._num_by_age = 0
         self._to_examine: deque[_Session] = deque(maxlen=MAX_TO_EXAMINE)
         self._demoted_rate = RunningMean(0.0)
         self._demoted_age_s = RunningMean(0.0)
@@ -102,12 +98,9 @@ class Prefetching(ClusterObserver):
         session = _Session(keys, now, num_turns, of)
         self._waiting[leaf] = session
         self._by_age[0].append(session)
-        self._num_by_age += 1
         self._num_blocks += len(keys)
         while self._num_blocks > MAX_WAITING_BLOCKS:
             self._forget(next(iter(self._waiting)))
-        if self._num_by_age > 2 * len(self._waiting) + MIN_TO_SORT_OUT:
-            self._sort_out()
 
     def blocks_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
         waiting = self._waiting
@@ -137,13 +130,11 @@ class Prefetching(ClusterObserver):
             sessions = self._by_age[number]
             while sessions and sessions[0].since_s + limit_s <= now:
                 session = sessions.popleft()
-                self._num_by_age -= 1
                 if not session.waiting:
                     continue
                 self.forecast.note_passed(session.of, number)
                 if number + 1 < len(AGE_LIMITS_S):
                     self._by_age[number + 1].append(session)
-                    self._num_by_age += 1
                 if session.demoted and session.num_prefetches < MAX_PREFETCHES:
                     self._to_examine.append(session)
 
@@ -168,11 +159,6 @@ class Prefetching(ClusterObserver):
             return None
         return Send(instance_id, PrefetchBlocks(keys=tuple(session.keys[: match.deepest])))
 
-    def _sort_out(self) -> None:
-        """Drops sessions that no longer wait, which would have kept their keys for an hour."""
-        self._by_age = [deque(one for one in each if one.waiting) for each in self._by_age]
-        self._num_by_age = sum(map(len, self._by_age))
-
     def _forget(self, leaf: BlockKey) -> None:
         session = self._waiting.pop(leaf)
         session.waiting = False
@@ -182,4 +168,3 @@ class Prefetching(ClusterObserver):
         """Asserts that the number of blocks is right and within its bound."""
         assert self._num_blocks == sum(len(one.keys) for one in self._waiting.values())
         assert self._num_blocks <= MAX_WAITING_BLOCKS
-        assert self._num_by_age == sum(map(len, self._by_age))
