@@ -192,7 +192,7 @@ class SimEngine:
                 tokens.append(first)
                 if others:
                     further[index] = tuple(others)
-        ended = StepEnded(tokens, end_s - start_s, further=further, drafted=drafted)
+        ended = StepEnded(tuple(tokens), end_s - start_s, further=further, drafted=drafted)
         if held_layers:
             assert self._cost.num_stages == 1
             self._held = _Held(stage_s / held_layers)
