@@ -2,9 +2,10 @@
 
     python -m benchmarks.simulator_peer TRACE --dynamo-python PYTHON [--rounds N] [--json FILE]
 
-Both replay the same requests on as many instances with KV-aware placement, in turns, each run in a
-process of its own. The whole process counts: imports, reading the trace, simulating. The least
-CPU time of each counts. Their models of time differ, so latencies are not compared. PYTHON has
+Both replay the same requests on as many instances with KV-aware placement, chunks of 8,192 tokens
+and 5,000 blocks of 512, in turns, each run in a process of its own. The whole process counts:
+imports, reading the trace, simulating. The least CPU time of each counts. Their models of time
+differ, so latencies are not compared. PYTHON has
 Dynamo: `pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`, and
 `pip install msgspec 'pydantic<=2.13.5' uvloop numpy`, with Python 3.12.
 """
@@ -27,6 +28,15 @@ from moonpool.cli.output import origin, write_json
 ROWS = ((8, 8, 1.0), (500, 500, 50.0))
 """Prefill instances, decode instances, times the trace's speed."""
 MOST_S = 3600.0
+CONFIG = """
+[pool]
+block_tokens = 512
+dram_tokens_per_instance = 2_560_000
+[engine]
+max_sequences = 256
+chunk_tokens = 8192
+"""
+"""The same instances as those of `REPLAY`: smaller chunks and blocks would cost more events."""
 
 REPLAY = """
 import json, sys
@@ -77,7 +87,9 @@ def compare(
     flags = ["--prefill", counts[0], "--decode", counts[1], "--speed", counts[2]]
     path = str(trace.absolute())
     with tempfile.TemporaryDirectory() as folder:
-        figures = Path(folder) / "figures.json"
+        figures, config = Path(folder) / "figures.json", Path(folder) / "cluster.toml"
+        config.write_text(CONFIG, encoding="utf-8")
+        flags += ["--config", str(config)]
         ours = [sys.executable, "-m", "moonpool", "simulate", "--trace", path, *flags]
         commands = {
             "moonpool": [*ours, "--json", str(figures)],

@@ -286,12 +286,12 @@ class Tokens(Sequence[int]):
     so it may be a `range` where the values of the tokens do not matter.
     """
 
-    __slots__ = ("_first_generated", "_generated", "_prompt", "_prompt_ids", "size")
+    __slots__ = ("_generated", "_prompt", "_prompt_ids", "first_generated", "size")
 
     def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
         """After a fault, `prompt` holds earlier generated tokens past `num_prompt_tokens`."""
         self._prompt = prompt
-        self._first_generated = num_prompt_tokens
+        self.first_generated = num_prompt_tokens  # the index of the first token of the answer
         self._generated: list[int] = []
         self._prompt_ids: frozenset[int] | None = None
         self.size = len(prompt)  # equals `len`, but costs no call; read at every step
@@ -345,9 +345,9 @@ class Tokens(Sequence[int]):
     @property
     def generated(self) -> Sequence[int]:
         """All tokens after the request's prompt; callers must not change it."""
-        if self._first_generated == len(self._prompt):
+        if self.first_generated == len(self._prompt):
             return self._generated
-        return (*self._prompt[self._first_generated :], *self._generated)
+        return (*self._prompt[self.first_generated :], *self._generated)
 
     @property
     def prompt_ids(self) -> frozenset[int]:
@@ -359,4 +359,4 @@ class Tokens(Sequence[int]):
     @property
     def num_generated(self) -> int:
         """Number of tokens after the request's prompt."""
-        return self.size - self._first_generated
+        return self.size - self.first_generated

@@ -162,7 +162,7 @@ class RequestLifecycle:
         self.on_work(None)
         if isinstance(planned, Rejection):
             self._wait_or_reject(tracked, planned, now)
-        elif self._suspects and self._suspects.run_alone_at(
+        elif self._suspects.line and self._suspects.run_alone_at(
             tracked, (planned.placement.prefill, planned.placement.decode)
         ):
             self._hold_back(tracked, now)
@@ -348,13 +348,14 @@ class RequestLifecycle:
                 # A mixed instance: the first token ends the prefill.
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
-            gaps_s = report.gap_s, item.longest_gap_s
-            self.deliver(tracked, item.tokens, item.finish, now, *gaps_s)
+            tokens = item.tokens
+            self.deliver(tracked, tokens, item.finish, now, report.gap_s, item.longest_gap_s)
             if attempt.decodes:
-                num_tokens += len(item.tokens)
-                room_tokens += self._add_tokens(tracked, attempt, len(item.tokens))
-                for tokens in added:
-                    tokens(tracked, now)
+                count = len(tokens)
+                num_tokens += count
+                room_tokens += self._add_tokens(tracked, attempt, count)
+                for note in added:
+                    note(tracked, now)
             if item.finish is not None:
                 ending.append((tracked, item.finish))
         self._table.grow(state.row, num_tokens, room_tokens)
@@ -377,15 +378,19 @@ class RequestLifecycle:
         longest_gap_s: float = 0.0,
     ) -> None:
         tracked.num_faults = 0
-        tracked.generated.extend([token.token_id for token in tokens])
-        if self._suspects and self._suspects.note_tokens(tracked):
+        num_tokens = len(tokens)
+        if num_tokens == 1:
+            tracked.generated.append(tokens[0].token_id)
+        else:
+            tracked.generated.extend([token.token_id for token in tokens])
+        if self._suspects.line and self._suspects.note_tokens(tracked):
             self._has_room = True  # for the next one
-        tracked.account.charge(len(tokens), now)
+        tracked.account.charge(num_tokens, now)
         is_first = tracked.record.first_token_s is None
         if is_first and tracked.request.is_embedding:
             tracked.record.note_embedding(now)
         else:
-            tracked.record.note_tokens(len(tokens), now, gap_s, longest_gap_s)
+            tracked.record.note_tokens(num_tokens, now, gap_s, longest_gap_s)
         if is_first and not tracked.request.forwarded:
             for noted in self._observers.first_token:
                 noted(tracked, now)

@@ -9,7 +9,7 @@ were used at that moment.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from math import ceil
@@ -197,6 +197,9 @@ class Watcher(Collector):
             return
         self._missed[minute] += 1
         self.misses[self._cause(record, reason)] += 1
+
+    def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
+        """No outcome has the gaps of all requests together, and they take a while to sort in."""
 
     def _cause(self, record: RequestRecord, reason: str) -> Cause:
         if record.outcome in COMPLETED:

@@ -7,16 +7,16 @@ defined here. The live worker process and the simulator both perform these actio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from moonpool.protocol.messages import AttemptId, Command, Report
 from moonpool.protocol.transfer_events import MessengerEvent, PeerAddress
 from moonpool.types import BlockId, BlockKey, Pooling, SamplingParams, Token, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Arriving:
+class Arriving(msgspec.Struct, frozen=True):
     """Transfers in progress that fill blocks which a step reads: a fetch ("": none) and loads.
     Before the attention of a layer, the engine waits until every transfer has delivered that layer.
     The waits of a step together last at most `timeout_s`."""
@@ -92,8 +92,7 @@ class StepEntry(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RunStep:
+class RunStep(msgspec.Struct, frozen=True):
     """Run one step of the engine. The driver answers with `StepEnded` or `StepFailed`.
 
     Up to `InstanceConfig.max_steps_in_flight` steps are in progress at a time; they end in the
@@ -107,13 +106,11 @@ class RunStep:
     drafting_s: float = 0.0  # predicted time of the draft model's work
 
 
-@dataclass(frozen=True, slots=True)
-class StopRepeating:
+class StopRepeating(msgspec.Struct, frozen=True):
     """End the repeated step after the current repetition, because the batch has changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnded:
+class StepEnded(msgspec.Struct, frozen=True):
     """A step has ended; `tokens[i]` belongs to `entries[i]`. `missed` holds the indices of the
     entries whose prefix did not arrive: what the step computed for them is void. For all other
     entries, the ends of the transfers in `arriving` are posted before this event."""
@@ -121,27 +118,25 @@ class StepEnded:
     tokens: Sequence[Token | None]
     seconds: float
     missed: tuple[int, ...] = ()
-    scored: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    scored: Mapping[int, Sequence[TokenLogprobs]] = msgspec.field(default_factory=dict)
     """Entry -> the logprobs of its `targets`."""
-    pooled: Mapping[int, bytes] = field(default_factory=dict)
+    pooled: Mapping[int, bytes] = msgspec.field(default_factory=dict)
     """Entry -> what its next step needs as `StepEntry.pooled`."""
-    further: Mapping[int, Sequence[Token]] = field(default_factory=dict)
+    further: Mapping[int, Sequence[Token]] = msgspec.field(default_factory=dict)
     """Entry -> the tokens after its first, one for each of its drafts that was right."""
-    drafted: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    drafted: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
     """Entry -> what its draft model guessed. An entry with a `draft_task` that is missing here had
     no drafts: the draft model failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepsEnded:
+class StepsEnded(msgspec.Struct, frozen=True):
     """A repeated step has ended; `tokens[i]` holds one token of `entries[i]` per repetition."""
 
     tokens: Sequence[Sequence[Token]]
     seconds: float  # of all repetitions together
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(msgspec.Struct, frozen=True):
     """A step has failed. If `lost_arena` is set, it failed because that arena is gone; requests
     without blocks in it can continue."""
 
@@ -149,8 +144,7 @@ class StepFailed:
     lost_arena: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaLost:
+class ArenaLost(msgspec.Struct, frozen=True):
     """One of the instance's arenas is gone, with all of its content. Transfers that use its blocks
     still end, each with its own event."""
 
@@ -158,16 +152,14 @@ class ArenaLost:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaBack:
+class ArenaBack(msgspec.Struct, frozen=True):
     """The arena can be used again; `named` lists the blocks that have kept their content."""
 
     arena: int
     named: tuple[tuple[BlockId, BlockKey], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class FetchBlocks:
+class FetchBlocks(msgspec.Struct, frozen=True):
     """Copy blocks from a peer, in this order; answered with `FetchEnded`."""
 
     fetch_id: str
@@ -177,16 +169,14 @@ class FetchBlocks:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class GrantRead:
+class GrantRead(msgspec.Struct, frozen=True):
     """Let a peer read these blocks; answered with `ReadEnded`."""
 
     read_id: str
     block_ids: Sequence[BlockId]
 
 
-@dataclass(frozen=True, slots=True)
-class StartStream:
+class StartStream(msgspec.Struct, frozen=True):
     """Open a stream of KVCache to `target`; answered with `SendEnded`."""
 
     stream_id: str
@@ -194,30 +184,26 @@ class StartStream:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SendBlocks:
+class SendBlocks(msgspec.Struct, frozen=True):
     """Send all layers of a cached prefix, whose blocks were complete before the prefill began."""
 
     stream_id: str
     blocks: tuple[tuple[int, BlockId], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishStream:
+class FinishStream(msgspec.Struct, frozen=True):
     """End the stream once everything sent so far has arrived."""
 
     stream_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class AbortStream:
+class AbortStream(msgspec.Struct, frozen=True):
     """End the stream at once; `SendEnded` still follows."""
 
     stream_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectStream:
+class ExpectStream(msgspec.Struct, frozen=True):
     """Receive a stream into blocks, the first of which has index `first_index`.
 
     Answered with `ReceiveEnded`.
@@ -229,15 +215,13 @@ class ExpectStream:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelStream:
+class CancelStream(msgspec.Struct, frozen=True):
     """Stop receiving the stream; `ReceiveEnded` still follows."""
 
     stream_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreBlocks:
+class StoreBlocks(msgspec.Struct, frozen=True):
     """Write blocks to slots of the SSD, in this order; answered with `StoreEnded`. Until then the
     blocks are held and only read. The previous content of the slots is already void."""
 
@@ -247,8 +231,7 @@ class StoreBlocks:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBlocks:
+class LoadBlocks(msgspec.Struct, frozen=True):
     """Read slots of the SSD into blocks, in this order; answered with `LoadEnded`. Until then
     nothing else uses the blocks, and the slots keep their content. With `by_layer`, a prefill may
     compute at the same time: the reader delivers layer after layer of all blocks and reports its
@@ -261,8 +244,7 @@ class LoadBlocks:
     by_layer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LookUpBlocks:
+class LookUpBlocks(msgspec.Struct, frozen=True):
     """Find the longest run of `keys` in a shared store; answered with `LookUpEnded`. A prefill
     waits for the answer."""
 
@@ -270,8 +252,7 @@ class LookUpBlocks:
     keys: tuple[BlockKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetStored:
+class ForgetStored(msgspec.Struct, frozen=True):
     """Drop the content of these slots, which is void: evicted, corrupt or incompletely written.
     Not answered."""
 
@@ -284,8 +265,7 @@ class SendReport(NamedTuple):
     report: Report
 
 
-@dataclass(frozen=True, slots=True)
-class ExitProcess:
+class ExitProcess(msgspec.Struct, frozen=True):
     """End the process in good order."""
 
 

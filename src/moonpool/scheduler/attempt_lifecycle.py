@@ -276,6 +276,8 @@ class AttemptLifecycle:
         self._actions_out.count("steps")
         self._actions_out.count("step_s", event.seconds / self._config.micro_batches)  # per stage
         step_tokens = 0
+        block_tokens, has_windows = self._layout.block_tokens, self._kv_cache.has_windows
+        scored, pooled, further = event.scored, event.pooled, event.further
         for index, (request, num_tokens) in enumerate(step):
             in_prompt = request.num_computed < len(request.attempt.token_ids)
             if in_prompt:
@@ -288,18 +290,20 @@ class AttemptLifecycle:
             if overlaps and not self._overlap.on_step_ended(request, index in event.missed):
                 continue
             token = event.tokens[index]
-            if index in event.scored:
-                request.scored.update(enumerate(event.scored[index], request.num_computed + 1))
+            if index in scored:
+                request.scored.update(enumerate(scored[index], request.num_computed + 1))
             if in_prompt:
                 request.report_span(self._actions_out, "prefill_chunk", event.seconds, num_tokens)
-            request.pooled = event.pooled.get(index, b"")
+            request.pooled = pooled.get(index, b"")
             request.num_computed += num_tokens - len(request.drafts)
-            tokens = () if token is None else (token, *event.further.get(index, ()))
+            tokens = () if token is None else (token, *further.get(index, ()))
             step_tokens += len(tokens)
             if self._speculation is not None and tokens:
                 self._take_drafts(self._speculation, request, tokens, event.drafted.get(index))
-            self._kv_cache.cache_full_blocks(request)
-            self._kv_cache.release_unseen(request)
+            if request.num_computed >= (request.num_cached_blocks + 1) * block_tokens:
+                self._kv_cache.cache_full_blocks(request)
+            if has_windows:
+                self._kv_cache.release_unseen(request)
             if not tokens:
                 continue
             if request.scored:
@@ -345,7 +349,8 @@ class AttemptLifecycle:
             if request.closing:
                 self._release_if_idle(request)
                 continue
-            self._scheduler.order.charge(request, num_steps - 1)
+            if request.account is not None:
+                request.account.charge(num_steps - 1)
             request.num_computed += num_steps
             request.num_scheduled = request.num_computed
             request.tokens.extend([token.token_id for token in tokens])
@@ -371,6 +376,8 @@ class AttemptLifecycle:
     def _learn_decodes(self, step: Step, seconds: float, num_steps: int) -> float:
         """Returns the seconds per repetition of a step with decodes only, and learns from them.
         For other steps it returns 0."""
+        if step[-1][1] != 1:
+            return 0.0  # most steps with chunks end with one
         context_tokens = 0
         for request, num_tokens in step:
             if (
@@ -394,7 +401,7 @@ class AttemptLifecycle:
     ) -> None:
         """Reports the newest tokens of a decode, and ends it after its last token."""
         finish = request.finish_reason(self._eos)
-        reported.append(AttemptTokens(request.attempt_id, tokens, finish))
+        reported.append(AttemptTokens(request.attempt.attempt_id, tokens, finish))
         if finish is not None:
             self._close(request)
 

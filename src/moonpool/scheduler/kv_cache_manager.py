@@ -97,6 +97,7 @@ class KVCacheManager:
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
         self._kept_tokens = config.kept_tokens
+        self.has_windows = config.kept_tokens > 0  # tokens before the last ones are not seen
         self.continuations: Continuations | None = None
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
@@ -237,10 +238,14 @@ class KVCacheManager:
         """Adds the request's full blocks whose KVCache is complete to the prefix cache."""
         num_full = request.num_computed // self.layout.block_tokens
         start = request.num_cached_blocks
-        if num_full <= start or not self.caches(request):
+        if num_full <= start:
             return
         if request.attempt.keys is None:
+            if not self.caches(request):
+                return
             self._extend_keys(request)
+        elif start >= len(request.keys) or not self.caches(request):
+            return
         # Without token values, there are no keys past those that came with the request.
         end = min(num_full, len(request.keys))
         if start < end:
@@ -265,7 +270,7 @@ class KVCacheManager:
         holds. A kernel may read beside the window, so a block of the window takes their place in
         the block table.
         """
-        if not self._kept_tokens or request.steps_pending or request.pending:
+        if not self.has_windows or request.steps_pending or request.pending:
             return
         if request.arriving or request.overlapping:
             return

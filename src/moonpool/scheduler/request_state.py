@@ -169,7 +169,13 @@ class RequestState:
     def decoding(self) -> bool:
         """Whether this instance decodes it, and only its newest generated token is left to
         compute."""
-        return self.target is None and self.num_uncomputed == 1 and self.tokens.num_generated > 0
+        # Without the properties, whose calls count: it is asked several times a step.
+        tokens = self.tokens
+        return (
+            self.target is None
+            and tokens.size - self.num_scheduled == 1
+            and tokens.size > tokens.first_generated
+        )
 
     @property
     def idle(self) -> bool:
@@ -225,10 +231,11 @@ class RequestState:
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest token is the last one; None if it is not."""
         sampling, tokens = self.attempt.sampling, self.tokens
-        newest, num_generated = tokens.newest, tokens.num_generated
         if sampling.pooling != "none":
             return FinishReason.STOP  # the embedding is complete
+        num_generated = tokens.size - tokens.first_generated
         if num_generated >= sampling.min_tokens:
+            newest = tokens.newest
             if newest in eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP
             if newest in sampling.stop_token_ids:

@@ -34,6 +34,7 @@ from moonpool.scheduler.speculation.speculation import Speculation
 from moonpool.types import BlockId
 
 Step = list[Share[RequestState]]
+NO_IDS: frozenset[int] = frozenset()
 MAX_SCORED_TOKENS = 128
 """Most prompt tokens of a request in a step that computes their logprobs: each needs the logits of
 the whole vocabulary."""
@@ -328,7 +329,8 @@ class Scheduler:
         is_plain = self.order.is_plain
         if not is_plain and len(self.running) < places:
             self.waiting = deque(sorted(self.waiting, key=self.order.key))
-        spare = self._config.chunk_tokens - sum(r.num_uncomputed for r in self.running)
+        uncomputed = sum([r.tokens.size - r.num_scheduled for r in self.running])
+        spare = self._config.chunk_tokens - uncomputed
         while self.waiting and len(self.running) < places:
             request = self.waiting[0]
             if not is_plain:
@@ -502,17 +504,20 @@ class Scheduler:
 
     def _step_entry(self, request: RequestState, num_tokens: int) -> StepEntry:
         """Counts the tokens as scheduled, but not the drafts among them, and returns the engine's
-        view of them."""
+        view of them. The prompt's `targets` follow the tokens of this step: each one's logprob is
+        read off its logits."""
         attempt, tokens, drafts = request.attempt, request.tokens, request.drafts
         start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
         if request.draft_task is not None:
             drafts = ()  # the draft model guesses them when the step begins
         last = end == tokens.size
-        needs_prompt_ids = last and attempt.sampling.repetition_penalty != 1
-        pooling = attempt.sampling.pooling
+        sampling = attempt.sampling
+        needs_prompt_ids = last and sampling.repetition_penalty != 1
+        pooling = sampling.pooling
         request.num_scheduled = end
         request.steps_pending += 1
-        self.order.charge(request, num_tokens)
+        if request.account is not None:
+            request.account.charge(num_tokens)
         sends: tuple[tuple[int, BlockId], ...] = ()
         if request.pending and request.streaming:
             size = self._layout.block_tokens
@@ -520,29 +525,26 @@ class Scheduler:
             sent = request.num_streamed_blocks
             sends = tuple(enumerate(request.block_ids[sent:ready], sent))
             request.num_streamed_blocks = max(ready, sent)
+        targets: Sequence[int] = ()
+        if sampling.prompt_logprobs is not None and start < attempt.num_prompt_tokens:
+            targets = tokens.between(start + 1, min(end + 1, attempt.num_prompt_tokens))
+        # By position: with names, it takes twice the time, for each token.
         return StepEntry(
             attempt.attempt_id,
             (*tokens.between(start, end), *drafts) if drafts else tokens.between(start, end),
             start,
             request.block_ids,
-            draw=attempt.sampling if last else None,
-            generated=tokens.generated if last else (),
-            sends=sends,
-            arriving=self.overlap.arriving(request) if request.num_overlap_blocks else None,
-            prompt_ids=tokens.prompt_ids if needs_prompt_ids else frozenset(),
-            targets=self._targets(request, start, end),
-            num_logprobs=attempt.sampling.prompt_logprobs or 0,
-            adapter=attempt.adapter,
-            pooling="none" if pooling == "last" and not last else pooling,
-            pooled=request.pooled,
-            num_drafts=len(drafts),
-            draft_task=request.draft_task,
+            sampling if last else None,
+            tokens.generated if last else (),
+            sends,
+            self.overlap.arriving(request) if request.num_overlap_blocks else None,
+            tokens.prompt_ids if needs_prompt_ids else NO_IDS,
+            targets,
+            sampling.prompt_logprobs or 0,
+            attempt.adapter,
+            "none" if pooling == "last" and not last else pooling,
+            request.pooled,
+            len(drafts),
+            False,
+            request.draft_task,
         )
-
-    def _targets(self, request: RequestState, start: int, end: int) -> Sequence[int]:
-        """Returns the prompt's tokens that follow those of this step (each one's logprob is read
-        off the step's logits), or () if no prompt logprobs are wanted."""
-        attempt = request.attempt
-        if attempt.sampling.prompt_logprobs is None or start >= attempt.num_prompt_tokens:
-            return ()
-        return request.tokens.between(start + 1, min(end + 1, attempt.num_prompt_tokens))

@@ -10,8 +10,10 @@ ends when its last stage ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from moonpool.cost.domain import CostDomain
 from moonpool.cost.model import Chunk, StepCost
@@ -154,10 +156,11 @@ class SimEngine:
         for entry in entries:
             length = len(entry.new_token_ids)
             num_tokens += length
-            if length == 1 + entry.num_drafts and entry.draw is not None and entry.generated:
+            generated = entry.generated
+            if generated and length == 1 + entry.num_drafts and entry.draw is not None:
                 batch += length
                 context_tokens += entry.start + 1
-                begins = begins or len(entry.generated) == 1
+                begins = begins or len(generated) == 1
             else:
                 chunks.append(self._chunk(entry, length))
                 owners.append(entry.attempt_id)
@@ -176,10 +179,20 @@ class SimEngine:
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
             self._note_prefill(owner, prefill_s * chunk.num_tokens / (num_tokens - batch))
-        drawn = [self._draw(entry) for entry in entries]
-        tokens = tuple([found[0] if found else None for found in drawn])
-        further = {index: found[1:] for index, found in enumerate(drawn) if len(found) > 1}
-        ended = StepEnded(tokens, end_s - start_s, further=further, drafted=drafted)
+        tokens: list[Token | None] = []
+        further: dict[int, tuple[Token, ...]] = {}
+        for index, entry in enumerate(entries):
+            if entry.draw is None:
+                tokens.append(None)
+            elif not entry.num_drafts:
+                left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
+                tokens.append(ANY_TOKEN if left > 1 else EOS)
+            else:
+                first, *others = self._draw(entry)
+                tokens.append(first)
+                if others:
+                    further[index] = tuple(others)
+        ended = StepEnded(tuple(tokens), end_s - start_s, further=further, drafted=drafted)
         if held_layers:
             assert self._cost.num_stages == 1
             self._held = _Held(stage_s / held_layers)
@@ -197,14 +210,14 @@ class SimEngine:
             held.ended = StepEnded((), 0.0, missed)
             return
         self._free_s[0] = self._clock.now + held.layer_s
-        ended = replace(held.ended, missed=missed)
+        ended = msgspec.structs.replace(held.ended, missed=missed)
         self._clock.at(self._free_s[0], Priority.STEP_END, self._end, ended)
 
     def _end_held(self, held: _Held, ended: StepEnded) -> None:
         if held.ended is None:
             held.ended = ended
         else:
-            self._end(replace(ended, missed=held.ended.missed))
+            self._end(msgspec.structs.replace(ended, missed=held.ended.missed))
 
     def stop_repeating(self) -> None:
         """Ends the repeated step at the end of the current repetition."""
@@ -323,8 +336,7 @@ class SimEngine:
             figures.outside_decode_tokens += decoded
 
     def _draw(self, entry: StepEntry) -> tuple[Token, ...]:
-        if entry.draw is None:
-            return ()
+        """The token of an entry with drafts, and those of its drafts that are right."""
         left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
         num_tokens = 1
         right = self._acceptance.right

@@ -157,6 +157,11 @@ class Collector(GroupFigures):
         name = record.tenant if is_known else OTHER_TENANTS
         self._tenants.setdefault(name, GroupFigures()).add(record)
 
+    def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
+        """Adds the gaps of a completed request: (seconds, how many in a row)."""
+        for gap_s, number in gap_runs:
+            self.gap_s.add(max(gap_s, 0.0), number)
+
     def _note_completed(
         self, record: RequestRecord, gap_runs: Sequence[tuple[float, int]], prefill_s: float
     ) -> None:
@@ -169,8 +174,7 @@ class Collector(GroupFigures):
             error_s = record.expected_ttft_s - ttft_s
             self.ttft_error_s.add(abs(error_s))
             self.ttft_bias_s += error_s
-        for gap_s, number in gap_runs:
-            self.gap_s.add(max(gap_s, 0.0), number)
+        self._note_gaps(gap_runs)
         top_s = record.tbt_top10_mean_s
         if top_s is not None:
             self.tbt_top10_mean_s.add(max(top_s, 0.0))

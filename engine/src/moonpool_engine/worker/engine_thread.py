@@ -14,8 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
+import msgspec
 import torch
 
 from moonpool.cores import pin_thread
@@ -72,11 +72,12 @@ class Drafting:
         if self._drafter is not None:
             try:
                 entries, drafted, seconds = self._drafter.run(step.entries)
-                return replace(step, entries=tuple(entries)), drafted, seconds
+                return msgspec.structs.replace(step, entries=tuple(entries)), drafted, seconds
             except Exception as error:
                 log.error("serving on without the draft model, which failed", exc_info=error)
                 self._drafter = None
-        return replace(step, entries=tuple([e.with_drafts(()) for e in step.entries])), {}, 0.0
+        undrafted = tuple([e.with_drafts(()) for e in step.entries])
+        return msgspec.structs.replace(step, entries=undrafted), {}, 0.0
 
 
 class LayerGates:

@@ -32,22 +32,20 @@ class Suspects:
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         """`requests`: the requests under way."""
         self._requests = requests
-        self._line: dict[RequestId, int] = {}  # length of an answer that proves innocence
+        # In order, and the length of an answer that proves innocence; callers only read it.
+        self.line: dict[RequestId, int] = {}
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
         self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()  # told before the loss
         self._since_s: float | None = None  # when the present one began
 
-    def __bool__(self) -> bool:
-        return bool(self._line)
-
     def must_wait(self, tracked: TrackedRequest) -> bool:
         """Whether another request runs alone now."""
         request_id = tracked.request.request_id
-        return request_id in self._line and request_id != next(iter(self._line))
+        return request_id in self.line and request_id != next(iter(self.line))
 
     def run_alone_at(self, tracked: TrackedRequest, instances: Iterable[InstanceId | None]) -> bool:
         """Whether another request runs alone at one of the instances: nothing new may join it."""
-        alone = self._requests.get(next(iter(self._line), RequestId("")))
+        alone = self._requests.get(next(iter(self.line), RequestId("")))
         if alone is None or alone is tracked or alone.attempt is None:
             return False
         attempt = alone.attempt
@@ -71,20 +69,20 @@ class Suspects:
             if len(self._crashed) > MAX_LOST:
                 self._crashed.popitem(last=False)
             return None, []
-        alone = next(iter(self._line), None)
+        alone = next(iter(self.line), None)
         if alone in candidates:
-            self._line.clear()
+            self.line.clear()
             self._since_s = None
             return self._requests.get(alone), []
         for request_id, num_tokens in candidates.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 proof = min(num_tokens + PROOF_TOKENS, MOST_PROOF_TOKENS)
-                self._line.setdefault(request_id, len(tracked.generated) + proof)
-        return None, [self._requests[request_id] for request_id in list(self._line)[1:]]
+                self.line.setdefault(request_id, len(tracked.generated) + proof)
+        return None, [self._requests[request_id] for request_id in list(self.line)[1:]]
 
     def note_placed(self, tracked: TrackedRequest, now: float) -> None:
-        if self._line and tracked.request.request_id == next(iter(self._line)):
+        if self.line and tracked.request.request_id == next(iter(self.line)):
             self._since_s = now if self._since_s is None else self._since_s
 
     def end_long_turn(self, now: float) -> bool:
@@ -92,13 +90,13 @@ class Suspects:
         placed."""
         if self._since_s is None or now - self._since_s < ALONE_S:
             return False
-        self.forget(next(iter(self._line)))
+        self.forget(next(iter(self.line)))
         return True
 
     def note_tokens(self, tracked: TrackedRequest) -> bool:
         """Returns whether the turn of this request has ended, so that the next request may be
         placed."""
-        proof = self._line.get(tracked.request.request_id)
+        proof = self.line.get(tracked.request.request_id)
         if proof is None or len(tracked.generated) < proof:
             return False
         self.forget(tracked.request.request_id)
@@ -106,9 +104,9 @@ class Suspects:
 
     def forget(self, request_id: RequestId) -> None:
         """Drops a request that has ended, or is innocent."""
-        if self._line and request_id == next(iter(self._line)):
+        if self.line and request_id == next(iter(self.line)):
             self._since_s = None
-        self._line.pop(request_id, None)
+        self.line.pop(request_id, None)
 
 
 def culprit_rejection(instance_id: InstanceId) -> Rejection:

@@ -46,12 +46,14 @@ class ChunkBudget:
     ) -> int:
         """Tokens of a step with all these decodes and, in their order, some of the prefills."""
         most_tokens = self._config.chunk_tokens
-        tbt_s = min((self._tbt_s(request) for request, _ in decodes), default=inf)
+        levels_s = {request.attempt.slo.tbt_s for request, _ in decodes}
+        usual_s = self._config.tbt_slo_s
+        tbt_s = min([usual_s if own_s == inf else own_s for own_s in levels_s], default=inf)
         if tbt_s == inf or not prefills:
             return most_tokens
         batch = len(decodes)
-        context_tokens = sum(request.tokens.size for request, _ in decodes)
-        waiting_tokens = sum(num for _, num in prefills)
+        context_tokens = sum([request.tokens.size for request, _ in decodes])
+        waiting_tokens = sum([num for _, num in prefills])
 
         def step_s(num_tokens: int) -> float:
             chunks = _chunks(prefills, num_tokens)
@@ -65,11 +67,16 @@ class ChunkBudget:
         """What the cost model predicts for a step of chunks and decodes, whose last tile counts as
         full; None for other steps. Callers must ask before they count the step's tokens as
         scheduled."""
-        chunks = [_chunk(request, num) for request, num in step if not request.decoding]
+        chunks: list[Chunk] = []
+        context_tokens = 0
+        for request, num in step:
+            if request.decoding:
+                context_tokens += request.tokens.size
+            else:
+                chunks.append(_chunk(request, num))
         batch = len(step) - len(chunks)
         if not chunks or not batch:
             return None
-        context_tokens = sum(request.tokens.size for request, _ in step if request.decoding)
         num_tokens = sum(chunk.num_tokens for chunk in chunks) + batch
         tiles = self._tiles(num_tokens)
         empty = tiles * self._cost.tile_tokens - num_tokens
@@ -90,10 +97,6 @@ class ChunkBudget:
         seconds = self._cost.step_s(chunks, batch, context_tokens)
         further = self._config.micro_batches - 1
         return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds
-
-    def _tbt_s(self, request: RequestState) -> float:
-        own_s = request.attempt.slo.tbt_s
-        return self._config.tbt_slo_s if own_s == inf else own_s
 
 
 def token_budget(

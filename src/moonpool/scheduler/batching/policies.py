@@ -46,7 +46,7 @@ def plan_chunked(
     """
     assert token_budget > 0 and max_sequences > 0
     step = list(decodes[: min(max_sequences, token_budget)])
-    assert all(num_tokens == 1 for _, num_tokens in step)
+    assert sum([num_tokens for _, num_tokens in step]) == len(step)
     tokens_left = token_budget - len(step)
     for request, num_uncomputed in prefills:
         if len(step) == max_sequences or not tokens_left:

@@ -143,11 +143,6 @@ class QueueOrder:
         cost = other.tokens.size / other.attempt.share + len(attempt.token_ids) / attempt.share
         return lead > cost
 
-    def charge(self, request: RequestState, num_tokens: int) -> None:
-        """Adds tokens that steps compute for a request; it may have left meanwhile."""
-        if request.account is not None:
-            request.account.charge(num_tokens)
-
     def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
         """Returns the request to preempt, or None if there are none: among those of the worst
         priority, the first one of the tenant with the most tokens served. `requests`: the youngest
