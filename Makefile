@@ -67,6 +67,7 @@ bench: setup
 	$(BIN)/moonpool bench head
 
 # The documentation site in build/site: its own environment, links checked. Open index.html.
+docs: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null)
 docs: setup $(VENV)-docs/.installed
 	$(BIN)/python -m website build/site-source
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
