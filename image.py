@@ -43,10 +43,12 @@ class Image:
 
 
 def missing(base: str = BASE) -> str:
-    """What to install before an image can be built; empty if one can."""
+    """What to do before an image can be built; empty if one can."""
     tools = ("buildah", "mmdebstrap") if base == DEBIAN else ("buildah",)
     absent = [tool for tool in tools if shutil.which(tool) is None]
-    return f"apt-get install {' '.join(absent)}" if absent else ""
+    if absent:
+        return f"apt-get install {' '.join(absent)}"
+    return "" if os.geteuid() == 0 else "buildah unshare make release (its files need owners)"
 
 
 def build_image(dist: Path, version: str, built_s: int, base: str) -> Image:

@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(bool(missing(DEBIAN)), reason=f"no image here: {missing(DEBIAN)}"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it builds by chroot"),
 ]
 
 
