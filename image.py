@@ -53,7 +53,8 @@ def missing(base: str = BASE) -> str:
 
 def build_image(dist: Path, version: str, built_s: int, base: str) -> Image:
     """Writes the image as an OCI archive into `dist`, out of its wheels. Raises ImageError."""
-    place = Path(tempfile.mkdtemp(prefix="image-", dir=dist.parent))
+    (ROOT / "build").mkdir(exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="image-", dir=ROOT / "build"))
     images = Images(place, built_s)
     try:
         images.build(images.debian() if base == DEBIAN else base, dist, version)
@@ -106,7 +107,7 @@ class Images:
         given.mkdir()
         for wheel in wheels.glob(f"moonpool*-{version}-*.whl") if wheels else ():
             shutil.copy(wheel, given)
-        mounts = [f"--volume={given}:/mnt:ro", *self._settings_of_pip(given)]
+        mounts = [f"--volume={given}:/media:ro", *self._settings_of_pip(given)]
         # torch's index may be out of reach, as registries are; then its wheel is in find-links.
         index = ["--build-arg", "PIP_EXTRA_INDEX_URL="] if os.environ.get("PIP_FIND_LINKS") else []
         label = "org.opencontainers.image"
@@ -127,11 +128,11 @@ class Images:
         settings, mounts = {}, []
         links, cert = os.environ.get("PIP_FIND_LINKS", ""), os.environ.get("PIP_CERT", "")
         if Path(links).is_dir() and links:
-            settings["find-links"] = "/media"
-            mounts = [f"--volume={links}:/media:ro"]
+            settings["find-links"] = "/srv"
+            mounts = [f"--volume={links}:/srv:ro"]
         if cert:
             shutil.copy(cert, given / "ca.crt")
-            settings["cert"] = "/mnt/ca.crt"
+            settings["cert"] = "/media/ca.crt"
         if "PIP_INDEX_URL" in os.environ:
             settings["index-url"] = os.environ["PIP_INDEX_URL"]
         lines = [f"{name} = {value}\n" for name, value in settings.items()]

@@ -98,7 +98,7 @@ def test_its_parts_are_listed_and_its_byte_code_holds_no_time(
     assert python["torch"] == "2.13.0+cpu" and python["moonpool"] == __version__
     (compiled,) = root.glob("usr/local/lib/python3.*/*-packages/moonpool/__pycache__/types.*.pyc")
     assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"  # by hash, unchecked
-    assert not (root / "source").exists() and not [*root.glob("mnt/*")]
+    assert not (root / "source").exists() and not [*root.glob("media/*")]
 
 
 def test_it_serves(images: Images, container: str, tmp_path: Path) -> None:

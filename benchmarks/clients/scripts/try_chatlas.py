@@ -6,7 +6,9 @@ from probe import KEY, MODEL, QUESTION, URL, check, run
 
 
 def of_chats():
-    return chatlas.ChatVllm(base_url=f"{URL}/v1", model=MODEL, api_key=KEY)
+    session = chatlas.ChatOpenAICompletions(base_url=f"{URL}/v1", model=MODEL, api_key=KEY)
+    session.set_model_params(max_tokens=64)
+    return session
 
 
 def weather(city: str) -> str:
@@ -35,6 +37,7 @@ def structured_output():
 
 def responses():
     session = chatlas.ChatOpenAI(base_url=f"{URL}/v1", model=MODEL, api_key=KEY)
+    session.set_model_params(max_tokens=64)
     check(str(session.chat(QUESTION, echo="none")).strip(), "no answer")
 
 

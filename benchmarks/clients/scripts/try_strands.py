@@ -11,7 +11,7 @@ quiet = {"callback_handler": None}
 
 
 def of_chats():
-    return OpenAIModel(client_args=PLACE, model_id=MODEL, params={"max_tokens": 64})
+    return OpenAIModel(client_args=PLACE, model_id=MODEL, params={"max_tokens": 400})
 
 
 @tool
@@ -48,7 +48,7 @@ def structured_output():
 
 def messages():
     place = {"base_url": URL, "api_key": KEY}
-    model = AnthropicModel(client_args=place, model_id=MODEL, max_tokens=48)
+    model = AnthropicModel(client_args=place, model_id=MODEL, max_tokens=400)
     check(str(Agent(model=model, **quiet)(QUESTION)).strip(), "no answer")
 
 
