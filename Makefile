@@ -67,6 +67,7 @@ bench: setup
 	$(BIN)/moonpool bench head
 
 # The documentation site in build/site: its own environment, links checked. Open index.html.
+docs: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct 2>/dev/null)
 docs: setup $(VENV)-docs/.installed
 	$(BIN)/python -m website build/site-source
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
@@ -107,9 +108,12 @@ wheel: setup-dev
 changelog: setup
 	$(BIN)/python changelog.py $(VERSION)
 
-# Wheels, sdists, chart, site, list of parts and checksums in dist/. The version is that of the tag.
+# Wheels, sdists, chart, site, image, lists of parts and checksums in dist/. The version is that of the
+# tag. buildah makes the image, no daemon. IMAGE_BASE=debian takes Debian's packages, where registries are out of
+# reach (mmdebstrap), none leaves the image out. Without buildah a candidate has no image; a tag needs one.
+IMAGE_BASE ?= docker.io/library/python:3.11-slim
 release: wheel docs
-	$(BIN)/python release.py $(DIST)
+	$(BIN)/python release.py $(DIST) $(IMAGE_BASE)
 
 swarm: setup-dev
 	$(BIN)/python -m tests.sim.swarm --seeds 5000

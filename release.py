@@ -1,4 +1,4 @@
-"""Makes a release (`make release`): three wheels and sdists, chart, site, list of parts, checksums.
+"""Makes a release (`make release`): wheels, sdists, chart, site, image, lists of parts, checksums.
 
 All of it follows from the commit: times are the commit's, files are in one order, so whoever builds
 the same commit with the same tools gets the same bytes. `make release` builds the wheels and the
@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from changelog import FOLDER, fragments
+from image import BASE, Image, ImageError, build_image, components, missing
 from lock import RUNS, read_lock
 
 ROOT = Path(__file__).resolve().parent
@@ -37,7 +38,11 @@ class ReleaseError(Exception):
     """The release cannot be made; one line says why."""
 
 
-def main(dist: Path) -> None:
+NO_IMAGE = "none"
+"""The image's base with which a release has none."""
+
+
+def main(dist: Path, base: str = BASE) -> None:
     """Packs and checks what `dist` has to have beside wheels and sdists. Raises ReleaseError."""
     version = one_version(versions())
     tag = _git("tag", "--points-at", "HEAD", "v*").split()
@@ -59,8 +64,9 @@ def main(dist: Path) -> None:
     pack(CHART, dist / f"moonpool-chart-{version}.tgz", "moonpool", built_s)
     if SITE.is_dir():
         pack(SITE, dist / f"moonpool-site-{version}.tar.gz", "site", built_s)
-    parts = json.dumps(bill_of_materials(version), indent=1, sort_keys=True) + "\n"
-    (dist / f"moonpool-{version}.cdx.json").write_text(parts)
+    write_parts(dist / f"moonpool-{version}.cdx.json", bill_of_materials(version))
+    if base != NO_IMAGE:
+        pack_image(dist, version, built_s, base, needed=bool(tag))
     write_checksums(dist)
     state = "release" if tag else "candidate: the commit has no tag"
     print(f"moonpool {version} ({state}) in {dist}; SHA256SUMS lists {len(files_of(dist))} files")
@@ -136,9 +142,35 @@ def settle_wheel(wheel: Path) -> None:
     wheel.write_bytes(data.getvalue())
 
 
+def pack_image(dist: Path, version: str, built_s: int, base: str, *, needed: bool) -> None:
+    """Builds the image and lists its parts. A candidate goes without where it cannot be built."""
+    try:
+        if absent := missing(base):
+            raise ImageError(absent)
+        image = build_image(dist, version, built_s, base)
+    except ImageError as error:
+        if needed:
+            raise ReleaseError(f"no image: {error}; or IMAGE_BASE={NO_IMAGE}") from None
+        print(f"no image in this candidate: {error}")
+        return
+    write_parts(dist / f"moonpool-image-{version}.cdx.json", bill_of_image(version, image))
+    print(f"image {image.digest}, on {base}")
+
+
+def write_parts(target: Path, parts: dict[str, Any]) -> None:
+    target.write_text(json.dumps(parts, indent=1, sort_keys=True) + "\n")
+
+
+def bill_of_image(version: str, image: Image) -> dict[str, Any]:
+    """What the image consists of: the base's packages and Python's."""
+    name, _, value = image.digest.partition(":")
+    hashes = [{"alg": name.upper().replace("SHA", "SHA-"), "content": value}]
+    return _bill("container", version, components(image), hashes=hashes)
+
+
 def bill_of_materials(version: str) -> dict[str, Any]:
-    """What an installation by the lock consists of, in CycloneDX's form (version 1.6)."""
-    components = []
+    """What an installation by the lock consists of."""
+    listed = []
     for name, (requirement, options) in sorted(read_lock(RUNS).items()):
         pinned = next(iter(requirement.specifier)).version
         url = f"pkg:pypi/{name}@{pinned}"
@@ -160,19 +192,19 @@ def bill_of_materials(version: str) -> dict[str, Any]:
         licence = _licence(name)
         if licence:
             component["licenses"] = [{"license": {"name": licence}}]
-        components.append(component)
+        listed.append(component)
+    return _bill("application", version, listed)
+
+
+def _bill(kind: str, version: str, components: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """CycloneDX's document (version 1.6) of what moonpool is as `kind`."""
+    licences = [{"license": {"id": "Apache-2.0"}}]
+    whole = {"type": kind, "name": "moonpool", "version": version, "licenses": licences, **more}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {
-            "component": {
-                "type": "application",
-                "name": "moonpool",
-                "version": version,
-                "licenses": [{"license": {"id": "Apache-2.0"}}],
-            }
-        },
+        "metadata": {"component": whole},
         "components": components,
     }
 
@@ -213,6 +245,6 @@ def _git(*words: str) -> str:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), *sys.argv[2:])
     except ReleaseError as error:
         sys.exit(f"release: {error}")

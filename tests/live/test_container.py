@@ -1,4 +1,4 @@
-"""The image of deploy/container: it is built, has what it should, and serves."""
+"""The image of `make release`: it has what it should, without root and times, and serves."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 
 import pytest
 
+from image import CHROOT, DEBIAN, TAG, Images, missing, parts_of
 from moonpool import __version__
 from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
-from tests.live.container_image import CHROOT, Images, missing
 from tests.live.waiting import wait_until_ready
 
-TAG = "localhost/moonpool"
+BUILT_S = 1_700_000_000
 
 pytestmark = [
     pytest.mark.live,
     pytest.mark.long,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.skipif(bool(missing(DEBIAN)), reason=f"no image here: {missing(DEBIAN)}"),
 ]
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     place = tmp_path_factory.mktemp("images")
-    images = Images(place)
+    images = Images(place, BUILT_S)
     try:
-        images.build(images.base(), TAG)
+        images.build(images.debian(), None, __version__)
         yield images
     finally:  # several GB
         shutil.rmtree(place, ignore_errors=True)
@@ -63,20 +63,42 @@ def test_it_is_an_oci_image_that_runs_without_root(images: Images, tmp_path: Pat
         return found
 
     manifest = blob(named["digest"])
-    config = blob(manifest["config"]["digest"])["config"]  # type: ignore[index,call-overload]
+    described = blob(manifest["config"]["digest"])  # type: ignore[index]
+    config: dict[str, object] = described["config"]  # type: ignore[assignment]
     assert config["User"] == "10001"
     assert config["Entrypoint"] == ["moonpool"]
+    assert config["Labels"]["org.opencontainers.image.version"] == __version__  # type: ignore[index]
+    assert described["created"] == "2023-11-14T22:13:20Z"
     shutil.rmtree(layout)
 
 
 def test_it_has_moonpool_with_its_kernels_and_no_compiler(images: Images, container: str) -> None:
     assert __version__ in inside(images, container, "moonpool", "--version")
     code = (
-        "import os, pathlib, shutil, torch, moonpool;"
-        "native = pathlib.Path(moonpool.__file__).parent / 'engine/native';"
+        "import os, pathlib, shutil, torch, moonpool_engine.engine as engine;"
+        "native = pathlib.Path(engine.__file__).parent / 'native';"
         "print(os.getuid(), len(list(native.glob('*.so'))), shutil.which('g++'), torch.__version__)"
     )
     assert inside(images, container, "python", "-c", code) == "10001 1 None 2.13.0+cpu"
+
+
+def test_its_doctor_finds_nothing_amiss_with_the_installation(
+    images: Images, container: str
+) -> None:
+    said = inside(images, container, "moonpool", "doctor")
+    assert __version__ in said and "kernels" in said
+
+
+def test_its_parts_are_listed_and_its_byte_code_holds_no_time(
+    images: Images, container: str
+) -> None:
+    root = Path(images.buildah("mount", container))
+    debian, python = parts_of(root)
+    assert {"libc6", "python3"} <= {*debian} and "g++" not in debian
+    assert python["torch"] == "2.13.0+cpu" and python["moonpool"] == __version__
+    (compiled,) = root.glob("usr/local/lib/python3.*/*-packages/moonpool/__pycache__/types.*.pyc")
+    assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"  # by hash, unchecked
+    assert not (root / "source").exists() and not [*root.glob("media/*")]
 
 
 def test_it_serves(images: Images, container: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import image
 import release
 
 
@@ -86,3 +87,60 @@ def test_a_wheel_is_the_same_whatever_its_builders_umask(tmp_path: Path) -> None
     with zipfile.ZipFile(tmp_path / "b") as archive:
         modes = [oct(entry.external_attr >> 16) for entry in archive.infolist()]
         assert archive.testzip() is None and modes == ["0o40755", "0o100644", "0o100755"]
+
+
+def test_without_buildah_a_candidate_goes_on_and_a_tag_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    release.pack_image(tmp_path, "1.2.3", 1, "debian", needed=False)
+    said = "no image in this candidate: apt-get install buildah mmdebstrap\n"
+    assert capsys.readouterr().out == said and not [*tmp_path.iterdir()]
+    with pytest.raises(release.ReleaseError, match=r"install buildah; or IMAGE_BASE=none$"):
+        release.pack_image(tmp_path, "1.2.3", 1, release.BASE, needed=True)
+
+
+def test_the_parts_of_an_image_are_listed_by_what_its_files_say(tmp_path: Path) -> None:
+    status = tmp_path / "var/lib/dpkg/status"
+    status.parent.mkdir(parents=True)
+    status.write_text(
+        "Package: libc6\nStatus: install ok installed\nVersion: 2.36-9\nDescription: a\n b\n\n"
+        "Package: gone\nStatus: deinstall ok config-files\nVersion: 1\n\n"
+    )
+    for folder, name in (("usr/local/lib/python3.11/site-packages", "a"), ("usr/lib/x", "b")):
+        facts = tmp_path / folder / f"{name}-2.0.dist-info" / "METADATA"
+        facts.parent.mkdir(parents=True)
+        facts.write_text(f"Name: {name}\nVersion: 2.0\n")
+    found = image.Image("sha256:00ff", *image.parts_of(tmp_path))
+    bill = release.bill_of_image("1.2.3", found)
+    assert [part["purl"] for part in bill["components"]] == [
+        "pkg:deb/debian/libc6@2.36-9",
+        "pkg:pypi/a@2.0",
+    ]
+    assert bill["metadata"]["component"]["hashes"] == [{"alg": "SHA-256", "content": "00ff"}]
+
+
+def test_the_archive_of_an_image_has_equal_bytes(tmp_path: Path) -> None:
+    packed = []
+    for number in range(2):
+        layout = tmp_path / str(number)
+        (layout / "blobs").mkdir(parents=True)
+        for name in ("index.json", "blobs/x")[:: 1 if number else -1]:
+            (layout / name).write_text(name)
+            os.utime(layout / name, (number, number))
+        image.pack(layout, tmp_path / f"{number}.tar", 1_000_000)
+        packed.append((tmp_path / f"{number}.tar").read_bytes())
+    assert packed[0] == packed[1]
+
+
+def test_the_containerfile_copies_only_what_the_context_has() -> None:
+    root = Path(release.ROOT)
+    allowed = {line[1:] for line in (root / ".dockerignore").read_text().split() if line[0] == "!"}
+    lines = image.CONTAINERFILE.read_text().splitlines()
+    copied = [
+        w
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+        for w in line.split()[1:-1]
+    ]
+    assert copied and {*copied} == allowed

@@ -113,8 +113,20 @@ class SloClassType(ParamType[dict[str, Any]]):
 CONFIG_TYPES = {"slo.classes": SloClassType()}
 """Types of keys that are lists of more than texts."""
 
-TRACE_HELP = "Trace file: Mooncake, Azure, BurstGPT, or a log as CSV or JSON lines."
-trace_option = click.option("--trace", "trace_file", required=True, help=TRACE_HELP)
+TRACE_HELP = "Log or trace of requests: CSV, JSON lines, Mooncake, Azure or BurstGPT."
+
+
+class _TraceFile(click.types.StringParamType):
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        return (
+            "Give a log with the columns timestamp, prompt_tokens and completion_tokens, or make a"
+            " trace: moonpool trace generate --requests 1000 -o trace.jsonl"
+        )
+
+
+trace_option = click.option(
+    "--trace", "trace_file", required=True, type=_TraceFile(), metavar="FILE", help=TRACE_HELP
+)
 trace_format_option = click.option(
     "--trace-format",
     default="auto",

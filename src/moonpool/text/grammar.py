@@ -43,6 +43,9 @@ class Grammars:
     `open_vocabulary` is called at first use, or by `prepare`.
     """
 
+    can_wait = False
+    """Whether `prepare` may wait until the engine pauses: the first answer comes sooner then."""
+
     def __init__(
         self, open_vocabulary: Callable[[], Vocabulary], vocab_size: int, ends: Collection[int]
     ) -> None:

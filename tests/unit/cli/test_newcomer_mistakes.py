@@ -213,3 +213,15 @@ def test_long_times_are_seconds(seconds: float, text: str) -> None:
     frame = {"totals": totals, "slo": slo, "instances": [], "tenant": None, "under_way": 0}
     (line,) = (line for line in status_lines(frame) if line.startswith("latency"))
     assert line == f"latency    TTFT p50 {text} (SLO 30.00 s); TBT p50 {text} (SLO 500 ms)"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_missing_trace_is_told_with_what_can_take_its_place(command: str) -> None:
+    result = invoke(command)
+    assert result.exit_code == 2
+    line = result.output.splitlines()[-1]
+    assert line.startswith("Error: Missing option '--trace'. Give a log with the columns")
+    columns, make = line.split("columns ")[1].split(", or make a trace: moonpool ")
+    assert "prompt_tokens and completion_tokens" in columns
+    words = make.split()
+    COMMANDS["moonpool trace generate"].make_context("generate", words[2:])

@@ -4,6 +4,7 @@ of the actions, and the messenger of the blocks that a step is about to write.""
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Any, cast
 
 import pytest
@@ -18,12 +19,17 @@ from moonpool.scheduler.actions import (
     StepEnded,
     StepEntry,
 )
+from moonpool.text.grammar import Grammars
+from moonpool.text.tokenizer import Vocabulary
+from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import BlockId, InstanceId, SamplingParams, Token
 from moonpool_engine.engine.step import StepResult
 from moonpool_engine.transfer.messenger import Messenger
+from moonpool_engine.worker import engine_thread
 from moonpool_engine.worker.engine_thread import EngineThread, PipelineThread
 
 STEP = [("writing", (3,), 0, 1), "step"]
+BYTES = ByteTokenizer(259)
 PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)
 
 
@@ -33,6 +39,14 @@ class Recorder:
     def __init__(self, mirrored: bool) -> None:
         self.heard: list[Any] = []
         self.host_sync = self if mirrored else None
+        self.grammars = Grammars(self.vocabulary, 259, [BYTES.eos_token_ids[0]])
+
+        self.has_read = threading.Event()
+
+    def vocabulary(self) -> Vocabulary:
+        self.heard.append("vocabulary")
+        self.has_read.set()
+        return BYTES
 
     def forget_checksums(self, block_ids: Any, first_token: int, end_token: int) -> None:
         self.heard.append(("writing", block_ids, first_token, end_token))
@@ -82,3 +96,25 @@ def test_arrivals_come_before_the_steps_submitted_after_them(kind: Thread) -> No
 @pytest.mark.parametrize("kind", [EngineThread, PipelineThread])
 def test_an_engine_that_works_in_the_arena_hears_of_no_arrivals(kind: Thread) -> None:
     assert heard_by(kind, mirrored=False) == [*STEP, *STEP]
+
+
+@pytest.mark.parametrize("grammar", ["", '%llguidance {}\nstart: "a"'])
+def test_a_vocabulary_that_can_wait_is_read_in_a_pause_or_before_a_step_that_needs_it(
+    grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "PAUSE_S", 0.5 if grammar else 0.01)
+    recorder, ended = Recorder(False), queue.SimpleQueue[Any]()
+    recorder.grammars.can_wait = True
+    thread = EngineThread(cast(Any, recorder), cast(Messenger, recorder), 1, ended.put)
+    params = SamplingParams(grammar=grammar)
+    step = RunStep((StepEntry(AttemptId("w"), (5,), 0, (BlockId(3),), params),))
+    thread.submit(step)
+    thread.start()
+    ended.get(timeout=60)
+    assert recorder.has_read.wait(60)
+    thread.submit(step)
+    ended.get(timeout=60)
+    thread.stop(10.0)
+    assert (
+        recorder.heard == ["vocabulary", *STEP, *STEP] if grammar else [*STEP, "vocabulary", *STEP]
+    )

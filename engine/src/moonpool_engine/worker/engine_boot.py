@@ -142,7 +142,8 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
         else:
             spread = CalibrationEngine(parts.engine, parts.group.sizes)
             cost = refine_profile(spread, threads, only_if_new=bool(parts.group.cached))
-        if isinstance(engine, Engine):  # with several stages, the last one samples
+        # with several stages, the last one samples
+        if isinstance(engine, Engine) and not engine.grammars.can_wait:
             engine.grammars.prepare()
     except NonFiniteLogitsError as error:
         text = f"weights or config.json are damaged: {error}; download the model again"

@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -34,6 +35,7 @@ from moonpool.scheduler.actions import (
     WorkerAction,
     WorkerEvent,
 )
+from moonpool.text.tokenizer import TokenizerError
 from moonpool_engine.attention_offload.remote_ops import AttentionLostError
 from moonpool_engine.engine.drafting.drafter import Drafter
 from moonpool_engine.engine.parallel.pipeline import Outcome, PipelineEngine
@@ -51,6 +53,9 @@ OFFLOADED_PATIENCE_S = 120.0
 """The least limit of a step with attention workers, which have deadlines of their own."""
 SLOWER = 10.0
 """A step may take this many times its predicted time: other processes may occupy the cores."""
+
+PAUSE_S = 3.0
+"""A time without steps after which the engine prepares what could wait."""
 
 Arrival = FetchBlocks | ExpectStream | LoadBlocks
 """Actions after which other threads write blocks of the arena."""
@@ -210,7 +215,7 @@ class EngineThread:
     def _run(self) -> None:
         pin_thread(self._cores)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread only
-        while (order := self._steps.get()) is not None:
+        while (order := self._next()) is not None:
             if not isinstance(order, tuple):
                 assert self._engine.host_sync is not None
                 self._engine.host_sync.arriving(order.block_ids)
@@ -226,7 +231,25 @@ class EngineThread:
                 outcome = _step_failed(step, error)
             self._post(outcome)
 
+    def _next(self) -> _Order | None:
+        if self._engine.grammars.can_wait:
+            with contextlib.suppress(queue.Empty):
+                return self._steps.get(timeout=PAUSE_S)
+            self._prepare_grammars()
+        return self._steps.get()
+
+    def _prepare_grammars(self) -> None:
+        self._engine.grammars.can_wait = False
+        try:
+            self._engine.grammars.prepare()
+        except TokenizerError as error:
+            log.warning("structured output will fail: %s", error)
+
     def _compute(self, step: RunStep, gates: Sequence[Sequence[LayerGate]]) -> StepEnded:
+        if self._engine.grammars.can_wait and any(
+            entry.draw is not None and entry.draw.grammar for entry in step.entries
+        ):
+            self._prepare_grammars()  # before the step, whose time is measured
         step, drafted, drafting_s = self._drafting.run(step)
         begin_writing(self._messenger, step)
         waits = LayerWaits(step, gates)

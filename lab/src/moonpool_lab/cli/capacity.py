@@ -67,7 +67,12 @@ DRAWN_REQUESTS = 200
     ),
 )
 @asks_server(default=None, former_flag="--url")
-@click.option("--trace", "trace_file", help=f"{TRACE_HELP} A generated conversation unless given.")
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE",
+    help=f"{TRACE_HELP} A generated conversation unless given.",
+)
 @config_option
 @_FLAGS.options(CLUSTER_DEFAULTS)
 @catalogue_option

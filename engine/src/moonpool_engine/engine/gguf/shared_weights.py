@@ -32,7 +32,7 @@ class SharedWeights:
     config: ModelConfig  # with the dtype resolved
     model: LoadedModel
     decoder: DecoderModel
-    grammars: Grammars  # prepared
+    grammars: Grammars  # prepared, unless they can wait
 
     def fit(self, model: ModelConfig, engine: EngineConfig) -> bool:
         """Whether an instance of one process computes with them. Device and dtype are resolved."""
@@ -61,11 +61,13 @@ def share_weights(config: Config) -> SharedWeights | None:
         model = open_model(own.name, dtype, own.lora_modules, own.kv_cache_dtype)
         ops = choose_ops(model.dtype, "cpu", own.quantization)
         grammars = grammars_of(model)
+        grammars.can_wait = config.cluster.num_instances == 1  # others would each read the same
         with ThreadPoolExecutor(1) as beside:  # its thread ends with the block, before any fork
-            reading = beside.submit(grammars.prepare)
+            reading = None if grammars.can_wait else beside.submit(grammars.prepare)
             with torch.inference_mode():
                 decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)
-            reading.result()
+            if reading is not None:
+                reading.result()
     except (TokenizerError, ValueError, RuntimeError, OSError) as error:
         log.debug("workers load the model by themselves: %s", error)
         return None
