@@ -1,7 +1,7 @@
-"""Requests that wait for an instance, for room or for their share. They have no attempt while they
-wait.
+"""Requests that wait for an instance, for room or for their share. A waiting request has no
+attempt.
 
-`rules` says who waits. The queue is bounded, and each tenant has a part of it.
+`rules` decides which requests wait. The queue is bounded, and each tenant has a part of it.
 """
 
 from __future__ import annotations
