@@ -335,7 +335,7 @@ def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]
     }
     programs: Counter[str] = Counter()
     for one in each:
-        programs.update(one["programs"])  # programs with count 0 stay in the sum
+        programs.update(one["programs"])  # keeps states with a count of 0
     described["programs"] = dict(programs)
     described |= {name: each[0][name] for name in _OF_MODEL} if each else {}
     described["models"] = [
