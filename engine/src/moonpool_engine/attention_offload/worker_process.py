@@ -26,7 +26,8 @@ log = logging.getLogger("moonpool.worker")
 
 
 class AttentionWorker:
-    """Serves until the head stops it. It continues to serve while the head is unreachable."""
+    """Serves until the head stops it. An attention worker continues to serve while the head is
+    unreachable."""
 
     def __init__(
         self,

@@ -38,4 +38,4 @@ def rank(owner: str, number: int, control_fd: int) -> None:
 def _begin(name: str) -> None:
     set_up_logging(name)
     settle_threads()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends this process

@@ -38,11 +38,11 @@ class DeviceStep:
     meta: StepMeta
     positions: Tensor  # [T] int32
     sequences: Tensor  # [T] int32: the sequence of each row
-    row_starts: Tensor  # [S + 1] int32
+    row_starts: Tensor  # shape [S + 1], int32
     context_starts: Tensor  # [S] int32
     block_tables: Tensor  # [S, max_blocks] int32
-    counts: list[int]  # rows of each sequence
-    contexts: list[int]  # cached tokens of each sequence
+    counts: list[int]  # number of rows of each sequence
+    contexts: list[int]  # number of cached tokens of each sequence
 
 
 def place_step(meta: StepMeta, device: torch.device) -> DeviceStep:
@@ -168,7 +168,7 @@ class TorchOps:
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:
-    """`Ops.glu`, one element at a time: no element depends on another's place."""
+    """Computes `Ops.glu` one element at a time, so that no element depends on another's place."""
     x, up = gate_up.float().chunk(2, dim=-1)
     active = F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")
     return (active * up).to(gate_up.dtype)
