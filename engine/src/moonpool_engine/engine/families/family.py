@@ -1,4 +1,4 @@
-"""The fields of a description of a model family. `table` has the descriptions."""
+"""The fields of a description of a model family. The module `registry` has the descriptions."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class StoredTensor(NamedTuple):
 
 
 def whole(stored: Tensor) -> Tensor:
-    """All of it."""
+    """Returns a view of the whole tensor."""
     return stored
 
 
