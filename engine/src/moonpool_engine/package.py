@@ -1,4 +1,4 @@
-"""What this engine gives to processes that compute nothing: an `EnginePackage`.
+"""An `EnginePackage`: what this engine gives to processes that compute nothing.
 
 Importing this module imports no torch, and for GGUF files on CPUs none of these functions does but
 `share_weights`. So a head can read its model while another process imports torch.
