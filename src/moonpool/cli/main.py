@@ -87,7 +87,7 @@ class SuggestingGroup(ScreenHelp, click.Group):
         return found
 
     def path_of(self, name: str) -> str:
-        """The name of its command without the program's, such as "pool serve"."""
+        """Returns the name of a command without the program's, such as "pool serve"."""
         return f"{self.name} {name}"
 
     def find_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -107,7 +107,7 @@ class SuggestingGroup(ScreenHelp, click.Group):
 
 
 class ExtendedGroup(SuggestingGroup):
-    """A group of commands to which other packages add theirs."""
+    """A group of commands to which other packages add their commands."""
 
     own: ClassVar[CommandTable] = {}
     prefix: ClassVar[str] = ""
@@ -141,7 +141,7 @@ class ExtendedGroup(SuggestingGroup):
             formatter.write_dl([*self.rows(ctx).items()])
 
     def rows(self, ctx: click.Context) -> dict[str, str]:
-        """One line of help by the command's name."""
+        """Returns one line of help by the command's name."""
         texts = {name: text for name, (_, _, text) in {**self.own, **self._added()}.items()}
         return {
             name: texts.get(name) or self.commands[name].get_short_help_str(80)

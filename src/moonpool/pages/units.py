@@ -39,7 +39,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """One decimal. Only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
+    """One decimal. Formats a share; only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
     if share <= 0:
         return f"0{GAP}%"
     if share < 0.0005:
@@ -52,7 +52,8 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that leaves one to three digits before the point, for example `31.4 ms`."""
+    """Formats a duration in the unit that leaves one to three digits before the point, for example
+    `31.4 ms`."""
     size = abs(seconds)
     if size == 0:
         return f"0{GAP}s"
