@@ -4,9 +4,9 @@
 
 Loads and stores of the connector beside a plain copy of as many bytes, on one core each, in turns;
 blocks that come from the SSD, right after stores and once these are written, beside plain reads of
-the pool's own files with O_DIRECT, with the pool's CPU seconds per GB. With
-`--vllm`, two vLLMs are asked in turns, one over a pool that never has a prompt, one without a
-connector: what a miss costs.
+the pool's own files with O_DIRECT, with the pool's CPU seconds per GB. With `--vllm`, two vLLMs are
+asked in turns, one over a pool that never has a prompt, one without a connector, to measure what a
+miss costs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.slice_mover import NativeSliceMover, open_mover
 from moonpool_lab.demo.local_server import ServerError
 
-BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as an 8B model has
+BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as in an 8B model
 READ_BYTES = 4 << 20
 READERS = 4
 SETTLE_S = 3.0
@@ -113,7 +113,7 @@ def copies(num_bytes: int, rounds: int) -> dict[str, float]:
         for name, act in acts.items():
             began_s = time.perf_counter()
             act()
-            if number:  # the first touches the pages
+            if number:  # the first round touches the pages
                 times[name].append(time.perf_counter() - began_s)
     speeds = {name: len(source) / statistics.median(taken) for name, taken in times.items()}
     found = {f"{name}_bytes_per_s": speed for name, speed in speeds.items()}
@@ -219,8 +219,8 @@ def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
         size = max(1, blocks // 8)
         for number, start in enumerate(range(0, len(keys), size)):
             client.store(number, keys[start : start + size])
-            client.find(f"stored-{number}", keys[start : start + size])  # it was handled
-            time.sleep(0.05)  # what is stored faster than the SSD writes is not kept
+            client.find(f"stored-{number}", keys[start : start + size])  # the store was handled
+            time.sleep(0.05)  # blocks that are stored faster than the SSD writes would not be kept
         early = _read(client, pool, keys[: blocks // 2], size)
         time.sleep(SETTLE_S)
         late = _read(client, pool, keys[blocks // 2 : 2 * blocks], size)
@@ -245,8 +245,8 @@ def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
 def _read(
     client: PoolClient, pool: MoonpoolPool, keys: Sequence[bytes], size: int
 ) -> tuple[int, float, float]:
-    """Asks for blocks, `size` at a time. Returns how many came from the SSD, the seconds of their
-    searches, and the CPU seconds of the pool in all of them."""
+    """Asks for blocks, `size` at a time. Returns how many blocks came from the SSD, the seconds of
+    the searches, and the CPU seconds of the pool in all of them."""
     began_s = sum(map(cpu_s, pool.pids))
     taken = [client.find(f"read-{at}", keys[at : at + size]) for at in range(0, len(keys), size)]
     loaded = sum(found.num_loaded for found, _ in taken)
@@ -298,7 +298,7 @@ def misses(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for name, url in urls.items():
                 prompts = _prompts(args, f"{number} {name}")
                 taken_s, firsts = asyncio.run(_ask_all(url, args.model, prompts))
-                if number:  # the first warms up
+                if number:  # the first round warms up
                     seconds[name].append(taken_s)
                     ttfts[name] += firsts
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -320,7 +320,7 @@ def _prompts(args: argparse.Namespace, name: str) -> list[list[int]]:
 
 
 async def _ask_all(url: str, model: str, prompts: Sequence[list[int]]) -> tuple[float, list[float]]:
-    """Four at a time. Returns the seconds of all, and the TTFT of each."""
+    """Asks four questions at a time. Returns the seconds of all, and the TTFT of each."""
     left, ttfts = iter(prompts), list[float]()
 
     async def ask_on() -> None:

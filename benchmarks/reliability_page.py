@@ -1,7 +1,7 @@
 """Makes docs/reliability.md from results: faults, kills, planted bugs, fuzzing, trials.
 
-`moonpool bench faults` writes it; `python -m benchmarks.reliability_page` makes it again from the
-results that are there.
+`moonpool bench faults` writes the page; `python -m benchmarks.reliability_page` writes it again
+from existing results.
 """
 
 from __future__ import annotations
