@@ -42,7 +42,7 @@ class GgufShape:
     heads: int
     kv_heads: int
     head_dim: int
-    inter: int  # of an expert, where there are any
+    inter: int  # intermediate size of an expert, if the model has experts
     vocab: int
     experts: int = 0
     experts_per_token: int = 0

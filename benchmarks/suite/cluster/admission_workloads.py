@@ -76,7 +76,7 @@ class AdmissionWorkload:
     block_tokens: int
     config: Config
     hardware: Hardware
-    words: dict[str, Any]  # what was drawn
+    words: dict[str, Any]  # the drawn parameters, by name
 
 
 def compare_on_draws(draws: Iterable[AdmissionDraw], processes: int) -> Iterator[dict[str, Any]]:

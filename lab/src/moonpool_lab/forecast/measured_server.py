@@ -45,8 +45,8 @@ UNLIMITED_SEQUENCES = 256
 
 
 class MeasuredServer(Struct, frozen=True):
-    """What was measured. `cache_tokens` is a lower limit, unless the cache was `full`.
-    `max_sequences`: most answers at a time, or UNLIMITED_SEQUENCES if no limit was met.
+    """The results of measuring a server. `cache_tokens` is a lower limit, unless the cache was
+    `full`. `max_sequences`: most answers at a time, or UNLIMITED_SEQUENCES if no limit was met.
     `hits_said`: whether the server tells how much of a prompt it found."""
 
     cost: FittedCost

@@ -20,7 +20,7 @@ class TokenDetail(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What came back. `tokens` is empty if the server sent no logprobs."""
+    """What a server returned for a question. `tokens` is empty if the server sent no logprobs."""
 
     text: str = ""
     outcome: Outcome = "answered"

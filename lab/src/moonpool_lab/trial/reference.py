@@ -25,7 +25,8 @@ MAX_REPLACED_BYTES = 24
 
 
 class AnswerDifference(msgspec.Struct):
-    """What a comparison found. `kind` is the kind of the first difference."""
+    """The result of comparing an answer with its reference. `kind` is the kind of the first
+    difference."""
 
     kind: Kind = "right"
     wrong_tokens: int = 0
@@ -78,7 +79,7 @@ class Reference:
         return found
 
     def _note_longer(self, found: AnswerDifference, rest: bytes) -> None:
-        """The answer goes on where the reference ended."""
+        """Notes that the answer continues after the end of the reference."""
         if self.finish != "length":  # its end is a token whose alternatives are unknown
             self._note(found, "near_tie" if self.has_logprobs else "unclear", len(self.pieces), 0)
         else:
