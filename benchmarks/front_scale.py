@@ -4,9 +4,9 @@
 
 The same load goes, one after another, to one of the servers directly, to moonpool with one process
 (`--fronts 1`), to moonpool with fronts, and to vllm-router: many streams of many tokens, then short
-calls. CPU time is read from the kernel for each kind of process, so what more fronts on more cores
-would bear follows: a front's share falls with their number, and the Conductor's does not. Load and
-stubs take CPU of the same machine.
+calls. The kernel gives the CPU time of each kind of process, so the load that more fronts on more
+cores could carry can be computed: a front's share falls with their number, and the Conductor's does
+not. Load and stubs take CPU of the same machine.
 """
 
 from __future__ import annotations

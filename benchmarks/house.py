@@ -127,7 +127,7 @@ def circles() -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table of packages and imports."""
     rows = {package: size_of(sources(package)) for package in PACKAGES}
     rows["the core of moonpool"] = size_of(core_files())
     rows["C++ of moonpool_engine"] = size_of(native_sources())

@@ -87,10 +87,10 @@ class UnmeasuredWorker(EndpointWorker):
                 self._link.send(self._load())
 
     async def _measure(self, engine: FoundServer) -> None:
-        """It is known."""
+        """Does nothing, because the rate of the picker's server is known."""
 
     async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
-        """It is known."""
+        """Does nothing, because the profile of the picker's server is known."""
 
 
 class InstantPicker(Picker):

@@ -121,7 +121,7 @@ def _others() -> str:
 
 
 def mutant_section(found: dict[str, Any]) -> str:
-    """Planted bugs, and what finds each."""
+    """Lists planted bugs, and the test that finds each."""
     rows = found["mutants"]
     like = {issue for row in rows for issue in row["like"]}
     text = f"""

@@ -4,7 +4,7 @@ A generated day whose mix shifts, on every split of the instances and on one tha
 load that stays as it is, on which nothing should switch. The mix shifts slowly (`shifting`), or
 suddenly every ten minutes, differently for each seed (`abrupt`). Each run is a separate process
 (`python -m benchmarks.suite.cluster.role_balance`, with its description on standard input). As many
-run at a time as there are cores.
+runs go at a time as the machine has cores.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def run_apart(run: RoleBalanceRun) -> dict[str, Any]:
 
 
 def run_one(run: RoleBalanceRun) -> dict[str, Any]:
-    """One simulation in this process."""
+    """Runs one simulation in this process."""
     overrides: dict[str, dict[str, Any]] = {
         "cluster": {"prefill": run.prefill, "decode": run.decode},
         "pool": {"block_tokens": BLOCK_TOKENS},

@@ -51,7 +51,7 @@ def bench_simulator(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, An
 
 
 def run_one(instances: int, requests: int) -> dict[str, Any]:
-    """One simulation in this process."""
+    """Runs one simulation in this process."""
     overrides = {
         "cluster": {"prefill": instances // 2, "decode": instances - instances // 2},
         "pool": {"block_tokens": BLOCK_TOKENS},

@@ -1,6 +1,6 @@
 """Users of AIPerf, a load generator from outside, as the client.
 
-It draws and sends sessions with the shared prefix, turns and lengths of a shape, in its
+The tool draws and sends sessions with the shared prefix, turns and lengths of a shape, in its
 user-centric mode: each user waits for the answer before the next turn, and new users come at a
 steady rate. The prompts are texts and pass the chat template.
 """

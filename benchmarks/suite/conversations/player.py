@@ -34,7 +34,7 @@ from moonpool_lab.replay.stream import CompletionReceiver
 GRACE_S = 20.0
 """Seconds that the answers of requests under way may take, after the last request's TTFT SLO."""
 MOST_TTFT_S = 120.0
-"""TTFT SLOs above this are not waited for."""
+"""The player waits for no TTFT SLO that is longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class _Run:
 
 
 def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
-    """Figures of a run. Latencies are computed from whole answers only."""
+    """Returns the figures of a run. Latencies are computed from whole answers only."""
     whole = [turn.record for turn in played if turn.status == 200]
     rejected = Counter(turn.reason for turn in played if turn.status in TURNED_AWAY)
     failed = Counter(
@@ -226,9 +226,9 @@ def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
 
 
 def program_figures(played: Sequence[PlayedTurn]) -> dict[str, Any]:
-    """Figures of the programs that began. A program takes from the first sending of its first call
-    to the end of its last answer. A program that did not finish takes infinitely long, so a
-    quantile among these is None."""
+    """Returns the figures of the programs that began. A program takes from the first sending of its
+    first call to the end of its last answer. A program that did not finish takes infinitely long,
+    so a quantile among these is None."""
     programs: dict[int, list[PlayedTurn]] = {}
     for turn in played:
         if turn.call is not None:
@@ -254,5 +254,5 @@ def _makespan_s(turns: Sequence[PlayedTurn]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """P50 and P90; zeros without values."""
+    """Returns P50 and P90; zeros without values."""
     return percentiles(values, 50, 90)

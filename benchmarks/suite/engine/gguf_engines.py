@@ -60,7 +60,7 @@ class GgufBenchPlan:
 
 
 class TimedPeer(Protocol):
-    """Another engine that runs the same steps."""
+    """`TimedPeer` is another engine that runs the same steps."""
 
     name: str
     is_warm: bool

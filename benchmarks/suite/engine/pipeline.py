@@ -144,7 +144,8 @@ def shape_of(spec: ModelSpec) -> ModelShape:
 
 def grown(steps_s: Sequence[float], prompt_tokens: int, chunk_tokens: int) -> list[StepSample]:
     """Returns the seconds of prompts of 1, 2, 4 ... chunks, from the steps of the longest prompt.
-    These show the cost of attention to this many tokens, which short steps do not show."""
+    The long prompts show the cost of attention to this many tokens, which short steps do not
+    show."""
     ended_s = list(accumulate(steps_s))
     most = len(steps_s)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})

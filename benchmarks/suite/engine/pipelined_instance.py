@@ -79,7 +79,8 @@ def made_up(number: int, prompt_tokens: int, output_tokens: int) -> PipelinedJob
 
 
 class PipelinedInstance:
-    """Its engine lives from `with` to its end. Raises ValueError, StageLostError, ArenaError."""
+    """The instance's engine lives from the start of the `with` block to its end. Raises ValueError,
+    StageLostError, ArenaError."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ def _attempt(number: int, job: PipelinedJob) -> AttemptSpec:
 
 
 class _Gathered:
-    """Keeps what the instance tells."""
+    """Keeps what the instance reports."""
 
     def __init__(self, num_jobs: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_jobs)]

@@ -1,10 +1,10 @@
 """A model of the time of one vLLM: its queue, chunked prefill, batch and prefix cache.
 
-It computes nothing. Each step gives every answer one token and fills what is left of its token
-budget with chunks of prompts, first come first served. A step takes as long as its prompt tokens,
-its answers and their contexts say. A prompt computes only what the cache does not have; the cache
-forgets the blocks that were used longest ago. Without room for the next token, the request that
-came last starts again later, as vLLM does. Whoever drives it tells the time.
+The engine computes nothing. Each step gives every answer one token and fills what is left of its
+token budget with chunks of prompts, first come first served. A step takes as long as its prompt
+tokens, its answers and their contexts say. A prompt computes only what the cache does not have; the
+cache forgets the blocks that were used longest ago. Without room for the next token, the request
+that came last starts again later, as vLLM does. Whoever drives it tells the time.
 """
 
 from __future__ import annotations

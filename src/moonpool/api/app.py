@@ -283,7 +283,8 @@ class DatedState(ServerState):
 
 
 class HttpServer(uvicorn.Server):
-    """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
+    """`await serve(sockets=[...])` returns after `should_exit` is set. `HttpServer` handles no
+    signals."""
 
     def __init__(
         self, config: uvicorn.Config, tls: TlsFiles | None = None, shares_port: bool = False

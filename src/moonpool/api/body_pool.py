@@ -41,7 +41,7 @@ SMALL_AT_A_TIME = 64
 """Number of small bodies that are sent to their process at a time, so that it never waits for the
 head's loop."""
 MOST_SMALL_WAITING = 16_384
-"""As many as there may be connections."""
+"""This many small bodies may wait, which is also the limit of connections."""
 TRY_AGAIN_S = 10.0
 """Time between two processes that failed to load the tokenizer."""
 MOST_HALVINGS = 3

@@ -1,11 +1,12 @@
 """The process that reads bodies: `python -m moonpool.api.body_process PARENT_PID FD`.
 
-It is a helper process (`helpers`) whose frames are msgpack. The first frame is `BodyStart`, and its
-reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a `UseCard` gets none. FD is
-the memory in which the process notes what it does (`StageNote`).
+The body process is a helper process (`helpers`) whose frames are msgpack. The first frame is
+`BodyStart`, and its reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a
+`UseCard` gets none. FD is the memory in which the process notes what it does (`StageNote`).
 
-It is a process and not a thread because large bodies hold the interpreter, so the head's loop would
-stand still for seconds, and because a model's chat template or tokenizer may not end at all.
+The body process is a process and not a thread because large bodies hold the interpreter, so the
+head's loop would stand still for seconds, and because a model's chat template or tokenizer may not
+end at all.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def _finished(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def perform(preparer: Preparer, work: BodyWork) -> BodyResult:
-    """Prepares one body. Its errors are in the result. Raises MemoryError."""
+    """Prepares one body. The errors of the work are in the result. Raises MemoryError."""
     try:
         found = _finished(getattr(preparer, work.kind)(work.raw))
         return BodyResult(response=found) if isinstance(found, bytes) else pack(work.kind, found)

@@ -1,8 +1,8 @@
 """One HTTP request and its response, over bare ASGI.
 
 This class owns the request id, the body with its size limit, and the watch for a client that
-disconnects. It does not parse bodies. It uses bare ASGI instead of Starlette's `Request` and
-`StreamingResponse` because every streamed token passes through it.
+disconnects. `HttpContext` does not parse bodies. `HttpContext` uses bare ASGI instead of
+Starlette's `Request` and `StreamingResponse` because every streamed token passes through it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Passes text on, except for the part that may still become a stop string.
 
-    It runs one Knuth-Morris-Pratt automaton per stop string, so the cost of a character does not
-    depend on the length of the strings.
+    `StopMatcher` runs one Knuth-Morris-Pratt automaton per stop string, so the cost of a character
+    does not depend on the length of the strings.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool):

@@ -157,9 +157,9 @@ class Conductor:
         self._launched: set[InstanceId] = set()
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
-        """`on_work` is called with a request before it is planned, and with None after that. It
-        must change nothing here. A driver uses it to note the request that it is processing, in
-        case the process crashes.
+        """`on_work` is called with a request before it is planned, and with None after that.
+        `on_work` must change nothing here. A driver uses it to note the request that it is
+        processing, in case the process crashes.
         """
         self._lifecycle.on_work = on_work
 

@@ -362,8 +362,8 @@ class Draining(ClusterObserver):
 
 
 def _needs(state: InstanceState, tracked: TrackedRequest) -> bool:
-    """Whether the request needs this instance. It no longer needs an instance that has handed it
-    over once the decode instance has accepted it."""
+    """Whether the request needs this instance. The request no longer needs an instance that has
+    handed it over once the decode instance has accepted it."""
     attempt = tracked.attempt
     if attempt is None:
         return False

@@ -3,8 +3,8 @@
 A placement policy reads all instances at once from these arrays. Each event updates the sums that
 it changes, in constant time; `Conductor.validate` recomputes them from the requests to compare.
 Sums are whole numbers (durations are in nanoseconds), so that additions and subtractions leave no
-rounding error. They are stored as float64, exact up to 2**53, so that no prediction has to convert
-an array. The table makes no decision.
+rounding error. The numbers are stored as float64, exact up to 2**53, so that no prediction has to
+convert an array. The table makes no decision.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class TrackedRequest:
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """An instance that gets no new work. When its present work has ended, it changes its role or
-    leaves."""
+    """An instance that gets no new work. When the instance's present work has ended, it changes its
+    role or leaves."""
 
     reason: str  # for people
     since_s: float

@@ -322,8 +322,8 @@ class MooncakeConfig(Struct, frozen=True):
 
 
 class NetworkConfig(Struct, frozen=True):
-    """Where the head listens for workers, and how they exchange blocks. A worker's default address
-    for its peers is the address by which it reaches the head."""
+    """`NetworkConfig` says where the head listens for workers, and how they exchange blocks. A
+    worker's default address for its peers is the address by which it reaches the head."""
 
     head_host: Annotated[
         str, about("Address at which the head listens for workers.", protects=True)

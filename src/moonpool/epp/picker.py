@@ -124,8 +124,8 @@ class Picked:
             answer.call.fail(message, status)
 
     def note_served(self, address: str) -> None:
-        """Notes which endpoint responds, as the gateway says. Another one than the first has no
-        booking, and the first has failed."""
+        """Notes which endpoint responds, as the gateway says. Only the first server of a call has a
+        booking; if another one serves it, the first has failed."""
         if address != self._route.endpoint.address:
             self.fail(f"the gateway went on to {address}", 502)
             self.close()

@@ -103,7 +103,7 @@ class ResponseStream:
         )
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly, or None if they go to the head."""
+        """Returns where the tokens of an attempt go directly, or None if they go to the head."""
         return None
 
     def refusal(self) -> RequestRefused:

@@ -11,8 +11,8 @@ import os
 
 
 class KeptMemoryFiles:
-    """Empty memory files without names, for the successive processes of one instance. They exist as
-    long as this process, or another process that has opened them."""
+    """Empty memory files without names, for the successive processes of one instance. The files
+    exist as long as this process, or another process that has opened them."""
 
     def __init__(self, fds: tuple[int, int] | None = None) -> None:
         """`fds`: file descriptors of an earlier program of this process."""

@@ -1,8 +1,8 @@
 """Keeps one head running, and the workers and fronts of a cluster.
 
 The supervisor owns the workers and the listening sockets, so that connections wait while there is
-no head. It holds the sockets and the logs of answers under way, and gives them to the next head.
-The supervisor makes no decision about requests, and imports no torch.
+no head. The supervisor holds the sockets and the logs of answers under way, and gives them to the
+next head. The supervisor makes no decision about requests, and imports no torch.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ MAX_FILES = 20_480
 
 
 class Supervisor:
-    """`run` serves until `stop` is set. It is made before the loop runs, and owns the listening
-    sockets."""
+    """`run` serves until `stop` is set. `Supervisor` is made before the loop runs, and owns the
+    listening sockets."""
 
     def __init__(
         self,

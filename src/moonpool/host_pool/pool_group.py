@@ -72,7 +72,7 @@ class BlockGroup:
         return ended
 
     def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
-        """The search ends with `GroupFound`. Another find of the same owner is given up."""
+        """The search ends with `GroupFound`. `find` gives up another find of the same owner."""
         self.release(owner)
         if not self.is_whole:
             self._ended.append(GroupFound(owner, 0, 0, ()))
@@ -107,7 +107,7 @@ class BlockGroup:
             return
         num_blocks = self._num_found(find)
         if num_blocks < find.num_tried and self.windows:
-            # Meanwhile a block has gone. A shorter prefix needs other blocks.
+            # A block has gone in the meantime, and a shorter prefix needs other blocks.
             self._begin(found.owner, find, num_blocks)
             return
         if num_blocks < len(find.keys) and now < find.until_s:

@@ -57,7 +57,7 @@ class BlockPool:
         # the policy's number of evictable blocks, kept here because every event reads it
         self._num_evictable = 0
         self._free: list[BlockId] = []
-        # Lists indexed by block. They end at the highest block ever used, because a simulated
+        # Lists indexed by block. The arrays end at the highest block ever used, because a simulated
         # cluster has many pools, most of them nearly empty.
         self._num_holds: list[int] = []
         self._key_of: list[BlockKey | None] = []

@@ -1,8 +1,8 @@
 """The control connection: a handshake, then typed frames of 4 length bytes and msgpack.
 
-It is an asyncio protocol rather than a stream: the callback that brings a frame's bytes also
-handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a peer
-that does not read is disconnected.
+The connection is an asyncio protocol rather than a stream: the callback that brings a frame's bytes
+also handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a
+peer that does not read is disconnected.
 """
 
 from __future__ import annotations

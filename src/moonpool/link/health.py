@@ -17,8 +17,8 @@ class HealthServer:
     """Answers GET `/live` and `/ready` over HTTP, without a key: both tell nothing but a state.
 
     `/live` returns 200 as long as the worker's event loop turns. `/ready` returns 200 while the
-    instance is joined, and 503 with the reason otherwise. It accepts the same HTTP methods as the
-    head's port.
+    instance is joined, and 503 with the reason otherwise. `HealthServer` accepts the same HTTP
+    methods as the head's port.
     """
 
     def __init__(self, not_ready: Callable[[], str]) -> None:

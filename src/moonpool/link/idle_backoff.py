@@ -1,4 +1,4 @@
-"""When a periodic task of an idle process takes its next turn.
+"""Decides when a periodic task of an idle process takes its next turn.
 
 Each turn costs a wake-up of the process, and often a wake-up of the process to which it sends. An
 idle cluster would spend most of its CPU time on these wake-ups.

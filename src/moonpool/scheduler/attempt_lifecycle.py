@@ -362,7 +362,8 @@ class AttemptLifecycle:
         self._fail_too_long()
 
     def on_step_failed(self, event: StepFailed) -> None:
-        """Fails the requests of a step, except those that can repeat it without a lost arena."""
+        """Fails the requests of a step, except those that can repeat it without the arena that was
+        lost."""
         self._actions_out.count("failed_steps")
         for request, _ in self._scheduler.end_step():
             request.drafts, request.draft_task = (), None

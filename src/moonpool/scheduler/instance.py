@@ -382,12 +382,12 @@ class Instance:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Totals since the start."""
+        """Returns the totals since the start."""
         return self._actions_out.counters
 
     @property
     def num_running(self) -> int:
-        """Requests in the running batch."""
+        """Returns the number of requests in the running batch."""
         return len(self._scheduler.running)
 
     @property

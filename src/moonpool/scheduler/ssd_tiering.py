@@ -15,8 +15,8 @@ again come first. New blocks go to free slots only, because the SSD then holds a
 holds too. The copies in progress and those that wait hold no more blocks than `reserved_blocks`; a
 block that finds no place is tried again at its next use.
 
-A shared store takes the place of the SSD where other instances use it too. It receives every new
-block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
+A shared store takes the place of the SSD where other instances use it too. The store receives every
+new block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
 block, and so does a cluster that starts after this one has ended.
 
 A load belongs to the instance, not to the request that caused it. Any request or peer that needs a

@@ -55,7 +55,7 @@ MAX_OBJECTS = 500
 """Most objects of one line that are searched."""
 SHOWN_FIELDS = 12
 MAX_NUMBER = 10**20
-"""Nanoseconds since 1970 are below it."""
+"""Times in nanoseconds since 1970 are below this number."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 Objects = list[tuple[tuple[str, ...], dict[str, Any]]]

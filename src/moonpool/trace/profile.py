@@ -25,7 +25,8 @@ The class of a prompt is the number of bounds that its tokens without the shared
 NUM_CLASSES = len(CLASS_TOKENS) + 1
 
 Quantiles = tuple[float, ...]
-"""A distribution by its quantiles at PROBABILITIES, linear between them; one value: a constant."""
+"""A distribution by its quantiles at PROBABILITIES, linear between them; one value means that all
+are equal."""
 
 
 class SharedPrompts(Struct, frozen=True):

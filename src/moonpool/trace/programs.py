@@ -207,7 +207,7 @@ class CallOrder:
         return self._named[names[0]].session if names else ""
 
     def _blocks(self, session: _Session, row: ParsedRow, num_tokens: int) -> tuple[int, ...]:
-        """Returns the block ids of a prompt that continues the last one of its session. Its
+        """Returns the block ids of a prompt that continues the last one of its session. The row's
         `hash_ids` name the blocks of the text with which it begins, as far as known."""
         blocks, num_blocks = session.blocks, -(-num_tokens // self._block_tokens)
         if not blocks:

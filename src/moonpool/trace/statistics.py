@@ -1,9 +1,9 @@
 """The characterisation of a trace: load, lengths, arrivals, sharing of blocks, turns.
 
-`TraceStatistics` takes rows one by one, in order of time. It keeps two lengths and the gaps of each
-row, and an entry per distinct block, but never the rows. `TraceFigures` is the value that `trace
-info --json` writes: shares and ratios lie between 0 and 1, quantiles are interpolated linearly.
-Times must be as in the file, not spread over ticks.
+`TraceStatistics` takes rows one by one, in order of time. `TraceStatistics` keeps two lengths and
+the gaps of each row, and an entry per distinct block, but never the rows. `TraceFigures` is the
+value that `trace info --json` writes: shares and ratios lie between 0 and 1, quantiles are
+interpolated linearly. Times must be as in the file, not spread over ticks.
 """
 
 from __future__ import annotations

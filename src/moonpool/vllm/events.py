@@ -156,8 +156,8 @@ class EventReader:
         self._context = zmq.asyncio.Context.instance()
         self.events, self.replay = events, replay
         self.asks_replay = False
-        """Set to request events at the replay endpoint, because none come otherwise. It is reset
-        when events come, and when that endpoint does not respond."""
+        """Set to request events at the replay endpoint, because none come otherwise. The flag is
+        reset when events come, and when that endpoint does not respond."""
         self.connection: Connection = "none"
         self.num_published = self.num_replayed = 0
         """Number of batches that were published, and number of batches that were requested."""

@@ -201,7 +201,7 @@ class AttentionClient:
 
 class LocalAttentionWorker:
     """The attention worker in the instance's own process, with the interface of `AttentionClient`.
-    It is made by `start_local_attention`."""
+    `start_local_attention` makes it."""
 
     def __init__(
         self, state: AttentionWorkerState, executor: AttentionExecutor, attached: Attached

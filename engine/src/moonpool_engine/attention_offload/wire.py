@@ -68,7 +68,7 @@ class KvHeadRange(Struct, frozen=True):
 
     def of_keys_values(self, kv: Tensor, heads: HeadShape) -> Tensor:
         """kv: K heads, then V heads, [T, 2 * num_kv_heads, head_dim] -> [T, 2 * count,
-        head_dim]. Of latents there is no V."""
+        head_dim]. With latents there is no V."""
         sides = kv.unflatten(1, (-1, heads.num_kv_heads))
         both: Tensor = sides[:, :, self.first : self.first + self.count]
         return both.contiguous().flatten(1, 2)

@@ -13,8 +13,8 @@ tokens.
 With shards ("paired-v1/2" has two), a slice consists of one such slice per shard, each with its
 share of the KV heads. A shard's part is therefore contiguous.
 
-"latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide this form:
-each of them writes the same keys.
+"latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide
+"latent-v1": each shard writes the same keys.
 
 In fp8, the elements have the same order and take one byte each. After K and V, a slice then has a
 power of two for each token and head, as its exponent plus 127: [K, V][kv_heads][block_tokens].

@@ -1,9 +1,10 @@
 """Tells a local user's own request from one that a proxy on this machine has passed on.
 
-Both come from a loopback address, and a proxy need not send a header that says it is one. The
-process at the other end differs: a network peer cannot speak through a user's command. So a process
-counts as local if it runs as the server's own user, waits for no connections, has accepted none,
-and has none to another machine. The kernel has this information (`/proc`).
+The connections of users and of a proxy both come from a loopback address, and a proxy need not send
+a header that says it is one. The process at the other end differs: a network peer cannot speak
+through a user's command. So a process counts as local if it runs as the server's own user, waits
+for no connections, has accepted none, and has none to another machine. The kernel has this
+information (`/proc`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ each, and two more for each that it is giving to the next head."""
 
 
 class StreamFacts(Struct, frozen=True):
-    """Facts of a response besides the model's output. They are drawn once per call."""
+    """Facts of a response besides the model's output. The facts are drawn once per call."""
 
     request_id: str
     seed: int  # seed of the sampling, if the client gave none

@@ -4,7 +4,8 @@ PARENT_PID`.
 llguidance recurses as deep as a grammar's rules refer to each other, so a chain of some thousand
 rules ends the process that compiles it. Other grammars take long, or much memory. This process has
 a smaller stack than every thread that follows grammars, and limits on CPU time and memory: what it
-compiles, an engine compiles too. It is a helper process (`helpers`) whose frames are texts.
+compiles, an engine compiles too. The check process is a helper process (`helpers`) whose frames are
+texts.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ForkedHelper(asyncio.SubprocessTransport):
 
 
 class _Output(asyncio.Protocol):
-    """The output of the helper process. It ends once no more output comes."""
+    """The output of the helper process. The protocol ends once no more output comes."""
 
     def __init__(self, owner: asyncio.SubprocessProtocol, child: ForkedChild) -> None:
         self._owner = owner

@@ -34,8 +34,8 @@ class Parent:
 
 def join_parent(pid: int) -> Parent:
     """Must be called before anything else, with the process id of the server. This process then
-    ends with it, Ctrl-C does not reach it, and it writes no core file. The output of libraries does
-    not get between the frames.
+    ends with its parent, Ctrl-C does not reach it, and it writes no core file. The output of
+    libraries does not get between the frames.
     """
     end_with(pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,8 +11,8 @@ from moonpool.api.output_text.source import TextSource
 Functions = Mapping[str, Mapping[str, Any]]
 """The schema of each function's parameters."""
 NewId = Callable[[str, int, str], str]
-"""Makes the id of a call. It takes the function's name, the number of the call in the conversation,
-and the id that the model wrote or ""."""
+"""Makes the id of a call. A `NewId` takes the function's name, the number of the call in the
+conversation, and the id that the model wrote or ""."""
 
 
 class CallWriter:

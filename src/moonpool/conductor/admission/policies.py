@@ -46,8 +46,8 @@ AdmissionFunction = Callable[[AdmissionContext], Rejection | None]
 class AdmissionPolicy(Protocol):
     """An admission policy from outside the package: an object or function to be called.
 
-    It returns None to accept the request, the reason as text to reject it with HTTP status 429, or
-    a `Rejection`. It may keep state, but must not modify the context or read a clock.
+    A policy returns None to accept the request, the reason as text to reject it with HTTP status
+    429, or a `Rejection`. A policy may keep state, but must not modify the context or read a clock.
     """
 
     def __call__(self, context: AdmissionContext, /) -> Rejection | str | None: ...

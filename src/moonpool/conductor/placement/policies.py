@@ -162,10 +162,11 @@ class PolicyError(Exception):
 class PlacementPolicy(Protocol):
     """A placement policy from outside the package: an object or function to be called.
 
-    It returns one score per row of `context.table`, of which the lowest wins; or the row of one
-    instance; or `WorkerScores`, which may also name sources to fetch the prefix from. Rows outside
-    `context.possible` are ignored. Equal scores go to the shorter queue, then to the instance that
-    has been idle longest. A policy may keep state, but must not modify the context or read a clock.
+    A policy returns one score per row of `context.table`, of which the lowest wins; or the row of
+    one instance; or `WorkerScores`, which may also name sources to fetch the prefix from. Rows
+    outside `context.possible` are ignored. Equal scores go to the shorter queue, then to the
+    instance that has been idle longest. A policy may keep state, but must not modify the context or
+    read a clock.
 
     A policy object may also have a method `score_decode(context, tbt_s)`, which chooses the decode
     instance among `context.decode_possible` in the same way. `tbt_s` is the predicted time between

@@ -4,12 +4,12 @@ advice switch together, and no other instance switches before they have finished
     serving --lasting advice--> draining --prefills over--> SwitchRole --RoleChanged--> new role
                                  \\--time is up, or a pool lost its last instance--> old role
 
-A draining instance gets no new work; its prefills end as usual, which takes seconds. Its answers,
-which may take minutes, are not waited for. They end in the new role: a prefill instance computes
-its prompts beside them in chunks that keep their TBT SLO, and is expected to be slower by that
-(`InstanceTable.remainders`). Its KVCache remains: blocks computed in one role are matched and used
-in the other. This is soft state: an instance joins with its present role, and a drain ends with the
-connection.
+A draining instance gets no new work; its prefills end as usual, which takes seconds. The answers of
+a draining instance, which may take minutes, are not waited for. These answers end in the new role:
+a prefill instance computes its prompts beside them in chunks that keep their TBT SLO, and is
+expected to be slower by that (`InstanceTable.remainders`). The KVCache of the instance remains:
+blocks computed in one role are matched and used in the other. A switch is soft state: an instance
+joins with its present role, and a drain ends with the connection.
 
 Mixed instances that have separate roles (`roles.mixed_split`) switch in any mode, and without a
 command, as they take both kinds of work.

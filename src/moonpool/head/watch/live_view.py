@@ -1,7 +1,7 @@
 """Describes a running cluster for the live page: one frame of plain JSON values a second.
 
-A frame is computed only when a page is open. Its sums come from the records of ended requests,
-which the head keeps anyway, so they reach back no further than these records.
+A frame is computed only when a page is open. The sums of a frame come from the records of ended
+requests, which the head keeps anyway, so they reach back no further than these records.
 """
 
 from __future__ import annotations

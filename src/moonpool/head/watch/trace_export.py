@@ -8,8 +8,8 @@
       decode
 
 The spans follow from the request's record, which also holds what the workers reported. A separate
-thread makes and sends the spans. Its queue is bounded: spans that do not fit are dropped and
-counted.
+thread makes and sends the spans. The queue of this thread is bounded: spans that do not fit are
+dropped and counted.
 """
 
 from __future__ import annotations

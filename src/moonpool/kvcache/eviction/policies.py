@@ -50,8 +50,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
-        """A request uses these cached blocks once more, in the order of its prompt. They are held
-        now; whether they were evictable before makes no difference."""
+        """A request uses these cached blocks once more, in the order of its prompt. The touched
+        blocks are held now; whether they were evictable before makes no difference."""
         ...
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:

@@ -105,7 +105,8 @@ class ReplicaTracker:
         num_keys: int,
         capacities: Mapping[int, int],
     ) -> dict[int, ReplicaChanges]:
-        """Returns, by instance, what follows from the oldest changes of up to `num_keys` blocks.
+        """Returns each instance's new replica states, from the oldest changes of up to `num_keys`
+        blocks.
         `holders` and `demoted` are those of `PrefixIndex`; `capacities` is the number of
         blocks that each instance can hold."""
         owners = ReplicaOwners(capacities)

@@ -2,8 +2,8 @@
 
 Time is counted in touches (blocks that went through the cache), grouped in epochs. For each class
 and range of ages the model keeps two decaying counts: blocks released, and blocks of these used
-again at that age, whether still cached or not. They give the survival curve of the class, and with
-it the worth of a block that has reached an age unused:
+again at that age, whether still cached or not. The counts give the survival curve of the class, and
+with it the worth of a block that has reached an age unused:
 
     worth(age) = max over t of  P(used within t | age) / E[cache space x time until then | age]
 

@@ -6,7 +6,7 @@ the time between tokens (section 4.3), once, from a profile. This module compute
 every step, because contexts grow and batches change.
 
 The module learns by what factor steps with both chunks and decodes take longer than the cost model
-predicts, for each size of step. It does not choose which requests run.
+predicts, for each size of step. The module does not choose which requests run.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def token_budget(
 ) -> int:
     """Returns the tokens of the next step, decodes included.
 
-    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. It is at
-    most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
-    `least_chunk_tokens`.
+    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. The budget
+    is at most `most_tokens`. The budget is never less than the smallest number of tiles that gives
+    a chunk `least_chunk_tokens`.
 
     `step_s(n)` is the time of a step of n prefill tokens and all decodes. If that time decreases
     with n, the result meets the limit, but need not be the largest number, because this function

@@ -1,10 +1,10 @@
 """A draft model beside an instance's model: which requests it keeps KVCache of, and at what price.
 
-It runs in the instance's own process, before the step that verifies its guesses. Its KVCache is
-separate, of a fixed size and in blocks that no other instance sees. If a request comes from a
-prefill instance, was preempted, or lost its blocks, the draft model lacks part of its KVCache. The
-draft model then computes that part from the request's tokens, in chunks that share steps with
-decodes, if the answer is expected to gain more than this costs.
+The draft model runs in the instance's own process, before the step that verifies its guesses. The
+KVCache of the draft model is separate, of a fixed size and in blocks that no other instance sees.
+If a request comes from a prefill instance, was preempted, or lost its blocks, the draft model lacks
+part of its KVCache. The draft model then computes that part from the request's tokens, in chunks
+that share steps with decodes, if the answer is expected to gain more than this costs.
 """
 
 from __future__ import annotations

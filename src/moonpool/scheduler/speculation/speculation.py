@@ -451,8 +451,9 @@ class StepTimes:
 
 
 class DraftingTimes:
-    """The time of a draft model, as guesses are added one by one. It guesses in rounds: each round
-    is a step of its own, and adds one token to every request that wants another."""
+    """The time of a draft model, as guesses are added one by one. The draft model guesses in
+    rounds: each round is a step of its own, and adds one token to every request that wants
+    another."""
 
     def __init__(self, cost: CostModel | None) -> None:
         self.seconds = 0.0

@@ -1,7 +1,7 @@
 """SGLang: prompts as token ids at `/generate`, and the client's own body at OpenAI's endpoints.
 
-SGLang's radix cache has pages of `page_size` tokens. Its KV events have vLLM's format, with one
-block for each page; moonpool does not follow pages below LEAST_PAGE_TOKENS.
+SGLang's radix cache has pages of `page_size` tokens. SGLang's KV events have vLLM's format, with
+one block for each page; moonpool does not follow pages below LEAST_PAGE_TOKENS.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operations of a decoder on any device, by torch's own kernels.
 
-They are the reference for the Triton kernels (`triton_ops`) and replace them where Triton is
-missing. torch chooses kernels by the shape of the call, so these operations are *not*
+These operations are the reference for the Triton kernels (`triton_ops`) and replace them where
+Triton is missing. torch chooses kernels by the shape of the call, so these operations are *not*
 batch-invariant: tokens may differ where two candidates tie within rounding.
 
 `StepPlacer` copies a step's index tensors to the device once per step instead of once per layer.
