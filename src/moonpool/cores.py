@@ -37,7 +37,8 @@ class Core(Struct, frozen=True, order=True):
 
 
 class CoreShare(Struct, frozen=True):
-    """The cores of one process: of its engine, and of its other threads. Empty means any core."""
+    """The cores of one process: of its engine, and of its other threads. Empty `cores` mean any
+    core."""
 
     engine: tuple[int, ...] = ()
     others: tuple[int, ...] = ()

@@ -73,7 +73,7 @@ SMALLEST = 1e-7
 
 
 class Histogram:
-    """A distribution of values >= 0 in logarithmic bins. Mean and maximum are exact."""
+    """A distribution of values >= 0 in logarithmic bins. The mean and the maximum are exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -110,7 +110,7 @@ class Histogram:
         return below / self.count if self.count else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Mean, p50, p90 and p99, rounded."""
+        """Returns mean, p50, p90 and p99, rounded."""
         return {
             "mean": rounded(self.mean),
             "p50": rounded(self.quantile(0.5)),

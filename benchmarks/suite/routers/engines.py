@@ -101,7 +101,7 @@ def _vllm(fleet: EngineFleet, core: str, events: int, replay: int) -> VllmServer
     }
     options = cpu_sizes(fleet.kv_tokens, fleet.longest_tokens, fleet.step_tokens)
     flags = ("--kv-events-config", json.dumps(told))
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # has the reset
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM then offers the reset of its cache
     return VllmServer(fleet.vllm_python, fleet.model, core, options, flags, environment)
 
 

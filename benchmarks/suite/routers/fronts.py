@@ -214,7 +214,7 @@ def tree_cpu_s(pid: int) -> float:
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         own = int(folder.name)
         parents.setdefault(int(fields[1]), []).append(own)
         # Seconds of the process, and of its children that it has waited for.

@@ -105,7 +105,8 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line. Values that a message carries as `fields` stand beside it."""
+    """Writes each log record as a JSON object on one line. Values that a message carries as
+    `fields` stand beside it."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -133,7 +133,8 @@ class ExtendedGroup(SuggestingGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         extra = EXTRA_OF_COMMAND.get(f"{self.prefix}{args[0]}")
         if extra is not None and self.get_command(ctx, args[0]) is None:
-            raise ModuleNotFoundError(name=f"moonpool_{extra}")  # `main` makes one line of it
+            # `main` makes one line of this error
+            raise ModuleNotFoundError(name=f"moonpool_{extra}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

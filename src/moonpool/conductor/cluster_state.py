@@ -42,7 +42,7 @@ class ClusterState:
 
     @property
     def answer_s(self) -> float:
-        """Mean duration of a decode."""
+        """Mean duration of an answer's decode."""
         mean_s = self.forecast.mean_s
         return FIRST_ANSWER_S if mean_s is None else mean_s
 

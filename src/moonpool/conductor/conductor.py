@@ -88,7 +88,7 @@ class PoolLoads(NamedTuple):
 
 
 class Conductor:
-    """Global state machine of the cluster."""
+    """The Conductor is the global state machine of the cluster."""
 
     def __init__(
         self,

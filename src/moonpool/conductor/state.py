@@ -1,5 +1,5 @@
-"""The Conductor's state of instances, of tenants and of requests under way. All of it is soft
-state."""
+"""The Conductor's state of instances, of tenants and of requests under way. All state in this
+module is soft."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ MAX_SECONDS = 1e9
 
 
 class LearnedFactor:
-    """The learned factor of one kind of work of one instance. `value` is 1 at first."""
+    """The learned factor of one kind of work of one instance. `value` is 1 before the first
+    measurement."""
 
     __slots__ = (
         "_all_expected_s",
@@ -151,7 +152,7 @@ class LearnedFactor:
 
     def begins_after_s(self, expected_s: float) -> float:
         """Until when the step under way says nothing: `begin` returns False for fewer seconds of
-        the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
+        the same step, after it did so once. Returns infinity without a step (`expected_s` 0)."""
         if expected_s <= 0.0:
             return inf
         num_steps = self._num_steps + 1

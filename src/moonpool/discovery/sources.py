@@ -55,8 +55,8 @@ def open_source(source: Source) -> CheckedSource:
 
 
 class Sources:
-    """Several sources as one. Of two endpoints with the same name, the one of the earlier source
-    counts."""
+    """Follows several sources as one. Of two endpoints with the same name, the one of the earlier
+    source counts."""
 
     def __init__(self, sources: Sequence[EndpointSource]) -> None:
         self._sources = sources

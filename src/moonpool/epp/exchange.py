@@ -151,7 +151,7 @@ class Exchange:
             self._response_mode = message.protocol_config.response_body_mode
         if not headers.end_of_stream:
             if self._request_mode == wire.DUPLEX:
-                return []  # until the body is here
+                return []  # sends nothing until the body is here
             if self._request_mode == wire.BUFFERED:
                 return [wire.GO_ON_REQUEST]
         self._is_routed = True

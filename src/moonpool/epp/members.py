@@ -87,7 +87,7 @@ class Members:
                         for_s + LATER_S, self._step
                     )
                 case TooManyServers():
-                    pass  # there is no limit
+                    pass  # there is no limit of servers
 
     async def stop(self) -> None:
         for handle in self._held.values():

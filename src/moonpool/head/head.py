@@ -99,7 +99,8 @@ LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 
 
 class ClusterHead:
-    """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
+    """`ClusterHead` is the head of one cluster. Call `start`, then serve; `stop` ends the
+    workers."""
 
     def __init__(
         self,

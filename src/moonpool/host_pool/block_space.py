@@ -384,4 +384,4 @@ class BlockSpace:
 
 
 def _ignore(event: MessengerEvent) -> None:
-    """Nobody waits for single layers."""
+    """Does nothing, because nobody waits for single layers."""

@@ -45,7 +45,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
 
 
 class AttachRank(Struct, frozen=True, tag=True):
-    """A rank's process requests the memory of its space. Answered with `RankAttached` or
+    """A rank's process requests the memory of its space. The pool answers with `RankAttached` or
     `PoolRefused`."""
 
     protocol: int
@@ -61,7 +61,8 @@ class AttachRank(Struct, frozen=True, tag=True):
 
 
 class JoinPool(Struct, frozen=True, tag=True):
-    """A process that only finds blocks. Answered with `PoolJoinAccepted` or `PoolRefused`."""
+    """A process that only finds blocks. The pool answers with `PoolJoinAccepted` or
+    `PoolRefused`."""
 
     protocol: int
 
@@ -87,7 +88,7 @@ class Release(Struct, frozen=True, tag=True):
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """The rank wants to store these blocks in its space. Answered with `Reserved`."""
+    """The rank wants to store these blocks in its space. The pool answers with `Reserved`."""
 
     number: _Count
     keys: _Keys
@@ -116,7 +117,7 @@ class Watch(Struct, frozen=True, tag=True):
 
 
 class FetchToPool(Struct, frozen=True, tag=True):
-    """Copies blocks from the pool of another host, one address for each rank. Answered with
+    """Copies blocks from the pool of another host, one address for each rank. The pool answers with
     `Fetched`."""
 
     number: _Count

@@ -89,7 +89,8 @@ class Follower(Protocol):
     def on_frame(self, frame: WorkFrame) -> None: ...
 
     def on_lost(self) -> None:
-        """The connection has ended, or could not be opened. Another try follows."""
+        """The connection has ended, or could not be opened. The link tries to connect again after
+        that."""
         ...
 
 

@@ -41,7 +41,7 @@ class HealthServer:
             async with asyncio.timeout(REQUEST_S):
                 line = await reader.readline()
                 while await reader.readline() not in (b"\r\n", b"\n", b""):
-                    pass  # headers are ignored
+                    pass  # this server ignores headers
                 writer.write(self._answer(line.decode("latin-1").split()))
                 await writer.drain()
         except (

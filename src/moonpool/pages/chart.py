@@ -258,7 +258,8 @@ def bars(rows: Sequence[tuple[str, float, str, str]], label: str, label_width: i
 
 @dataclass(frozen=True, slots=True)
 class HeatRow:
-    """One row of a heat map. `shares` are the shares of the windows between the common edges."""
+    """`HeatRow` is one row of a heat map. `shares` are the shares of the windows between the common
+    edges."""
 
     name: str
     group: str  # rows of different groups have a gap between them

@@ -34,7 +34,7 @@ def whole(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 request`, `12,031 requests`."""
+    """Returns a count with its unit: `1 request`, `12,031 requests`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -69,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(num_bytes: float) -> str:
-    """`39.5 TB`, in powers of 1000."""
+    """Returns a size such as `39.5 TB`, in powers of 1000."""
     for unit, name in _BYTES:
         if num_bytes >= unit:
             return f"{significant(num_bytes / unit)}{GAP}{name}"
@@ -77,7 +77,7 @@ def byte_size(num_bytes: float) -> str:
 
 
 def short_count(value: float) -> str:
-    """`13.7 M`, for axes and bars."""
+    """Returns a count such as `13.7 M`, for axes and bars."""
     for unit, name in _COUNTS:
         if abs(value) >= unit:
             return f"{significant(value / unit)}{GAP}{name}"

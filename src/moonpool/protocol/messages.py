@@ -183,7 +183,7 @@ class ListHot(Struct, frozen=True, tag=True):
 
 class TakeOverPrefix(Struct, frozen=True, tag=True):
     """Copy a prefix from an instance that leaves: fetch the missing blocks into free blocks, or in
-    place of blocks that are used less often. Answered with `PrefixTakenOver`."""
+    place of blocks that are used less often. The instance answers with `PrefixTakenOver`."""
 
     number: int
     source: PeerAddress

@@ -86,11 +86,12 @@ def deploy(config: Config) -> RayDeployment:
 
 
 class RayDeployment:
-    """`start`, then `step` again and again, at last `stop`. Not safe for several threads."""
+    """`start`, then `step` again and again, at last `stop`. `RayDeployment` is not safe for several
+    threads."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._own = settled(config)  # of the processes
+        self._own = settled(config)  # the configuration of the processes
         self._name = config.ray.name
         self._environment = worker_environment(
             secrets.token_bytes(32), self._own.engine.threads

@@ -23,7 +23,8 @@ class ChatError(RuntimeError):
 
 
 class ChatStream:
-    """One call of `/v1/chat/completions`. `ask` fills in the figures; times are in seconds."""
+    """`ChatStream` is one call of `/v1/chat/completions`. `ask` fills in the figures; times are in
+    seconds."""
 
     def __init__(self, port: int, on_text: Callable[[str], None], on_wait: Callable[[str], None]):
         """`on_text` gets the answer as it comes; `on_wait` gets what the server does before that,

@@ -146,7 +146,7 @@ class _Ring:
         self._tokens = [0] * NUM_INTERVAL_BUCKETS
 
     def add(self, bucket: int, count: int, tokens: int) -> None:
-        """Negative numbers subtract."""
+        """Negative numbers subtract answers."""
         sums = self.past if bucket < self.first else self.ahead
         sums[0] += count
         sums[1] += tokens

@@ -163,7 +163,7 @@ PROGRAMS_WAIT = "programs_wait"
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """Why a request is not served."""
+    """A `Rejection` says why a request is not served."""
 
     status: int  # of HTTP
     reason: str  # for machines

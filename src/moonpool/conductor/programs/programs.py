@@ -37,7 +37,7 @@ MAX_DEPTH = 16
 """Sub-agents of sub-agents; deeper ones count as children of the deepest."""
 
 Key = tuple[str, str]
-"""Tenant and id."""
+"""A program's key is the tenant and the program's id."""
 
 
 class Programs:

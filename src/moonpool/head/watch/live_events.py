@@ -1,8 +1,8 @@
 """What happened to the cluster recently, for the live page: joined, lost, drained, refused,
 damaged.
 
-No part reports these events. The head's tick compares what the Conductors know now with what they
-knew a second ago, so no other part has to think of the page. The list of events is short and
+No other part reports these events. The head's tick compares what the Conductors know now with what
+they knew a second ago, so no other part has to think of the page. The list of events is short and
 bounded.
 """
 

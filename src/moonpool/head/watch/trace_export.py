@@ -93,7 +93,7 @@ def _make_exporter(endpoint: str) -> SpanExporter:
 
 
 class TraceExporter:
-    """Owns the queue and the thread. `request_ended` returns at once."""
+    """Owns the queue and the thread. `request_ended` returns immediately."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource

@@ -179,7 +179,7 @@ class PredictiveEviction:
         if segment is None:
             raise KeyError(block_id)
         if segment.blocks[segment.end - 1] != block_id or block_id in self._num_continuing:
-            return False  # other segments continue it
+            return False  # other segments continue this one
         self._pop_end(segment, 1, [])
         self._size -= 1
         return True
