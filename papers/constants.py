@@ -1,4 +1,5 @@
-"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any.
+"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any of
+these constants.
 
 The constants of devices and kernels stand in `sim.hardware`, which all simulations use. The
 constants are not tuned to any single table.

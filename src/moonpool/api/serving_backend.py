@@ -69,7 +69,7 @@ class ModelCard(Struct, frozen=True):
 
 
 class Output(Struct, frozen=True):
-    """One increment of a response. The last increment has a `finish_reason`."""
+    """An `Output` is one increment of a response. The last increment has a `finish_reason`."""
 
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None

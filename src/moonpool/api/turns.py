@@ -64,5 +64,5 @@ class FairTurns:
                 self._waiting[party] = turns
             if not turn.done():
                 turn.set_result(None)
-                return  # that call keeps the place
+                return  # the call that waits keeps the place
         self._num_free += 1

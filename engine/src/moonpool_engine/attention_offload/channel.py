@@ -40,7 +40,7 @@ _READ_AHEAD_CHECK_S = 0.001
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CAPACITY = struct.Struct("<Q")
 Payload = memoryview | Tensor
-"""Writable and contiguous."""
+"""The bytes must be writable and contiguous."""
 
 
 class AttentionChannelError(Exception):
@@ -48,8 +48,9 @@ class AttentionChannelError(Exception):
 
 
 class AttentionChannel(Protocol):
-    """One end of a channel. Every method but `close` raises AttentionChannelError: if the peer
-    fails, and after `timeout_s` seconds without progress (None: waits forever)."""
+    """`AttentionChannel` is one end of a channel. Every method but `close` raises
+    AttentionChannelError: if the peer fails, and after `timeout_s` seconds without progress (None:
+    waits forever)."""
 
     transport: str
     timeout_s: float | None

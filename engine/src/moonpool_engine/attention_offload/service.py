@@ -98,7 +98,7 @@ class AttentionService:
         self._listeners: list[socket.socket] = []
 
     def start(self) -> PeerAddress:
-        """Listens, and returns where. Raises OSError."""
+        """Listens, and returns the address at which it listens. Raises OSError."""
         self._listeners = [tcp.listen(self._host, 0)]
         unix_name = ""
         if self._host_id:

@@ -177,8 +177,8 @@ class Grant(Struct, frozen=True, tag=True):
 
 
 class MarkCached(Struct, frozen=True, tag=True):
-    """Tells that these blocks are full and have these keys. Ignored for blocks written after
-    `epoch`."""
+    """Tells that these blocks are full and have these keys. The message is ignored for blocks
+    written after `epoch`."""
 
     blocks: tuple[tuple[BlockId, BlockKey], ...]
     epoch: int

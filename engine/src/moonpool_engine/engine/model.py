@@ -131,8 +131,8 @@ class DecoderModel:
         return self.layers.stop == self.spec.num_layers
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T] int64 -> residual and normed, each [T, hidden]. Only for the first
-        stage."""
+        """token_ids [T] int64 -> residual and normed, each [T, hidden]. Only the first stage calls
+        this."""
         assert self._embedding is not None
         residual = lookup(self._embedding, token_ids)
         if self.spec.embedding_scale != 1:
@@ -212,8 +212,8 @@ class DecoderModel:
         return self._add(added, own.after_mlp, residual, own.next_norm)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """The last layer's output [rows, hidden] -> [rows, vocab] float32. Only for the last
-        stage."""
+        """The last layer's output [rows, hidden] -> [rows, vocab] float32. Only the last stage
+        calls this."""
         assert self._head is not None
         logits = self._head(normed).float()
         if self.spec.logit_divisor != 1:

@@ -283,7 +283,7 @@ def _soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 class ReferenceSplitOps(ReferenceOps):
-    """`SplitOps` in plain torch."""
+    """`ReferenceSplitOps` implements `SplitOps` in plain torch."""
 
     # the state of linear attention is not divided among processes
     without = frozenset({"linear attention"})

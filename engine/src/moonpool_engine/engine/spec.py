@@ -13,7 +13,8 @@ STATE_HEAD = 16  # floats before a state, the first of which is the number of it
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its scaling. Fields that `kind` does not use keep their defaults."""
+    """`RopeSpec` has the rotary embedding and its scaling. Fields that `kind` does not use keep
+    their defaults."""
 
     theta: float = 10000.0
     kind: str = "default"

@@ -36,7 +36,7 @@ class HostPoolPlace:
 
 
 class PooledModels:
-    """Models whose blocks are in DRAM, by their key. Used by one event loop."""
+    """Models whose blocks are in DRAM, by their key. One event loop uses `PooledModels`."""
 
     def __init__(self, place: HostPoolPlace, on_change: Callable[[PooledModel], None]) -> None:
         """`on_change`: called when a model's space has been opened, or has handled an event."""

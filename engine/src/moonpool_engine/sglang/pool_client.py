@@ -45,7 +45,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class _Group:
-    """The pages of one size. Used by several threads."""
+    """The pages of one size. Several threads use `_Group`."""
 
     def __init__(self, path: Path, group: bytes, model: str, sizes: tuple[int, ...]) -> None:
         """Raises ValueError for pieces that no copy can move."""

@@ -1,4 +1,5 @@
-"""The format of an instance's SSD folder, byte by byte. Version 1, little-endian throughout.
+"""The format of an instance's SSD folder, byte by byte. This is version 1, little-endian
+throughout.
 
     lock               locked (flock) by the process that uses the folder; contains its pid
     segment-000000 ... slots of `slot_bytes`, `slots_per_segment` to a file; slot n is number
@@ -110,7 +111,7 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of the index."""
+    """A `Record` is one record of the index."""
 
     kind: int
     slot: int

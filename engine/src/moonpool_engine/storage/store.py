@@ -5,7 +5,7 @@ store or load ends as `TierStore` says. If the folder itself fails, `StoreLost` 
 every later operation ends at once. While the disk hangs (`io_threads`), every operation ends with
 an error that shows whether the disk may still access its blocks.
 
-All methods return at once. Blocks are moved directly between arena and disk, in this store's
+All methods return immediately. Blocks are moved directly between arena and disk, in this store's
 threads, without the GIL. See `format` for the file format and for crash safety.
 """
 
@@ -422,7 +422,7 @@ class BlockStore:
         with self._state_lock:
             waits, self._flush_waits = self._flush_waits, True
         if not waits and not self._writing.submit([self._flush]):
-            self._flush_waits = False  # another try follows the next change
+            self._flush_waits = False  # the next change tries again
 
     def _flush(self) -> None:
         self._flush_waits = False

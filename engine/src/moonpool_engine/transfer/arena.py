@@ -116,7 +116,7 @@ class DeferredChecksums:
 
     Both sides note these slices in the order of the offers, up to the number that one message
     holds. A sender that gets no checksum for a slice stores none, and hashes the slice the next
-    time it sends it. Used by one thread."""
+    time it sends it. One thread uses `DeferredChecksums`."""
 
     def __init__(self, checksums: SliceChecksums) -> None:
         """`checksums`: the checksums of this side's arena."""
@@ -181,8 +181,8 @@ class ArenaError(Exception):
 
 
 class Arena:
-    """Writable blocks of this process. Slice (block, layer) starts at
-    `block * layout.block_bytes + layer * layout.slice_bytes`.
+    """An `Arena` is writable blocks of this process. Slice (block, layer) starts at `block *
+    layout.block_bytes + layer * layout.slice_bytes`.
 
     If other processes of the instance write the arena too, create it with `sealed` false and seal
     it once they have mapped it. Do not give a peer the descriptor before that."""

@@ -73,7 +73,7 @@ class Credentials:
 
 
 class Connector:
-    """Makes the connection of one operation to a peer. Used by one thread."""
+    """Makes the connection of one operation to a peer. One thread uses a `Connector`."""
 
     def __init__(
         self,

@@ -335,7 +335,7 @@ class _Transfer:
 
 
 class _RedirectError(Exception):
-    """Other peers store the blocks."""
+    """Raised because other peers store the blocks."""
 
     def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()

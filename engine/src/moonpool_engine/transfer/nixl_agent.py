@@ -62,7 +62,7 @@ class _ReadFailedError(PeerGoneError):
 
 
 class NixlChannel:
-    """One connection's channel to the agent process. Used by one thread."""
+    """One connection's channel to the agent process. One thread uses a `NixlChannel`."""
 
     def __init__(self, agent: NixlAgent, generation: int, sock: socket.socket) -> None:
         self._agent, self._generation = agent, generation

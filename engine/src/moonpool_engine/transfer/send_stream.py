@@ -301,7 +301,7 @@ class SendStream:
 
 
 class _StreamRedirectError(Exception):
-    """Other peers receive the stream."""
+    """Raised because other peers receive the stream."""
 
     def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()

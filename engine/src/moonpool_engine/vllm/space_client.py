@@ -180,7 +180,7 @@ class SpaceClient:
                     self._reserved[message.number] = message
                     self._lock.notify_all()
                     return
-            # Nobody waits for it any more.
+            # Nobody waits for this reservation any more.
             self._link.send(Commit(number=message.number, checksums=b""))
 
     def _on_end(self) -> None:

@@ -45,8 +45,8 @@ from moonpool_engine.transfer.gate import LayerGate
 log = logging.getLogger("moonpool_engine.engine")
 
 PATIENCE_S = 15.0
-"""Least time limit of a step. A silent worker has the same: both must outlast a machine that is
-briefly starved."""
+"""Least time limit that a step gets. A silent worker has the same: both must outlast a machine that
+is briefly starved."""
 OFFLOADED_PATIENCE_S = 120.0
 """The least limit of a step with attention workers, which have deadlines of their own."""
 SLOWER = 10.0

@@ -44,7 +44,7 @@ class ClientResponse:
 
     @property
     def tbt_s(self) -> float:
-        """Mean gap between tokens."""
+        """Returns the mean gap between tokens."""
         gaps = self.gaps_s
         return sum(gaps) / len(gaps) if gaps else float("nan")
 

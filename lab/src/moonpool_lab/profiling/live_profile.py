@@ -432,7 +432,8 @@ def common_step_s(timed: Sequence[TimedPart]) -> float | None:
     found = []
     for t in timed:
         kept = [s for s in t.instants_s if begin_s <= s <= end_s]
-        if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:  # all tokens came together
+        # all tokens of the answer came together
+        if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))
     return fmean(found)

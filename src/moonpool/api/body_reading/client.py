@@ -41,7 +41,7 @@ class NotReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ForkedReader:
-    """A process that waits for a `BodyStart`, and its `StageNote`. Made by `fork_reader`."""
+    """A process that waits for a `BodyStart`, and its `StageNote`. `fork_reader` makes it."""
 
     helper: ForkedHelper
     note_fd: int

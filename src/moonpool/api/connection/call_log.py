@@ -58,7 +58,7 @@ class CallLog:
         self.is_kept = True
         self._keeper = keeper
         self.num_first_bytes = 0
-        """Length of the first record."""
+        """Length of the log's first record."""
         self._fd = fd
         self._num_bytes = num_bytes
         self._num_read_bytes = 0

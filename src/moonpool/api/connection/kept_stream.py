@@ -99,7 +99,7 @@ class Opening(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
-    """One increment of the choice `index`."""
+    """`Delivered` is one increment of the choice `index`."""
 
     index: int
     tokens: tuple[Token, ...]

@@ -68,8 +68,8 @@ def _mistral_id(name: str, number: int, own: str, drawn: str) -> str:
 
 
 class CallFormat(NamedTuple):
-    """One format of tool calls. `opens`: the marks that begin calls; none if calls stand without
-    marks."""
+    """A `CallFormat` is one format of tool calls. `opens`: the marks that begin calls; none if
+    calls stand without marks."""
 
     name: str
     also: tuple[str, ...]  # vLLM's names

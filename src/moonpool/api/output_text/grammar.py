@@ -12,7 +12,8 @@ _GAP = r"/\n{0,2}/"  # models write line breaks after the tag
 
 
 class Tag(NamedTuple):
-    """One tag of reasoning. `token_id`: the token's id, if the tag is a special token."""
+    """A `Tag` is one tag of reasoning. `token_id`: the token's id, if the tag is a special
+    token."""
 
     text: str
     token_id: int | None

@@ -32,7 +32,7 @@ _Place = tuple[int, int, NDArray[np.int32]]
 
 
 def lock_pages(arena: Tensor) -> bool:
-    """Page-locks host memory for the lifetime of the process. False if the system refuses.
+    """Page-locks host memory for the lifetime of the process. Returns False if the system refuses.
 
     Copies of page-locked memory need no staging buffer and overlap with kernels.
     """

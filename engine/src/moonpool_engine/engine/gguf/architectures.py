@@ -38,7 +38,7 @@ _SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_sof
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One value of `general.architecture`. The defaults are Qwen's."""
+    """An `Architecture` is one value of `general.architecture`. The defaults are Qwen's."""
 
     model: str = ""  # the class in Hugging Face's config, or "" if only mixtures are read
     mixture: str = ""  # the class of files that have experts, or "" if such files are not read

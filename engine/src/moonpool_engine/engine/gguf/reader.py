@@ -86,7 +86,7 @@ class TensorEntry:
 
 
 class GgufPart(NamedTuple):
-    """One mapped file."""
+    """A `GgufPart` is one mapped file."""
 
     path: Path
     mapping: mmap.mmap  # mapped memory, to which nothing is written

@@ -85,7 +85,8 @@ class StageFailed(Struct, frozen=True, tag=True):
 
 
 class StageDraw(Struct, frozen=True):
-    """One `Draw` on the wire. `position` is the position of the first new token in its sequence."""
+    """`StageDraw` is one `Draw` on the wire. `position` is the position of the first new token in
+    its sequence."""
 
     params: SamplingParams
     generated: tuple[int, ...]
