@@ -42,7 +42,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field, in which exactly one of these is set. `grammar` is in Lark or in GBNF."""
+    """vLLM's `structured_outputs`, of which exactly one field is set. `grammar` is in Lark or in
+    GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None

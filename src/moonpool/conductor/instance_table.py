@@ -258,7 +258,7 @@ class InstanceTable:
     ) -> Floats:
         """Prefill times of mixed instances (`rows`), when each chunk is a whole number of tiles
         small enough to keep the TBT SLO of the decodes in the same step. `alone_s`: the prefill
-        times without decodes. Counts the booked decodes, or with `now` those that produce tokens.
+        times without decodes. Counts the booked decodes, or with `now` the decodes under way.
 
         Uses profiled times only, because learned factors are ratios to profiled times. Each step
         includes a prompt's fixed time.

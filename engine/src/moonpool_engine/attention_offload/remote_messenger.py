@@ -91,7 +91,7 @@ class RemoteAttentionMessenger:
         self._post: Callable[[Event], None] = lambda event: None
         self._ops: RemoteOps | None = None
         self._received: list[dict[str, int]] = []
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._streams: dict[str, FanIn] = {}
         self._fetches: dict[str, FanIn] = {}
         self._lost: set[int] = set()  # arenas

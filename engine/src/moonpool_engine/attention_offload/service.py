@@ -83,7 +83,7 @@ class AttentionService:
         self._host = host
         self._tls = tls
         self._host_id = shm.host_id() if use_shm else ""
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._open: set[FrameSocket] = set()
         # connections without proof, oldest first; they are also in `_open`
         self._half_open: dict[FrameSocket, None] = {}

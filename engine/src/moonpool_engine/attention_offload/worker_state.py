@@ -77,7 +77,7 @@ class AttentionWorkerState:
         self._peer = LocalPeer(instance_id, secret, listen_host, tls, use_shared_memory)
         self._ops = ops
         self._make_arena = make_arena
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._retained: _RetainedState | None = None
         self._messenger: Messenger | None = None
         self._written: dict[BlockId, int] = {}  # epoch of the owner's last write

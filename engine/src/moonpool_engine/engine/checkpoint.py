@@ -2,7 +2,8 @@
 
 This module finds a checkpoint (a folder, or an id in the Hub and its local cache), checks every
 tensor's name and shape before reading, and computes the fingerprint of the weights. Tensors are
-mapped and cast one by one, so loading never holds the model twice. Other formats are refused.
+mapped and cast one by one, so loading never holds the model twice. Other formats of checkpoints are
+refused.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class BlockLedger:
         width = self._num_layers + 4
         self._rows = flat[: arena.num_blocks * width].reshape(arena.num_blocks, width)
         self._next = int(self._rows[:, 0].max()) + 1 if arena.num_blocks else 1
-        self._lock = threading.Lock()  # guards what follows, and the rows
+        self._lock = threading.Lock()  # guards the fields below, and the rows
         self._changes = [0] * arena.num_blocks  # number of changes of each block's key
         self._threads = IoThreadPool("ledger", 1, MAX_WAITING, HASH_NICE)
 

@@ -45,12 +45,12 @@ class SlotIndex:
     ) -> None:
         self._folder = folder
         self._geometry = geometry
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._held = held
         self._latest = {slot: sequence for slot, (_, sequence) in held.items()}
         self._next = next_
         self._pending: list[Record] = []
-        self._file_lock = threading.Lock()  # guards what follows; taken before _lock
+        self._file_lock = threading.Lock()  # guards the fields below; taken before _lock
         self._fd = -1
         self._num_records = 0
         self._stale = False

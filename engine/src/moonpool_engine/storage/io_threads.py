@@ -118,7 +118,7 @@ class IoWatchdog:
         self._pause = pause
         self._resume = resume
         self._hang_s = hang_s
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._jobs: set[Job] = set()
         self._hung: set[Job] = set()
         self._paused_until_s = 0.0

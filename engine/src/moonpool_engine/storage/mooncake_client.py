@@ -60,7 +60,7 @@ class MooncakeClient:
         self._tried = threading.Event()
         self._failed = threading.Event()
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._channels: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._why_down = "its client has not started yet"

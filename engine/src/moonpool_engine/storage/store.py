@@ -105,7 +105,7 @@ class BlockStore:
         self._counters = StoreCounters()
         self._scratch = threading.local()
         self._padding = bytes(self.geometry.padding_bytes)
-        self._state_lock = threading.Lock()  # guards what follows
+        self._state_lock = threading.Lock()  # guards the fields below
         self._lost = ""
         self._full_until_s = 0.0
         self._read_failures = 0

@@ -260,7 +260,8 @@ class ConnectionPool:
         self._own = own
         self._spawn = spawn
         self._idle_s = idle_s
-        self._lock = threading.Lock()  # guards the rest, and the right to end an idle connection
+        # guards the fields below, and the right to end an idle connection
+        self._lock = threading.Lock()
         self._idle: dict[PeerAddress, list[PooledConnection]] = {}
         self._closing = False
 

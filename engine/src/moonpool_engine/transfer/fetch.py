@@ -96,7 +96,7 @@ class Fetch:
             self._progress = FetchProgressReporter(
                 wanted.fetch_id, requested, num_layers, gate, context.post
             )
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._cancel_reason = ""
         self._transfers = [
             [self._make_transfer(number, wanted.part(part))]
@@ -201,7 +201,7 @@ def _combine(ended: Sequence[FetchEnded], num_blocks: int) -> FetchEnded:
 
 
 def _nothing() -> None:
-    """Other transfers of the fetch still run."""
+    """Other transfers of the same fetch still run."""
 
 
 class _Transfer:

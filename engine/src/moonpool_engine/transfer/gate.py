@@ -81,7 +81,7 @@ class FetchProgressReporter:
         self._num_layers = num_layers
         self._gate = gate
         self._post = post
-        self._lock = threading.Lock()  # guards what follows, and the order of the events
+        self._lock = threading.Lock()  # guards the fields below, and the order of the events
         self._granted: list[int | None] = [None] * len(requested)
         self._layers = [0] * len(requested)
         self._num_blocks: int | None = None

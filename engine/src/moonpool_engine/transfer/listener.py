@@ -58,7 +58,7 @@ class PeerListener:
         self._streams = streams
         self._spawn = spawn
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._idle_since_s: dict[FrameSocket, float] = {}
         self._half_open: dict[FrameSocket, None] = {}  # a subset of `_idle_since_s`, oldest first
         self._closing = False

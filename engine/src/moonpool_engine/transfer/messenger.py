@@ -102,7 +102,7 @@ class Messenger:
         self._pool = ConnectionPool(own, self._spawn)
         self._listener = PeerListener(self._context, own, self._reads, self._incoming, self._spawn)
         self._acceptor: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._fetches: dict[str, Fetch] = {}
         self._sends: dict[str, SendStream] = {}
         self._threads: set[threading.Thread] = set()

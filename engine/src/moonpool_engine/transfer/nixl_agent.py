@@ -152,7 +152,7 @@ class NixlAgent:
         """Raises NixlAgentError; the arena is sealed then, too."""
         self.port = 0  # port to which peers with NIXL connect; the messenger sets it
         self.generation = 0  # number of starts and ends of the agent process
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._agent_socket: socket.socket | None = None
         self._metadata: AgentMetadata | None = None
         self._started_s = -PAUSE_S

@@ -45,7 +45,7 @@ class IncomingStreams:
     def __init__(self, context: TransferContext, park_s: float) -> None:
         self._context = context
         self._park_s = park_s
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._streams: dict[str, _IncomingStream] = {}
         self._redirects: dict[str, tuple[PeerAddress, ...]] = {}
         self._closing = False

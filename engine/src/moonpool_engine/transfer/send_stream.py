@@ -70,7 +70,7 @@ class SendStream:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         arena = context.arena
         self._max_queued = arena.num_blocks * arena.layout.num_layers
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._queue: list[SliceRef] = []
         self._finished = False
         self._overrun = False

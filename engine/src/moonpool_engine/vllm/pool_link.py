@@ -80,7 +80,7 @@ class PoolLink:
         self._on_end = on_end
         self._stopping = threading.Event()
         self._said = ""
-        self._sending = threading.Condition()  # guards what follows
+        self._sending = threading.Condition()  # guards the fields below
         self._sock: socket.socket | None = None
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0

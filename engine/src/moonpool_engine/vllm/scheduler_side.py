@@ -115,7 +115,7 @@ class SchedulerSide:
         self._link = PoolLink(
             pool_path, JoinPool(protocol=PROTOCOL), self._on_message, self._on_end
         )
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._has_news = threading.Condition(self._lock)
         self._searches: dict[str, _Search] = {}
 

@@ -63,7 +63,7 @@ class SpaceClient:
         self._rank = attach.rank
         # memory of the last connection, which stays readable
         self._memory: SpaceMemory | None = None
-        self._lock = threading.Condition()  # guards what follows
+        self._lock = threading.Condition()  # guards the fields below
         self._reserved: dict[int, Reserved | None] = {}
         self._paused_until_s = 0.0
         self.num_reservations = 0

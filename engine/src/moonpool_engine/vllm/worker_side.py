@@ -46,7 +46,7 @@ class WorkerSide:
         self._block_bytes = sum(space.block_bytes for space in spaces)
         self._loads = ThreadPoolExecutor(1, "moonpool-load")
         self._loading: Future[None] | None = None
-        self._lock = threading.Condition()  # guards what follows
+        self._lock = threading.Condition()  # guards the fields below
         self._loaded: set[str] = set()  # requests whose loads have finished
         self._failed: set[str] = set()  # requests among these whose loads have failed
         self._ended = TransfersEnded()

@@ -59,7 +59,8 @@ log = logging.getLogger("moonpool.worker")
 DEFAULT_POOL_TOKENS = 65_536
 MEMORY_SHARE = 0.25
 GPU_SHARE = 0.8
-"""The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
+"""The share of a GPU's free memory for weights and KVCache. The rest of the GPU's memory is for the
+steps' tensors."""
 WARM_UP_S = 20.0
 MIB = 1 << 20
 NO_DRAFTS = (

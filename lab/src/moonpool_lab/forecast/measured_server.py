@@ -35,7 +35,7 @@ STEPS = 24
 HANDOVERS = 3
 MOST_ANSWER_TOKENS = 256
 BESIDE = 8
-"""Most answers beside the long prompt that shows the size of chunks."""
+"""Most answers that run beside the long prompt that shows the size of chunks."""
 KV_BYTES_PER_TOKEN = 1024
 """Nominal: nothing that is forecast depends on it, since transfers are part of measured times."""
 INSTANT_BYTES_PER_S = 1e12

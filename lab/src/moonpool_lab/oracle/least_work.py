@@ -182,7 +182,7 @@ class _Tree:
 
     def count(self, arrivals: Sequence[Arrival]) -> None:
         """Counts the prompts with each block. Only in a damaged trace does a block follow two
-        different ones. Such a block counts as nobody's work."""
+        different ones. A block that follows two different blocks counts as nobody's work."""
         users, before = self._users, dict[BlockKey, BlockKey]()
         odd: set[BlockKey] = set()
         for arrival in arrivals:

@@ -59,7 +59,7 @@ MOST_ANSWERS = 128
 
 
 class ForwardedBody(msgspec.Struct, kw_only=True):
-    """The fields of such a body that moonpool reads. The server reads and checks all other
+    """The fields of a forwarded body that moonpool reads. The server reads and checks all other
     fields."""
 
     model: str | None = None

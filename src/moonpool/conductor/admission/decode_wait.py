@@ -30,7 +30,7 @@ meet the TBT SLO, requests join at once."""
 
 FULL_SHARE = 0.98
 """Where prompts fill the steps, the longest gaps may be predicted up to this share of the TBT SLO.
-The rest is a margin, because contexts grow and later prompts may be longer."""
+The rest of the step is a margin, because contexts grow and later prompts may be longer."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@
 An instance that is killed from outside makes no suspects: its requests are placed again at once.
 An instance that crashes, or whose engine hangs, may do so because of a request, which would crash
 the next instance too. The second crash shows which request it was, if only one of them is under way
-then and nothing new joins it. With the culprit found, the others are released.
+then and nothing new joins it. When the culprit is found, the other suspects are released.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ after `MOST_PROOF_TOKENS`, or after `ALONE_S` seconds."""
 
 
 class Suspects:
-    """The first suspect runs alone; the others wait."""
+    """The first suspect runs alone; the other suspects wait."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         """`requests`: the requests under way."""

@@ -5,10 +5,11 @@ by which the coefficients of the instance table are multiplied (`cost.online`). 
 starts from its own profile.
 
 The coefficients predict mean steps, but SLOs are judged by the longest tenth of a request's token
-gaps. The ratio of the two is learned from the answers of all instances together. So is the lateness
-of the latest tenth of first tokens, because an overloaded cluster admits requests that should just
-meet their SLO. Prefills are timed by the Conductor's clock, which includes delays outside the
-engine. Steps are timed by the engine's clock, because tokens reach a busy head in bursts.
+gaps. The ratio of that tenth to the mean step is learned from the answers of all instances
+together. So is the lateness of the latest tenth of first tokens, because an overloaded cluster
+admits requests that should just meet their SLO. Prefills are timed by the Conductor's clock, which
+includes delays outside the engine. Steps are timed by the engine's clock, because tokens reach a
+busy head in bursts.
 """
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ LONG_QUEUE = "long_queue"
 
 
 BATCH_FULL = "batch_full"
-"""The reason of a rejection because one more answer in the batch would make the others late."""
+"""The reason of a rejection because one more answer in the batch would make the other answers
+late."""
 BATCH_SHARE = 0.7
 """The share of its TTFT SLO that a request may wait for room in a batch. The rest is a margin,
 because the time of the prompt after the wait is uncertain on a server that fills its steps with

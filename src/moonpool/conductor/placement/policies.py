@@ -6,7 +6,7 @@
 * cache-aware: the smallest predicted TTFT with the prefix that each instance itself holds (Mooncake
   v3 section 6.1; FAST'25 Fig. 5 calls it local).
 * kvcache-centric: Algorithm 1. Like cache-aware, but the missing part of the prefix may be fetched
-  from another instance. Such fetches replicate hot prefixes.
+  from another instance. Fetches of this kind replicate hot prefixes.
 * module:Class: a policy from outside the package (`PlacementPolicy`, docs/extending.md).
 
 On mixed instances, the last two built-in policies add what a part of the answer takes to decode,

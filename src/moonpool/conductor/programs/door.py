@@ -4,8 +4,8 @@ have begun.
 A call of a program that has begun is never refused for the load: it waits, like a request that was
 admitted before. So the load is limited where programs begin. A new program waits
 
-* while the programs that have begun need the KVCache of the decode pool for themselves. Beyond
-  that, each computes again what the others evicted, and all get slower;
+* while the programs that have begun need the KVCache of the decode pool for themselves. Beyond that
+  number, each program computes again what the others evicted, and all get slower;
 * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are slower
 than the TBT SLO: one more program would only take a share of what the running ones get;
 * behind programs that came before it.

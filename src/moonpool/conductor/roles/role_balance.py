@@ -484,7 +484,7 @@ def _judge(
     best = None
     roles = [before.short_of]
     if len(needs.prefill) and before.worst > 1.0:
-        # More instances of the less loaded pool may serve more requests.
+        # More instances of the less loaded pool may serve more of the requests.
         roles.append(Role.DECODE if roles[0] is Role.PREFILL else Role.PREFILL)
     for role in roles:
         rows, then = _switches(capacities, role, losses, needs)

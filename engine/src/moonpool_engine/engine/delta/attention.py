@@ -1,10 +1,10 @@
 """Layers of linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464).
 
-Such a layer has a state of one size per sequence in place of K and V of each token. A state lies in
-the layer's slice of the block of its newest token, in float32. The state is overwritten until the
-block is full, and then stays: a full block holds the state after its last token, as it holds K and
-V of the other layers. So blocks are cached, moved and stored like blocks of any other model, and a
-cached prefix continues from the state of its last block.
+A layer of linear attention has a state of one size per sequence in place of K and V of each token.
+A state lies in the layer's slice of the block of its newest token, in float32. The state is
+overwritten until the block is full, and then stays: a full block holds the state after its last
+token, as it holds K and V of the other layers. So blocks are cached, moved and stored like blocks
+of any other model, and a cached prefix continues from the state of its last block.
 
 A state's slice has, in this order:
 

@@ -18,7 +18,7 @@ class WordSplit(NamedTuple):
     patterns: tuple[str, ...]
     keeps_words: bool = False  # whether a word that is a token is kept, and not merged from parts
     composes: bool = False  # whether the text is first converted to NFC
-    gpt2: bool = False  # GPT-2's split follows
+    gpt2: bool = False  # whether GPT-2's split follows the patterns
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -67,7 +67,7 @@ log = logging.getLogger("moonpool_engine.engine")
 
 
 class StageStepError(RuntimeError):
-    """A stage could not compute a step. Other steps are not affected."""
+    """A stage could not compute a step. Other steps of the pipeline are not affected."""
 
 
 Outcome = StepResult | Exception
