@@ -70,7 +70,7 @@ class LayerwiseTimes:
 
 @dataclass
 class _Run:
-    """One prefill that is watched, and which attempts have given tokens meanwhile."""
+    """One prefill that is watched, and the attempts that gave tokens during it."""
 
     attempt_id: AttemptId
     took: LayerwiseTimes = field(default_factory=LayerwiseTimes)

@@ -430,7 +430,7 @@ class Generator(ModelEndpoint):
         writer: EventWriter,
     ) -> NumberedEvents:
         """Gives the events ids that continue after the client's last event. Raises ApiError if that
-        is of another request."""
+        event is of another request."""
         for choice in choices:
             choice.one_by_one = True
         digest = digest_of_call(call.context.scope["path"], self._backend.card.model_id, choices)

@@ -45,8 +45,8 @@ MAX_FACTOR = 4.0
 factor should not hide it."""
 
 FORGOTTEN_AFTER = 300
-"""Steps of other sizes after which the ratios of a size are forgotten. Otherwise a size that was
-slow once would never be tried again."""
+"""Steps of other sizes after which the ratios of a size are forgotten. A size that was slow once
+would otherwise never be tried again."""
 
 ROUNDING = 1e-9
 """Tolerance above the error of the few floating-point operations here, relative to the numbers

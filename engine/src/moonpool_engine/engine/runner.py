@@ -321,7 +321,7 @@ def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "no
 def choose_split_ops(quantization: Quantization = "none") -> SplitOps:
     """The operations that `choose_ops` chooses on the CPU, with an attention that can be split.
 
-    The arithmetic is the same, so the blocks can be shared.
+    The arithmetic is that of `choose_ops`, so both can share blocks.
     """
     if native.available() is not None:
         return ReferenceSplitOps(quantization)

@@ -214,7 +214,7 @@ def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent 
 def _open_tier(
     setup: Setup, peer: LocalPeer, arena: Arena, post: Callable[[MessengerEvent], None]
 ) -> LowerTier:
-    """Opens the tier below DRAM. The instance serves without it if that fails."""
+    """Opens the tier below DRAM. The instance serves without this tier if that fails."""
     pool, is_mooncake = setup.pool, bool(setup.mooncake.master_server_address)
     if setup.attention:
         return LowerTier()  # the attention workers have the blocks, and no such tier

@@ -142,7 +142,7 @@ class NumberedEvents:
         """`start`: the start of the response. `has`: the progress of the client in each choice, or
         nothing.
 
-        Raises ApiError if that is of another number of choices.
+        Raises ApiError if `has` is of another number of choices.
         """
         if has and len(has) != num_choices:
             raise another_call()

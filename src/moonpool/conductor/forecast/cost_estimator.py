@@ -6,10 +6,10 @@ starts from its own profile.
 
 The coefficients predict mean steps, but SLOs are judged by the longest tenth of a request's token
 gaps. The ratio of that tenth to the mean step is learned from the answers of all instances
-together. So is the lateness of the latest tenth of first tokens, because an overloaded cluster
-admits requests that should just meet their SLO. Prefills are timed by the Conductor's clock, which
-includes delays outside the engine. Steps are timed by the engine's clock, because tokens reach a
-busy head in bursts.
+together. The lateness of the latest tenth of first tokens is learned as well, because an overloaded
+cluster admits requests that should just meet their SLO. Prefills are timed by the Conductor's
+clock, which includes delays outside the engine. Steps are timed by the engine's clock, because
+tokens reach a busy head in bursts.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ class CostEstimator(ClusterObserver):
 
     def _pass_on(self, profile: FittedCost) -> None:
         """Instances with this profile that have computed no prompt yet begin with the factors that
-        the other instances have learned. Otherwise they would seem faster than all other instances
-        on a slow machine."""
+        the other instances have learned. Without this, these instances would seem faster than all
+        other instances on a slow machine."""
         states = self._cluster_state.instances.values()
         alike = [state for state in states if state.info.cost == profile]
         known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)

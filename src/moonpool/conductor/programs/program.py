@@ -25,7 +25,7 @@ class Program:
     parent: Program | None = None
     kind: str = ""
     blocks_parent: bool = True
-    is_named: bool = True  # whether its client names it; otherwise it was recognised by its prefix
+    is_named: bool = True  # False for a program that was recognised by its prefix
     has_begun: bool = False  # whether a call of the program, or of its root, was placed
     num_running: int = 0
     num_calls: int = 0

@@ -170,7 +170,7 @@ class Programs:
         program.instance = attempt.decoder
 
     def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
-        """Notes that a call has ended. Returns its program if that has ended, too."""
+        """Notes that a call has ended. Returns its program if the program has ended, too."""
         program = tracked.program
         if program is None:
             return None

@@ -247,7 +247,7 @@ Rank = tuple[int, int]
 
 class RankedBlocks:
     """Blocks ordered by rank, the lowest first, and by insertion within a rank. There is one queue
-    for each rank in use, and a heap of those ranks."""
+    for each rank in use, and a heap of the ranks in use."""
 
     def __init__(self) -> None:
         self._queues: dict[Rank, OrderedDict[BlockId, None]] = {}
