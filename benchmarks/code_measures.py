@@ -1,8 +1,8 @@
 """How large and how readable the code base is: `python -m benchmarks.code_measures [ROOT]`.
 
-Prints one JSON object. With the root of another checkout, it measures that one, so that two states
-can be compared by one command. `--save` also counts the files of one request (`benchmarks.walk`)
-and writes both to benchmarks/results/code.json.
+Prints one JSON object. With the root of another checkout as argument, it measures that checkout, so
+that two states can be compared by one command. `--save` also counts the files of one request
+(`benchmarks.walk`) and writes both to benchmarks/results/code.json.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _all_functions(modules: list[Path]) -> Iterator[ast.FunctionDef | ast.AsyncF
 
 
 def _named_functions(modules: list[Path]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions that others can call by name: those of modules and classes, none within another."""
+    """Functions that others can call by name: functions of modules and classes, but none within
+    another function."""
     for path in modules:
         bodies: list[ast.Module | ast.ClassDef] = [ast.parse(path.read_text())]
         for body in bodies:  # grows

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class BenchError(RuntimeError):
-    """The run did not measure what it is meant to; one line says why."""
+    """The run did not measure what it should; one line says why."""

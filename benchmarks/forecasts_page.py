@@ -2,7 +2,7 @@
 benchmarks.forecasts_page`.
 
 `moonpool forecast --table benchmarks/results/forecasts.jsonl` adds to that file and never changes
-what stands there; a broken chain of hashes ends this command with an error.
+existing lines; a broken chain of hashes ends this command with an error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def page(entries: Iterable[Entry]) -> str:
 
 
 def summary(outcomes: list[Entry]) -> str:
-    """One line about all outcomes."""
+    """Returns one line about all outcomes."""
     errors = [abs(e) for one in outcomes for n, e in one["errors"].items() if n in dict(FIGURES)]
     worst = [abs(one["errors"].get(name, 0.0)) for one in outcomes for name in P99]
     if not errors:
@@ -108,7 +108,7 @@ def _cells(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def current(path: Path = TABLE) -> str:
-    """The page of the table. Raises TableError."""
+    """Returns the page with the table. Raises TableError."""
     return page(read_table(path) if path.exists() else [])
 
 

@@ -1,12 +1,12 @@
-"""What fronts and the Conductor cost, before servers that compute nothing.
+"""Measures what fronts and the Conductor cost, in front of servers that compute nothing.
 
     python -m benchmarks.front_scale --streams 256 --tokens 64 [--router-python PATH] [--json FILE]
 
-The same load goes to one of the servers itself, to moonpool with one process (`--fronts 1`), with
-fronts, and to vllm-router, one after the other: many streams of many tokens, then short calls. CPU
-time is read from the kernel for each kind of process, so what more fronts on more cores would bear
-follows: a front's share falls with their number, and the Conductor's does not. Load and stubs take
-CPU of the same machine.
+The same load goes, one after another, to one of the servers directly, to moonpool with one process
+(`--fronts 1`), to moonpool with fronts, and to vllm-router: many streams of many tokens, then short
+calls. The kernel gives the CPU time of each kind of process, so the load that more fronts on more
+cores could carry can be computed: a front's share falls with their number, and the Conductor's does
+not. Load and stubs take CPU of the same machine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def spent_s(server: LocalServer) -> defaultdict[str, float]:
         try:
             kind = "router" if isinstance(server, RouterServer) else kind_of(pid)
             found[kind] += cpu_s(pid)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     return found
 
@@ -104,7 +104,7 @@ def load_server(server: LocalServer, streams: int, tokens: int, calls: int) -> d
 
 def measure(run: Callable[[int, int, int], dict[str, Any]], asked: argparse.Namespace) -> Figures:
     """Tokens and requests a second, and the CPU of each by kind of process."""
-    run(8, 8, 4)  # what is imported late is imported now
+    run(8, 8, 4)  # modules that are imported late are imported now
     short = run(asked.connections, 1, asked.calls)
     long = run(asked.streams, asked.tokens, 1)
     num_tokens = asked.streams * asked.tokens

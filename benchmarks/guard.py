@@ -3,8 +3,9 @@
     python -m benchmarks.guard [COMMIT]     # or `make bench-guard`
 
 The default is the last release, or the commit before this one where there is none. Both run on this
-machine in turns, each in processes of its own, and the least time of each counts: what else the
-machine does disturbs both alike. Ends with status 1 if a time has grown by more than `MOST_LOSS`.
+machine in turns, each in separate processes, and the least time of each counts, because whatever
+else the machine does disturbs both alike. Ends with status 1 if a time has grown by more than
+`MOST_LOSS`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class GuardError(Exception):
 def in_turns(
     old: Path, new: Path, rounds: int, run: Callable[[Path], Times]
 ) -> tuple[Times, Times]:
-    """The least times of both sources. Which of them runs first changes from round to round."""
+    """The least times of both sources. The order of both changes from round to round."""
     found: dict[Path, Times] = {old: {}, new: {}}
     for number in range(rounds):
         for sources in (old, new) if number % 2 == 0 else (new, old):

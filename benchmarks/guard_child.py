@@ -1,6 +1,7 @@
 """Measures the package `moonpool` of a folder for `benchmarks.guard`: CPU seconds as JSON.
 
-The workload and the played cluster are those of this checkout; only `moonpool` is the folder's.
+The workload and the simulated cluster are those of this checkout; only `moonpool` comes from the
+folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CPU time of the HTTP layer: per request and per streamed token, over a real socket.
 
-The answers come from a head that knows them at once, one token per turn of the event loop, so what
-is measured is the API alone: parsing, tokenising, detokenising, chunks, uvicorn. The same client
-then asks a bare Starlette application that streams fixed bytes: what no Python server can avoid.
+The answers come from a head that knows them in advance, one token per turn of the event loop, so
+only the API is measured: parsing, tokenising, detokenising, chunks, uvicorn. The same client then
+asks a bare Starlette application that streams fixed bytes: what no Python server can avoid.
 
     python benchmarks/head.py [--tokens 200] [--requests 400] [--json FILE]
 """
@@ -187,7 +187,7 @@ def request_bytes(max_tokens: int, stream: bool) -> bytes:
 
 
 async def ask_many(port: int, payload: bytes, num_requests: int, end: bytes) -> None:
-    """`num_requests` over one connection, one after another."""
+    """Sends `num_requests` over one connection, one after another."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
     for _ in range(num_requests):
         writer.write(payload)
@@ -218,7 +218,7 @@ async def cpu_per_request_s(port: int, payload: bytes, stream: bool, num_request
     """Server CPU seconds per request, best of the rounds: other processes only ever add."""
     best = float("inf")
     each = num_requests // CONNECTIONS
-    for _ in range(ROUNDS + 1):  # the first one warms up
+    for _ in range(ROUNDS + 1):  # the first round warms up
         before = await cpu_s(port)
         if stream:
             asks = [ask_many(port, payload, each, b"\r\n0\r\n\r\n") for _ in range(CONNECTIONS)]

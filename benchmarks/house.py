@@ -24,7 +24,7 @@ ALLOWED = {
 }
 """Which package may import which."""
 CORE = ("conductor", "scheduler", "kvcache")
-"""Folders of `moonpool`. Their own modules always run; their folders hold what can be chosen."""
+"""Folders of `moonpool`. The modules of these rooms always run; their sub-folders hold options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def _lines(path: Path) -> int:
 
 @cache
 def modules() -> Mapping[str, Path]:
-    """All modules of the three packages, by their full names."""
+    """Returns all modules of the three packages, by their full names."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sources(package):
@@ -133,7 +133,7 @@ def circles() -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table of packages and imports."""
     rows = {package: size_of(sources(package)) for package in PACKAGES}
     rows["the core of moonpool"] = size_of(core_files())
     rows["C++ of moonpool_engine"] = size_of(native_sources())

@@ -1,4 +1,4 @@
-"""What the generated pages share: tables, code within a line, and what figures are from."""
+"""What the generated pages share: tables, code within a line, and the origin of figures."""
 
 from __future__ import annotations
 

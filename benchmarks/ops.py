@@ -4,11 +4,10 @@
 
 Limits: the rate of a large torch matmul of the same type, and the bandwidth at which torch sums up
 256 MB on large pages. Each row names the limit that binds it and its share of that limit (streams
-that fetch ahead read faster than torch's sum, hence shares above 1).
-Linears also stand beside oneDNN's prepacked linear, the fastest that torch has.
-Best of many, limits and operations taking turns; times are CPU time of the one thread used, so that
-a neighbour on the core costs cache but not turns. Weights and KVCache are too large for the caches
-wherever memory is the limit. Seed 0.
+that prefetch read faster than torch's sum, so shares can be above 1). Linears also stand beside
+oneDNN's prepacked linear, the fastest that torch has. Best of many, limits and operations taking
+turns; times are CPU time of the one thread used, so that a neighbour on the core costs cache but
+not turns. Weights and KVCache are too large for the caches wherever memory is the limit. Seed 0.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from moonpool_engine.engine.native.ops import NativeLinear, NativeOps
 from moonpool_engine.engine.ops import AttendArgs, HeadShape, KvCache, StepMeta, empty_cache
 
 READ_BYTES = 256 << 20
-SPILL_BYTES = 96 << 20  # of weights or KVCache, so that no cache holds them
+SPILL_BYTES = 96 << 20  # size of weights or KVCache, chosen so that no cache holds them
 BLOCK_TOKENS = 64
 # Linears of one layer as (in, out), and the heads, of a 146M and a 493M model.
 MODELS = {
@@ -44,7 +43,7 @@ DECODE_CONTEXT, BATCHES = 4096, (1, 8)
 
 @dataclass(frozen=True)
 class OpsJob:
-    """Something to time: what it computes and must read each time it is called."""
+    """One operation to time: what it computes, and how many bytes it must read per call."""
 
     name: str
     run: Callable[[], object]
@@ -81,7 +80,7 @@ def limit_jobs(dtype: torch.dtype) -> dict[str, OpsJob]:
 
 
 def linear_jobs(ops: NativeOps, model: str, rows: int, dtype: torch.dtype) -> list[OpsJob]:
-    """All linears of enough layers, ours and oneDNN's."""
+    """Returns all linears of enough layers, moonpool's and oneDNN's."""
     shapes, _ = MODELS[model]
     size = torch.finfo(dtype).bits // 8
     layer_elements = sum(inner * outer for inner, outer in shapes)
@@ -110,7 +109,7 @@ def linear_jobs(ops: NativeOps, model: str, rows: int, dtype: torch.dtype) -> li
 
 
 def make_step(before: int, rows: int, batch: int, blocks: int) -> StepMeta:
-    """`batch` sequences, each over permuted blocks of its own."""
+    """Makes a step of `batch` sequences, each over its own permuted blocks."""
     per_sequence = -(-(before + rows) // BLOCK_TOKENS)
     tables = torch.randperm(blocks)[: batch * per_sequence].view(batch, per_sequence)
     return StepMeta(

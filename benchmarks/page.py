@@ -1,7 +1,7 @@
 """Writes docs/benchmarks.md from benchmarks/results/*.json: `python -m benchmarks.page`.
 
-`--check` writes nothing and ends with status 1 if the page is not what the results give. A test
-runs the check.
+`--check` writes nothing and ends with status 1 if the page differs from the results. A test runs
+the check.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ and 0.5 B random weights in bfloat16.
 
 
 class Section(NamedTuple):
-    """One table: its words, the files it reads, and what makes the rows from them."""
+    """One table of the page: its words, the files that it reads, and the function that makes its
+    rows."""
 
     title: str
     text: str
@@ -264,7 +265,7 @@ def gpu_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def table3_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of the paper's figure, ours, and the verdict."""
+    """Returns rows of the paper's figure, moonpool's figure, and the verdict."""
     for row in found["findings"][0]["rows"]:
         values = (_value(row[who], row["unit"]) for who in ("paper", "ours"))
         yield row["label"], row["unit"], *values, row["verdict"]
@@ -553,7 +554,7 @@ def page() -> str:
     parts = [HEAD]
     for section in SECTIONS:
         if not all((RESULTS / f"{name}.json").exists() for name in section.files):
-            continue  # not measured yet
+            continue  # this section is not measured yet
         links = ", ".join(f"[{n}.json](../benchmarks/results/{n}.json)" for n in section.files)
         rows = section.rows(*(_read(name) for name in section.files))
         parts.append(

@@ -1,8 +1,9 @@
-"""The table of the guide to the pool in vLLM, from what `moonpool bench pool-in-vllm` found.
+"""The table of the guide to the pool in vLLM, made from the results of `moonpool bench
+pool-in-vllm`.
 
-`python -m benchmarks.page_pool` writes it between the page's two marks; the rest of the page is
-written by hand. `--check` writes nothing, and ends with status 1 if the table is not what the
-result gives.
+`python -m benchmarks.page_pool` writes the table between the page's two marks; the rest of the page
+is written by hand. `--check` writes nothing, and ends with status 1 if the table differs from the
+result.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PROVEN_P = 0.01
 
 
 def pool_section(found: dict[str, Any]) -> str:
-    """One table for each workload, and what they are from."""
+    """Returns one table for each workload, with the origin of its figures."""
     parts = [_workload(name, one) for name, one in found["workloads"].items()]
     known = found["versions"].values()
     peers = sorted({f"{name} {version}" for each in known for name, version in each.items()})
@@ -68,7 +69,7 @@ def _workload(name: str, one: dict[str, Any]) -> str:
 
 
 def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One row for each pool; one that did not run says why."""
+    """Returns one row for each pool; the row of a pool that did not run says why."""
     twin = rows["none"]
     for name, row in rows.items():
         figures = row["median"]

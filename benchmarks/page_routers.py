@@ -1,8 +1,8 @@
 """The tables of the guide to routers, from what `moonpool bench routers` found.
 
-`python -m benchmarks.page_routers` writes them between the page's two marks; the rest of the page
-is written by hand. `--check` writes nothing, and ends with status 1 if they are not what the result
-gives. Without a result the page says that nothing is measured yet.
+`python -m benchmarks.page_routers` writes the tables between the page's two marks; the rest of the
+page is written by hand. `--check` writes nothing, and ends with status 1 if the tables differ from
+the result. Without a result the page says that nothing is measured yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T_95_MANY = 2.0
 
 
 def routers_section(found: dict[str, Any]) -> str:
-    """One table for each workload, and what they are from."""
+    """Returns one table for each workload, with the origin of its figures."""
     parts = []
     for name, basis in found["bases"].items():
         rows = [row for row in found["rows"] if row["workload"] == name]

@@ -1,8 +1,8 @@
-"""CPU time and latency of `moonpool epp`: the wire and the decision, apart and together.
+"""Measures CPU time and latency of `moonpool epp`: the wire and the decision, separately and
+together.
 
-A client speaks external processing as Envoy does: headers, a body, then a response in parts. It
-runs in a process of its own. The endpoints are instances as in service, but no server stands behind
-them.
+A client speaks external processing as Envoy does: headers, a body, then a response in parts. The
+picker runs in a separate process. The endpoints are instances as in service, but have no servers.
 
     wire       the gRPC server and the exchange alone: one endpoint, which is known at once
     decision   the body read, the Conductor's choice, its bookings and the end, without gRPC
@@ -87,10 +87,10 @@ class UnmeasuredWorker(EndpointWorker):
                 self._link.send(self._load())
 
     async def _measure(self, engine: FoundServer) -> None:
-        """It is known."""
+        """Does nothing, because the rate of the picker's server is known."""
 
     async def _profile(self, engine: FoundServer, instance: VllmInstance) -> None:
-        """It is known."""
+        """Does nothing, because the profile of the picker's server is known."""
 
 
 class InstantPicker(Picker):
@@ -179,7 +179,7 @@ async def measure_decisions(num_endpoints: int, num_requests: int) -> dict[str, 
 async def measure_served(
     kind: type[Picker], num_endpoints: int, num_requests: int, rate: float
 ) -> dict[str, float]:
-    """`rate` 0: as fast as the client goes."""
+    """`rate` 0 means as fast as the client can send."""
     picker = await started(kind, num_endpoints)
     server = GrpcServer(picker, GrpcPort("127.0.0.1", 0), False)
     await server.start()

@@ -55,7 +55,7 @@ from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.slice_mover import NativeSliceMover, open_mover
 from moonpool_lab.demo.local_server import ServerError
 
-BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as an 8B model has
+BLOCK_TOKENS, NUM_LAYERS, WIDTH = 16, 32, 1024  # 8 KV heads of 128 values, as in an 8B model
 READ_BYTES = 4 << 20
 READERS = 4
 SETTLE_S = 3.0
@@ -112,7 +112,7 @@ def copies(num_bytes: int, rounds: int) -> dict[str, float]:
         for name, act in acts.items():
             began_s = time.perf_counter()
             act()
-            if number:  # the first touches the pages
+            if number:  # the first round touches the pages
                 times[name].append(time.perf_counter() - began_s)
     speeds = {name: len(source) / statistics.median(taken) for name, taken in times.items()}
     found = {f"{name}_bytes_per_s": speed for name, speed in speeds.items()}
@@ -218,8 +218,8 @@ def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
         size = max(1, blocks // 8)
         for number, start in enumerate(range(0, len(keys), size)):
             client.store(number, keys[start : start + size])
-            client.find(f"stored-{number}", keys[start : start + size])  # it was handled
-            time.sleep(0.05)  # what is stored faster than the SSD writes is not kept
+            client.find(f"stored-{number}", keys[start : start + size])  # the store was handled
+            time.sleep(0.05)  # blocks that are stored faster than the SSD writes would not be kept
         early = _read(client, pool, keys[: blocks // 2], size)
         time.sleep(SETTLE_S)
         late = _read(client, pool, keys[blocks // 2 : 2 * blocks], size)
@@ -244,8 +244,8 @@ def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
 def _read(
     client: PoolClient, pool: MoonpoolPool, keys: Sequence[bytes], size: int
 ) -> tuple[int, float, float]:
-    """Asks for blocks, `size` at a time. Returns how many came from the SSD, the seconds of their
-    searches, and the CPU seconds of the pool in all of them."""
+    """Asks for blocks, `size` at a time. Returns how many blocks came from the SSD, the seconds of
+    the searches, and the CPU seconds of the pool in all of them."""
     began_s = sum(map(cpu_s, pool.pids))
     taken = [client.find(f"read-{at}", keys[at : at + size]) for at in range(0, len(keys), size)]
     loaded = sum(found.num_loaded for found, _ in taken)

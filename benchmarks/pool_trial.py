@@ -6,10 +6,10 @@ changed.
 
 A head, a vLLM for each model and one pool for all answer conversations of three tenants. Pool,
 vLLMs and head are killed with -9 in turns, and start again. Before the pool starts, and between
-kills, bytes are changed in its memory and on its SSD. Each answer is judged afterwards, token by
-token, by a vLLM of its model without a pool or cache. The same load on vLLMs without a pool tells
-what batches do. `--disk-folder` names a small tmpfs with room for `--ssd`, which another program's
-file fills during three kills of ten:
+kills, bytes in its memory and on its SSD are changed. Each answer is judged afterwards, token by
+token, by a vLLM with the same model without a pool or cache. The same load on vLLMs without a pool
+tells what batches do. `--disk-folder` names a small tmpfs with room for `--ssd`, which another
+program's file fills during three kills of ten:
 
     mount -t tmpfs -o size=544m tmpfs /tmp/small
 
@@ -61,7 +61,7 @@ def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
 
 
 class PoolTrial:
-    """One run of the load over the pool, and what was done to it."""
+    """One run of the load over the pool, and the disturbances in it."""
 
     def __init__(self, shape: TrialShape, load: LoadShape, kills: int, args: Any) -> None:
         self._shape, self._load_shape, self._args = shape, load, args
@@ -140,7 +140,7 @@ class PoolTrial:
         self.done[f"kills of the {kind}"] += 1
 
     def _find_again(self, cluster: TrialCluster, load: TrialLoad) -> None:
-        """Kills all processes once more, asks again what was asked last, and returns what is still
+        """Kills all processes once more, repeats the last questions, and returns what is still
         found."""
         if not self._kinds:
             return
@@ -177,7 +177,7 @@ def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]
 
 
 def verdict(pool: dict[str, Any], alone: dict[str, Any], given_up: list[str]) -> Iterator[str]:
-    """Returns what is proven, one line each."""
+    """Returns what the run proves, one line each."""
     if pool["foreign"]:
         yield f"{pool['foreign']} answers with text of other conversations"
     p = fisher_p(pool["wrong"], pool["answers"], alone["wrong"], alone["answers"])

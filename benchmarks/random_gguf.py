@@ -1,9 +1,10 @@
 """Writes a GGUF file with random weights: `python -m benchmarks.random_gguf SHAPE FORMAT FILE`.
 
-The shape is that of a published model, with as many tokens and merges in the tokenizer as that has,
-since reading them takes time. Linears are in FORMAT; the embedding is Q6_K, as in files of the kind
-Q4_K_M. FORMAT Q4_K_M also has Q6_K in `attn_v` and `ffn_down` of half of the layers, those that
-llama.cpp chooses. `qwen3-30b-a3b-8-layers` is a mixture of experts, cut to a sixth of its depth.
+The shape is that of a published model, with as many tokens and merges in the tokenizer as the model
+has, because reading them takes time. Linears are in FORMAT; the embedding is Q6_K, as in files of
+the kind Q4_K_M. FORMAT Q4_K_M also has Q6_K in `attn_v` and `ffn_down` of half of the layers, those
+that llama.cpp chooses. `qwen3-30b-a3b-8-layers` is a mixture of experts, cut to a sixth of its
+depth.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SCALES = {"Q4_0": 0.004, "Q8_0": 0.0003, "Q4_K": 0.00015, "Q6_K": 0.000015}
 """Scales of a group, so that weights have a standard deviation of about 0.02."""
 SCALE_AT = {"Q6_K": 208}
 MIXES = {"Q4_K_M": ("Q4_K", "Q6_K")}
-"""Files of two formats: of most linears, and of those that lose most by rounding."""
+"""Mixes of two formats: one for most linears, and one for those that lose most by rounding."""
 SENSITIVE = ("attn_v", "ffn_down", "ffn_down_exps")
 
 
@@ -41,7 +42,7 @@ class GgufShape:
     heads: int
     kv_heads: int
     head_dim: int
-    inter: int  # of an expert, where there are any
+    inter: int  # intermediate size of an expert, if the model has experts
     vocab: int
     experts: int = 0
     experts_per_token: int = 0
@@ -80,7 +81,7 @@ def write_random_gguf(shape_name: str, kind: str, path: Path) -> None:
 
 
 def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor, by name."""
+    """Returns type and shape of each tensor, by name."""
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = {
         "token_embd.weight": (EMBEDDING, (shape.vocab, hidden)),
@@ -198,7 +199,7 @@ def _data(kind: str, dims: tuple[int, ...], seed: int) -> Iterator[bytes]:
 
 
 def _vocabulary(count: int) -> tuple[list[str], list[str]]:
-    """Tokens of one byte, then of two, then of three, with the merges that make them."""
+    """Returns tokens of one byte, then of two, then of three, with the merges that make them."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = iter(range(0x100, 0x200))
     alphabet = [chr(b) if b in printable else chr(next(rest)) for b in range(256)]

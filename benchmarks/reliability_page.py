@@ -1,7 +1,7 @@
 """Makes docs/reliability.md from results: faults, kills, planted bugs, fuzzing, trials.
 
-`moonpool bench faults` writes it; `python -m benchmarks.reliability_page` makes it again from the
-results that are there.
+`moonpool bench faults` writes the page; `python -m benchmarks.reliability_page` writes it again
+from existing results.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _others() -> str:
 
 
 def mutant_section(found: dict[str, Any]) -> str:
-    """Planted bugs, and what finds each."""
+    """Lists planted bugs, and the test that finds each."""
     rows = found["mutants"]
     like = {issue for row in rows for issue in row["like"]}
     text = f"""

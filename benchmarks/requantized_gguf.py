@@ -1,8 +1,8 @@
 """Writes a GGUF file in another format: `-m benchmarks.requantized_gguf SOURCE FORMAT FILE`.
 
-llama.cpp does it, so the Python is one with llama-cpp-python. FORMAT is a kind of file as llama.cpp
-names it: Q4_0, Q8_0, Q4_K_M. Tensors whose rows a format of blocks of 256 does not fit get the one
-that llama.cpp chooses in its place. What the source's own quantisation lost stays lost.
+llama.cpp converts the file, so the Python must have llama-cpp-python. FORMAT is a kind of file as
+llama.cpp names it: Q4_0, Q8_0, Q4_K_M. If a tensor's rows do not fit a format with blocks of 256,
+it gets the format that llama.cpp chooses instead. Losses by the source's own quantisation remain.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ moonpool's Conductor.
 A replica is a model of an engine, not an engine: prompts wait for each other, answers share steps,
 and a prefix cache of a stated size forgets what was used longest ago. Conversations arrive by a
 Poisson process and ask again after a pause. Serve's prefix-aware router needs `ray[llm]` and one of
-its engines; without them its row is left out. Timings on a busy machine say little; what is beside
-each other here has run one after the other.
+its engines; without these its row is left out. Timings on a busy machine say little; rows of one
+table were measured one after another.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def send(handle: Any, text: str, max_tokens: int, call: OfferedCall) -> No
 
 
 async def offer(handle: Any, load: CallLoad) -> list[OfferedCall]:
-    """Conversations arrive in open loop: whether the ones before were answered or not."""
+    """Conversations arrive in open loop, whether earlier ones were answered or not."""
     chance, calls, tasks = random.Random(load.seed), list[OfferedCall](), []
     began_s, at_s, number = time.perf_counter(), 0.0, 0
     while at_s < load.seconds:
@@ -196,7 +196,7 @@ def serve_routers(
     for seed in range(runs):
         load = CallLoad(rate, seconds, turns, seed, ttft_s, tbt_s)
         for number, (name, (path, settings)) in enumerate(routers.items()):
-            app = f"bench-{seed}-{number}"  # each has a Conductor of its own
+            app = f"bench-{seed}-{number}"  # each app has a separate Conductor
             try:
                 calls = run_router(app, path, settings, replicas, cache_chars, load)
             except ImportError as error:

@@ -3,10 +3,10 @@
     python -m benchmarks.simulator_peer TRACE --dynamo-python PYTHON [--rounds N] [--json FILE]
 
 Both replay the same requests on as many instances with KV-aware placement, chunks of 8,192 tokens
-and 5,000 blocks of 512, in turns, each run in a process of its own. The whole process counts:
-imports, reading the trace, simulating. The least CPU time of each counts. Their models of time
-differ, so latencies are not compared. PYTHON has
-Dynamo: `pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`, and
+and 5,000 blocks of 512, in turns, each run in a separate process. The time of the whole process
+counts: imports, reading the trace, simulating. The least CPU time of each counts. The two have
+different models of time, so latencies are not compared. PYTHON has Dynamo:
+`pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1`, and
 `pip install msgspec 'pydantic<=2.13.5' uvloop numpy`, with Python 3.12.
 """
 
@@ -125,7 +125,7 @@ def measured(name: str, command: list[str]) -> dict[str, float]:
 
 
 def lines_of(row: dict[str, Any]) -> list[str]:
-    """One size as a table in lines."""
+    """Returns one size of the table as lines."""
     prefill, decode, speed = row["size"]
     ratio = row["moonpool"]["cpu_s"] / row["dynamo"]["cpu_s"]
     size = (

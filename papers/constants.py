@@ -1,7 +1,8 @@
-"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any.
+"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any of
+these constants.
 
-The constants of devices and kernels stand in `sim.hardware`, which all simulations use. They are
-not tuned to any single table.
+The constants of devices and kernels stand in `sim.hardware`, which all simulations use. The
+constants are not tuned to any single table.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
     "pool": {**DEFAULTS.get("pool", {}), "eviction": "lru"},
 }
 """The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
-the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. Neither
-has instances evict by what others hold, or by predicted reuse."""
+the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. The
+schedulers of both papers evict neither by what other instances hold nor by predicted reuse."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
 """Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:
@@ -139,8 +140,9 @@ takes the mean TTFT of its Fig. 13, 2.62 s on 8 prefill nodes: queueing and pref
 
 RATE_SPEEDS = (0.5, 4.5)
 MOONCAKE_RATE_STEPS, MOONCAKE_QUICK_RATE_STEPS = 8, 2
-"""Figs 13 and 15 print no rate. It is inferred from one of the figure's own points, once, and holds
-for all others: between these multiples of the trace's speed, by so many halvings."""
+"""Figs 13 and 15 print no rate. The rate is inferred from one of the figure's own points, once, and
+holds for all others: the search halves the range between these multiples of the trace's speed this
+many times."""
 
 V3_SPEED = 1.4
 """Speed of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
@@ -149,8 +151,9 @@ OVERLOAD_SPEED, OVERLOAD_SPEEDS = 2.0, (2.0, 2.5, 3.0)
 """v3's Table 3 is at twice the speed; the others show what hangs on it."""
 
 OVERLOAD_TBT_S = 0.035
-"""Time between tokens in v3's Table 3. It says 0.1 s, at which the decode pool of FAST'25's
-measurements is never full; this is what it gives on average at twice the trace's speed."""
+"""Time between tokens in v3's Table 3. The paper says 0.1 s, at which the decode pool of FAST'25's
+measurements is never full; this value is what the paper's cluster gives on average at twice the
+trace's speed."""
 
 FLUCTUATION_PREFILL, FLUCTUATION_DECODE, FLUCTUATION_SPEED = 16, 4, 5.0
 """The cluster of v3's Fig. 9, which says 20 machines: the split at which both pools are full with

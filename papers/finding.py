@@ -1,6 +1,6 @@
 """The result of an experiment: the paper's figures, ours, and a verdict for each row.
 
-This module has frozen data only. It reads no file, and prints and draws nothing.
+This module has frozen data only. A finding reads no file, and prints and draws nothing.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ shape of `Error` below.
 
 
 def reference_routes() -> Sequence[BaseRoute]:
-    """Returns the routes of a server. Their handlers have no head, so they cannot be called."""
+    """Returns the routes of a server. The handlers of these routes have no head, so they cannot be
+    called."""
     return make_app(cast(ServingBackend, SimpleNamespace(models=list))).routes
 
 

@@ -1,8 +1,8 @@
 """Runs a notebook's cells and writes what they show into it (`make notebook`).
 
-It needs no Jupyter: cells share a name space, the value of a last expression is shown by its
-`_repr_svg_`, `_repr_html_` and `repr`, and what a cell prints is kept. Cells of the documentation
-simulate, so the same sources give the same outputs, byte for byte; a test holds that.
+The runner needs no Jupyter: cells share a name space, the value of a last expression is shown by
+its `_repr_svg_`, `_repr_html_` and `repr`, and what a cell prints is kept. Cells of the
+documentation simulate, so the same sources give the same outputs, byte for byte; a test holds that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _VIEWS = (("image/svg+xml", "_repr_svg_"), ("text/html", "_repr_html_"))
 
 
 def executed(notebook: dict[str, Any]) -> dict[str, Any]:
-    """Returns the notebook with the outputs of its cells. They run in an empty folder. What a cell
-    raises is raised."""
+    """Returns the notebook with the outputs of its cells. The cells run in an empty folder. What a
+    cell raises is raised."""
     names: dict[str, Any] = {"__name__": "__main__"}
     cells, number, here = [], 0, Path.cwd()
     with tempfile.TemporaryDirectory() as folder:

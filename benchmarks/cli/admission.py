@@ -34,7 +34,7 @@ def admission(
     """Simulate all admission policies on several workloads, clusters and loads.
 
     Each policy runs with the wait for a decode batch and without it. Each figure is the number of
-    requests within both SLOs. The bound is a number that no schedule exceeds. The next figure is
+    requests that meet both SLOs. The bound is a number that no schedule exceeds. The next figure is
     the best schedule that a search finds when it knows the future.
     """
     from benchmarks.suite.cluster.admission import GENERATED, compare_admissions, recorded

@@ -1,8 +1,8 @@
 """Options of a command from the parameters of its function.
 
-`name: Annotated[TYPE, "help", ...] = default` is an option. An int is 1 or more, a float is above
-0, a tuple is an option to repeat, and a bool is a flag. After the help text may follow the flag,
-if it is not the name, and a click type, if TYPE does not say enough.
+A parameter `name: Annotated[TYPE, "help", ...] = default` is an option. An int is 1 or more, a
+float is above 0, a tuple is an option to repeat, and a bool is a flag. After the help text may
+follow the flag, if it is not the name, and a click type, if TYPE does not say enough.
 """
 
 from __future__ import annotations

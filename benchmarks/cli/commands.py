@@ -42,7 +42,7 @@ from moonpool.config.tables import Admission, ConductorConfig, Placement
 
 @click.group()
 def bench() -> None:
-    """Benchmarks of the parts."""
+    """Benchmarks of moonpool's parts."""
 
 
 for command in (

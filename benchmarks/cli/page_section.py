@@ -1,7 +1,7 @@
-"""The part of a page that a command writes; the rest is written by hand.
+"""Writes the part of a page that a command owns; the rest is written by hand.
 
 The part stands between two marks. With `--check` nothing is written; the exit status is 1 if the
-page is not what the results give.
+page differs from the results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """`command`: what writes it, such as `python -m benchmarks.page_pool`."""
+    """`command`: the command that writes it, such as `python -m benchmarks.page_pool`."""
 
     begin: str
     end: str

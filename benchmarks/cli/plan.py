@@ -43,7 +43,7 @@ def plan(
     if max(chosen) > len(PROOF_WORKLOADS):
         fail(f"--workload must be 1 to {len(PROOF_WORKLOADS)}")
     found = _found_before(json_file, requests, nodes)
-    began = origin()  # of the code that runs, whatever happens to its files
+    began = origin()  # origin of the running code, whatever happens to its files
     for number in chosen:
         workload = PROOF_WORKLOADS[number - 1]
         if workload.name in found:

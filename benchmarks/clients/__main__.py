@@ -54,7 +54,8 @@ def clients(names: tuple[str, ...], folder: Path, check: bool) -> None:
     if not chosen:
         known = ", ".join(client.name for client in read_clients())
         fail(f"there is no such client; there are {known}")
-    began = origin() | {"command": "python -m benchmarks.clients"}  # the files written change it
+    # the written files would change the origin
+    began = origin() | {"command": "python -m benchmarks.clients"}
     folder = folder.expanduser().absolute()
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def clients(names: tuple[str, ...], folder: Path, check: bool) -> None:
             "MOONPOOL_MODEL": model,
             "MOONPOOL_TOKENIZER": str(tokenizer),
         }
-        for client in chosen:  # an end in between keeps the rows before it
+        for client in chosen:  # if the run ends in between, the rows so far are kept
             found = merge([_row(client, folder, variables)])
             found |= {"flags": FLAGS, "origin": began}
             write_json(str(RESULTS), found)

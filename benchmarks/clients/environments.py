@@ -35,7 +35,7 @@ class Client(NamedTuple):
 
     @property
     def version(self) -> str:
-        """The version of the first package; empty for a program of the system."""
+        """Returns the version of the first package, or "" for a program of the system."""
         first = self.packages[0] if self.packages else ""
         return first.rpartition("@" if self.is_node else "==")[2]
 
@@ -86,7 +86,7 @@ def python_environment(packages: tuple[str, ...], place: Path, torch: bool = Fal
 
 
 def _is_there(packages: tuple[str, ...], place: Path) -> bool:
-    """Whether the packages are installed in `place`; else it is empty afterwards."""
+    """Whether the packages are installed in `place`; if not, `place` is empty afterwards."""
     pins = place / _PINS
     if pins.exists() and json.loads(pins.read_text()) == list(packages):
         return True
@@ -100,7 +100,8 @@ def _note(packages: tuple[str, ...], place: Path) -> None:
 
 
 def _locked_torch() -> str:
-    """torch as moonpool's own environment has it: another one would be several GB more."""
+    """Returns the torch of moonpool's own environment, because another one would take several GB
+    more."""
     lock = (ROOT / "requirements.lock").read_text().splitlines()
     return "".join(f"{line.split()[0]}\n" for line in lock if line.startswith("torch=="))
 

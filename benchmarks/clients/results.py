@@ -1,4 +1,4 @@
-"""What the clients' scripts printed, and the rows of earlier runs."""
+"""What the scripts of the clients printed, and the rows of earlier runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_tries(out: str, err: str) -> list[dict[str, Any]]:
 
 
 def merge(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The earlier result with these rows in place of those of the same clients."""
+    """Returns the earlier result with these rows in place of those of the same clients."""
     found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     known = {row["name"]: row for row in [*found.get("clients", []), *rows]}
     order = [client.name for client in read_clients()]

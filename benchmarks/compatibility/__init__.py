@@ -1,1 +1,1 @@
-"""Runs the tests against other programs, and writes docs/compatibility.md from what they gave."""
+"""Runs the tests against other programs, and writes docs/compatibility.md from the results."""

@@ -76,7 +76,7 @@ def _counterpart(word: str) -> tuple[Counterpart, str]:
 def _runs(
     counterpart: Counterpart, place: str, model: Path | None, words: tuple[str, ...], remark: str
 ) -> Iterator[dict[str, Any]]:
-    """One for each part, as soon as it has ended."""
+    """Yields one run for each part, as soon as the part has ended."""
     with one_line(PlaceError):
         versions = versions_of(counterpart, place)
     click.echo(f"{counterpart.title}: {versions}", err=True)
@@ -97,7 +97,7 @@ def _runs(
 
 
 def merged(known: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs with the parts of the new one in place of those of the same version."""
+    """Returns the runs with the parts of the new run in place of those of the same version."""
     runs = []
     for run in known:
         if (run["counterpart"], run["versions"]) == (new["counterpart"], new["versions"]):

@@ -10,8 +10,8 @@ Place = Literal["python", "program", "environment"]
 
 
 class Part(Struct, frozen=True):
-    """One part of a counterpart that is tested, and the files of its tests. `needs_model`: they
-    also need the folder of a model that it can serve."""
+    """One tested part of a counterpart, and the files of its tests. `needs_model`: whether the
+    tests also need the folder of a model that the counterpart can serve."""
 
     title: str
     tests: tuple[str, ...]
@@ -21,9 +21,9 @@ class Part(Struct, frozen=True):
 
 
 class Counterpart(Struct, frozen=True):
-    """A program or a package. `place` is "python" for its own Python and "program" for its
-    executable, which `variable` tells the tests. It is "environment" if the tests run in a Python
-    that has its packages."""
+    """A program or package that is tested against. `place` is "python" for a counterpart with its
+    own Python and "program" for an executable; `variable` tells the tests where it is. `place` is
+    "environment" if the tests run in a Python that has the counterpart's packages."""
 
     name: str
     title: str

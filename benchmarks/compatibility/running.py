@@ -75,7 +75,7 @@ def _program_version(program: str) -> str:
 def run_part(
     counterpart: Counterpart, part: Part, place: str, more: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The endings of a part's tests. `more`: variables of the environment for them."""
+    """The endings of a part's tests. `more`: further environment variables for the tests."""
     python = place if counterpart.place == "environment" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -95,7 +95,7 @@ def run_part(
 
 def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) -> dict[str, str]:
     """Under a Python of its own without pytest, what that lacks is taken from this one's packages.
-    A Python with pytest is used as it is, because packages of both could hide each other's
+    A Python with pytest is used unchanged, because packages of both could hide each other's
     parts."""
     told = {**os.environ, **more}
     if counterpart.place != "environment":
@@ -112,7 +112,7 @@ def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) 
 
 
 def _packages() -> Sequence[str]:
-    """The folders of this Python's packages, including those that a `.pth` adds."""
+    """Returns the folders of this Python's packages, including those that a `.pth` file adds."""
     return [path for path in sys.path if path.endswith("site-packages")] or site.getsitepackages()
 
 

@@ -1,6 +1,6 @@
 """The engine's steps on one GPU, beside what the GPU's peaks allow.
 
-    python benchmarks/gpu/engine.py [--ops triton|torch] [--model NAME] [--json FILE]
+    usage: python benchmarks/gpu/engine.py [--ops triton|torch] [--model NAME] [--json FILE]
 
 Prefill: one chunk after some tokens in the KVCache. Decode: a batch, each sequence with a context.
 The limit of a step is the larger of its arithmetic over the peak and its bytes (weights, KVCache)

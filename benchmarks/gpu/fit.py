@@ -17,7 +17,7 @@ from moonpool.distributions import interpolated
 
 Array = NDArray[np.float64]
 
-PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 4.8e12  # NVIDIA H200 SXM, data sheet, dense bf16
+PEAK_FLOPS, PEAK_BYTES_PER_S = 989e12, 4.8e12  # NVIDIA H200 SXM, from its data sheet, dense bf16
 TILES = (1, 16, 32, 64, 128, 256)
 SOFTNESS = (1, 2, 4, 8)
 ELEMENT_BYTES = 2

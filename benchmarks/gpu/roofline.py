@@ -1,5 +1,5 @@
-"""What one GPU does with the products, the attention and the copies of LLM serving, and the cost
-model's constants fitted to it.
+"""Measures what one GPU achieves in the products, the attention and the copies of LLM serving, and
+fits the cost model's constants to it.
 
     python benchmarks/gpu/roofline.py [--json FILE] [--quick]
     python benchmarks/gpu/roofline.py --refit FILE   (fits again the points in FILE; needs no GPU)
@@ -123,7 +123,7 @@ def measure_gemms(rows: tuple[int, ...]) -> list[GemmFit]:
     for k, n in shapes:
         weights = [random(n, k) * k**-0.5 for _ in range(cold_sets(2 * k * n))]
         for t in rows:
-            if n <= 60000 or t <= 512:  # only the last rows see the head
+            if n <= 60000 or t <= 512:  # only the last rows go through the LM head
                 done.append(GemmFit(t, k, n, _time_gemm(t, weights)))
     return done
 
@@ -464,7 +464,7 @@ def _write(path: Path, report: dict[str, object]) -> None:
     plain = dict(report)
     plain["gemms"] = [
         [g.t, g.k, g.n, round(g.seconds * 1e6, 3)] for g in report.get("gemms", [])
-    ]  # rows, in, out, microseconds
+    ]  # columns: rows, in, out, microseconds
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in plain.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

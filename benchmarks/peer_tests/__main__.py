@@ -1,4 +1,4 @@
-"""Fetches the suites, runs them against live servers, and prints a table for each."""
+"""Fetches the suites, runs them against live servers, and prints a table for each suite."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ _DONE = ".sha256"
 
 
 class ArchiveError(RuntimeError):
-    """The archive cannot be had, or is not the one that was pinned; one line says why."""
+    """The archive is not available, or differs from the pinned one; one line says why."""
 
 
 def unpacked(suite: Suite, folder: Path) -> Path:
-    """Returns the folder with the suite's tests, below `folder`, and fetches them if they are not
-    there. Raises ArchiveError."""
+    """Returns the folder with the suite's tests, below `folder`, and fetches the tests if they are
+    missing. Raises ArchiveError."""
     place = folder / suite.name
     done = place / _DONE
     stamp = f"{suite.sha256} {' '.join(suite.members)}"

@@ -18,7 +18,7 @@ from moonpool import __version__
 from moonpool_lab.demo.local_server import free_port
 
 FILE_S = 3600.0
-"""Longest time of one file."""
+"""Longest time that one file of tests may take."""
 MAX_MODEL_LEN = 2048
 """Longest context, whatever the tests' flags say: an answer without a limit ends with it."""
 LONG = 16384
@@ -26,8 +26,8 @@ LONG = 16384
 
 
 class FileResult(NamedTuple):
-    """How the tests of a file ended. `skipped`: reason -> number of tests. `failed`: test ->
-    remark. `endings`: each test's ending."""
+    """How the tests of a file ended. `skipped`: number of skipped tests by reason. `failed`: the
+    remark on each failed test. `endings`: how each test ended."""
 
     file: str
     passed: int
@@ -37,7 +37,8 @@ class FileResult(NamedTuple):
 
 
 class RunSetup(NamedTuple):
-    """The inputs of a run: the tests' Python, the suite's folder, that of results, the model."""
+    """The inputs of a run: the tests' Python, the suite's folder, the results' folder, the
+    model."""
 
     python: Path
     tests: Path
@@ -47,14 +48,14 @@ class RunSetup(NamedTuple):
 
 
 def test_files(suite: Suite, setup: RunSetup) -> list[str]:
-    """The files with tests, those that are skipped as a whole included."""
+    """Returns the files with tests, including files that are skipped as a whole."""
     root = setup.tests / suite.root
     found = {path for pattern in suite.tests for path in root.glob(pattern)}
     return sorted(str(path.relative_to(root)) for path in found)
 
 
 def run_file(suite: Suite, file: str, setup: RunSetup, with_skipped: bool = False) -> FileResult:
-    """`with_skipped`: the tests that the suite's list leaves out run, too."""
+    """`with_skipped`: whether tests that the suite's list leaves out run, too."""
     setup.results.mkdir(parents=True, exist_ok=True)
     name = f"{suite.name}-{file.replace('/', '-')}"
     results = setup.results / f"{name}.json"
@@ -75,7 +76,7 @@ def run_file(suite: Suite, file: str, setup: RunSetup, with_skipped: bool = Fals
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if process.poll() is None:  # the servers are in its session, too
+            if process.poll() is None:  # the servers belong to its session, too
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if not results.exists():

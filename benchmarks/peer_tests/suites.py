@@ -1,4 +1,4 @@
-"""The suites and what of them is left out, as their TOML files say."""
+"""The suites and the tests that are left out of them, as their TOML files state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 SUITES = ("vllm", "llama_cpp")
 OWN = "the suite itself leaves it out"
-"""Reason of tests that skip themselves, before what they say."""
+"""Reason of tests that skip themselves, which precedes their own reason."""
 
 
 _TEXTS = ("title", "url", "sha256", "root")
@@ -22,8 +22,8 @@ class SuiteError(ValueError):
 
 
 class Skip(NamedTuple):
-    """Tests that are not run: `*` in the pattern stands for any text, all else for itself. A
-    pattern without `::` names whole files."""
+    """Tests that are not run: `*` in the pattern stands for any text, and all other characters for
+    themselves. A pattern without `::` names whole files."""
 
     pattern: str
     reason: str
@@ -40,7 +40,7 @@ class Skip(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """One project's tests."""
+    """The tests of one project."""
 
     name: str
     title: str
@@ -51,7 +51,7 @@ class Suite(NamedTuple):
     root: str
     """The folder that the tests' names are relative to, below the same folder."""
     tests: tuple[str, ...]
-    """Patterns of the files with tests, as `Path.glob` takes them, below `root`."""
+    """Patterns of the files with tests below `root`, in the form that `Path.glob` takes."""
     long: tuple[str, ...]
     """Files whose servers have the context that their flags say, however long."""
     skips: tuple[Skip, ...]

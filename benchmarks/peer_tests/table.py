@@ -29,7 +29,8 @@ weights. The last run, [peer-tests.json](../benchmarks/results/peer-tests.json):
 def figures(
     suite: Suite, results: Sequence[FileResult], left_out: dict[str, str]
 ) -> dict[str, Any]:
-    """Returns the figures of a run. `left_out`: whole files that were not run, with the reason."""
+    """Returns the figures of a run. `left_out`: whole files that were not run, each with the
+    reason."""
     files = [
         {"file": r.file, "passed": r.passed, "skipped": r.skipped, "failed": r.failed}
         for r in results
@@ -38,7 +39,8 @@ def figures(
 
 
 def merged(known: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The known suites with the rows of the files that were run now in place of theirs."""
+    """Returns the known suites with the rows of the files that were run now in place of their
+    earlier rows."""
     suites = {suite["title"]: suite for suite in known}
     for new in found:
         old = suites.get(new["title"], {"files": [], "left_out": {}})
@@ -50,7 +52,8 @@ def merged(known: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dic
 
 
 def table(found: dict[str, Any]) -> str:
-    """One row for each file that was run, in Markdown, and why the others were not."""
+    """Returns one row for each file that was run, in Markdown, and why the other files were not
+    run."""
     numbers = {file["file"].removesuffix(".py"): _numbers(file) for file in found["files"]}
     totals = Counter[str]()
     for each in numbers.values():

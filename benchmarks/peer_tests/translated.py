@@ -21,7 +21,7 @@ Flags = dict[str, str | None]
 """moonpool's flag for each flag with a value, or None if the flag does not matter here."""
 
 _VLLM: Flags = {
-    "--dtype": None,  # the model's own
+    "--dtype": None,  # the model's own dtype
     "--gpu-memory-utilization": None,
     "--max-lora-rank": None,
     "--max-cpu-loras": None,
@@ -59,7 +59,7 @@ _VLLM_SWITCHES = {
     "--no-enable-prefix-caching": "--no-enable-prefix-caching",
 }
 _LLAMA: Flags = {
-    "--temp": None,  # moonpool's requests name it, or have 1
+    "--temp": None,  # moonpool's requests name the temperature, or get 1
     "--seed": None,
     "--model": None,
     "--hf-repo": None,
@@ -138,7 +138,7 @@ def llama(arguments: list[str]) -> list[str]:
 def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> list[str]:
     """Translates a flag, and takes its value from `rest`."""
     flag, is_inline, inline = flag.partition("=")
-    flag = flag.replace("_", "-")  # vLLM takes either
+    flag = flag.replace("_", "-")  # vLLM takes both spellings
     if flag in switches:
         return [switches[flag]] if switches[flag] else []
     if flag not in flags:
@@ -149,7 +149,7 @@ def _one(flag: str, rest: list[str], flags: Flags, switches: dict[str, str]) -> 
         value = str(min(int(value), int(os.environ[MAX_LEN])))
     if ours == "--chat-template" and "{" in value:
         value = _template(value)
-    elif os.path.exists(value):  # the server runs in another folder
+    elif os.path.exists(value):  # the server runs in another folder, so the path is made absolute
         value = os.path.abspath(value)
     return [] if ours is None else [ours, value]
 

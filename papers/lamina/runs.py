@@ -68,7 +68,7 @@ class DeviceSetup:
         return AttentionPool(device_of(MEMORY), self.num_memory)
 
     def kv_tokens(self, shape: ModelShape) -> int:
-        """KVCache that fits. Raises ConfigError where the model does not."""
+        """Returns the KVCache tokens that fit. Raises ConfigError where the model does not."""
         if self.num_memory:
             return self.pool.capacity_tokens(shape, MEMORY_SHARE)
         return kv_capacity_tokens(device_of(self.device), shape, self.num_compute)

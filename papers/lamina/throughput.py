@@ -28,7 +28,7 @@ USD = {"33B": (20.32, 22.12), "65B": (40.64, 44.24), "LLaMA3-70B": (40.64, 44.24
 
 @dataclass(frozen=True, slots=True)
 class ThroughputCell:
-    """One model under one trace."""
+    """A `ThroughputCell` is one model under one trace."""
 
     case: Case
     trace: str

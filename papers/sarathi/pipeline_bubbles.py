@@ -130,7 +130,8 @@ NOTES = (
 
 
 def draw_lengths(num_requests: int, seed: int) -> list[tuple[int, int]]:
-    """Prompt and output tokens. Weights are rounded, so that no machine's last bit matters."""
+    """Draws prompt and output tokens. Weights are rounded, so that no machine's last bit
+    matters."""
     ranks = range(1, LONGEST_TOKENS - SHORTEST_TOKENS + 2)
     shares = list(accumulate(round(rank**-ZIPF_THETA, 9) for rank in ranks))
     rng = Random(seed)

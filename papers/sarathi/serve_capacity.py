@@ -25,8 +25,8 @@ SARATHI, VLLM, ORCA = "Sarathi-Serve", "vLLM", "Orca"
 MEDIAN_DELAY_S = 2.0
 KINDS = ("strict", "relaxed")
 ORCA_SEQUENCES = {"Yi-34B TP2": 16, "LLaMA2-70B TP4-PP2": 8, "Falcon-180B TP4-PP2": 8}
-"""Sequences by the artefact's settings. It has none for Mistral-7B, which gets as many as Yi-34B
-here."""
+"""Sequences by the artefact's settings. The artefact has no number for Mistral-7B, which gets as
+many as Yi-34B here."""
 DATA = (CHAT, ARXIV)
 LARGEST = {  # over vLLM, over Orca
     "Mistral-7B": (2.6, None),

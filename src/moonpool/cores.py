@@ -2,8 +2,8 @@
 
 Reads the kernel's limits (affinity, cgroup quota, topology) and pins threads. A thread's children
 inherit its cores, so pinning the computing thread also pins its OpenMP threads. Memory is placed by
-first touch: threads that write an instance's blocks run on the instance's node. If the topology is
-unknown, or there are too few cores, nothing is pinned.
+first touch: threads that write an instance's blocks run on the instance's node. Nothing is pinned
+if the topology is unknown, or there are too few cores.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 log = logging.getLogger("moonpool.cores")
 
 MOST_THREADS_PER_CORE = 4
-"""More of them on one machine are likely a mistake. A small cluster may well be tried on few cores:
-the instances of a cluster seldom all compute at once."""
+"""More threads per core than this are likely a mistake. A small cluster may well be tried on few
+cores, because the instances of a cluster seldom compute at the same time."""
 
 
 class Core(Struct, frozen=True, order=True):
-    """A logical CPU. `sibling`: 0 for the first of those that share a physical core."""
+    """A logical CPU of this machine. `sibling`: 0 for the first logical CPU of a physical core."""
 
     node: int
     sibling: int
@@ -37,7 +37,8 @@ class Core(Struct, frozen=True, order=True):
 
 
 class CoreShare(Struct, frozen=True):
-    """The cores of one process: of its engine, and of its other threads. Empty means any core."""
+    """The cores of one process: of its engine, and of its other threads. Empty `cores` mean any
+    core."""
 
     engine: tuple[int, ...] = ()
     others: tuple[int, ...] = ()
@@ -57,8 +58,8 @@ def threads_per_process(config: Config) -> int:
 
 
 def crowding(config: Config, cores: int) -> str:
-    """Returns one line if the engines of a local cluster have far more threads than there are
-    `cores`; "" if not, or if they compute elsewhere."""
+    """Returns one line if the engines of a local cluster have far more threads than `cores`, or ""
+    if they do not, or compute elsewhere."""
     if config.engine.kind == "vllm" or config.engine.device == "cuda":
         return ""
     processes = config.cluster.num_processes(config.engine)
@@ -91,8 +92,8 @@ def read_cores() -> list[Core]:
 def share_cores(cores: Sequence[Core], wanted: Sequence[int], usable: int) -> list[CoreShare]:
     """Returns the cores of processes with `wanted` threads each, or [] if there are too few cores.
 
-    A process gets cores of one node if a node has enough left, physical cores first. Its other
-    threads get the cores without an engine, of the same node if possible, or else all cores.
+    A process gets cores of one node if a node has enough left, physical cores first. Other threads
+    of the process get the cores without an engine, of the same node if possible, or else all cores.
     """
     if sum(wanted) > min(len(cores), usable):
         return []
@@ -179,7 +180,7 @@ def cpu_name() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, by the kernel's names; empty where no /proc/cpuinfo tells."""
+    """Returns the features of the CPU, by the kernel's names, or none without /proc/cpuinfo."""
     try:
         return _flags(_first_values(Path("/proc/cpuinfo").read_text()))
     except OSError:
@@ -187,7 +188,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def name_cpu(cpuinfo: str) -> str:
-    """`cpu_name` from the text of /proc/cpuinfo."""
+    """Returns `cpu_name` from the text of /proc/cpuinfo."""
     found = _first_values(cpuinfo)
     model, flags = found.get("model name") or platform.processor() or "unknown CPU", _flags(found)
     vectors = next((word for flag, word in _VECTORS if flag in flags), "")

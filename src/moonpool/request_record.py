@@ -20,8 +20,9 @@ STAGES = (
     ("handover", "prefill_done", "first_token"),
     ("decode", "first_token", "finished"),
 )
-"""The stages of a request, as (name, begin, end). They are consecutive, so they sum to its whole
-time. The KVCache transfer overlaps prefill and handover; its end is `transfer_done_s`."""
+"""The stages of a request, as (name, begin, end). The stages are consecutive, so they add up to the
+request's whole time. The KVCache transfer overlaps prefill and handover; its end is
+`transfer_done_s`."""
 
 
 MAX_SPANS = 256
@@ -55,48 +56,49 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-    outcome: str = ""  # "stop", "length", "abort", or the reason of a rejection
+    outcome: str = ""  # "stop", "length" or "abort", or the reason of a rejection
     attempts: int = 0
     prefill_instance: InstanceId | None = None
     decode_instance: InstanceId | None = None
-    predicted_ttft_s: float | None = None  # from the placement
-    expected_ttft_s: float | None = None  # from the arrival, as `ttft_s`
+    predicted_ttft_s: float | None = None  # TTFT predicted at the placement
+    expected_ttft_s: float | None = None  # TTFT predicted from the arrival on, like `ttft_s`
     predicted_tbt_s: float | None = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
-    loaded_tokens: int = 0  # from the prefill instance's SSD
-    corrupt_slices: int = 0  # with a wrong checksum, of its prefix or its KVCache
+    loaded_tokens: int = 0  # tokens loaded from the prefill instance's SSD
+    corrupt_slices: int = 0  # slices with a wrong checksum, of the prefix or the KVCache
     uses_cache: bool = True
-    is_counted: bool = False  # its prompt and first token are in the metrics
-    tokens_before: int = 0  # of the answer, which its client has from an earlier head
-    num_generated_tokens: int = 0  # since; those after the end of the answer do not count
-    num_surplus_tokens: int = 0  # that were generated after the end of the answer
-    prefills_took_s: float = 0.0  # of all attempts, from their first chunk to the end
-    wasted_prefills_took_s: float = 0.0  # likewise of those that led to no whole answer
+    is_counted: bool = False  # whether the prompt and first token are in the metrics
+    tokens_before: int = 0  # tokens of the answer that its client has from an earlier head
+    # tokens generated since then; tokens after the end of the answer do not count
+    num_generated_tokens: int = 0
+    num_surplus_tokens: int = 0  # tokens that were generated after the end of the answer
+    prefills_took_s: float = 0.0  # prefill time of all attempts, from their first chunk to the end
+    wasted_prefills_took_s: float = 0.0  # prefill time of attempts that led to no whole answer
     num_wasted_prefills: int = 0
     gap_runs: list[tuple[float, int]] = field(default_factory=list)  # (seconds, count)
-    shared_steps: int = 0  # steps that also computed a prompt, or of unknown duration
+    shared_steps: int = 0  # steps that also computed a prompt, or whose duration is unknown
     explanation: tuple[str, ...] = ()
-    projection: dict[str, float] | None = None  # the numbers behind a rejection
+    projection: dict[str, float] | None = None  # the numbers behind a rejection, by name
     tenant: str = ""
-    program: str = ""  # that it is a call of
-    parent_program: str = ""  # of which that one is a sub-agent
+    program: str = ""  # id of the program that the request is a call of
+    parent_program: str = ""  # id of the program that started that program as a sub-agent
     max_tokens: int = 0
     kept_tbt_top10_mean_s: float | None = None
     trace: TraceContext | None = None
-    spans: list[RecordedSpan] = field(default_factory=list)  # of a traced request only
+    spans: list[RecordedSpan] = field(default_factory=list)  # only recorded for a traced request
     num_lost_spans: int = 0
 
     @property
     def ttft_s(self) -> float | None:
-        """None until the first token, and if an earlier head delivered that."""
+        """None until the first token, and if an earlier head delivered the first token."""
         if self.first_token_s is None or self.tokens_before:
             return None
         return self.first_token_s - self.arrived_s
 
     @property
     def answer_tokens(self) -> int:
-        """The length of the answer so far."""
+        """Returns the length of the answer so far."""
         return self.tokens_before + self.num_generated_tokens
 
     @property
@@ -108,7 +110,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first."""
+        """Returns the mean time per output token after the first."""
         if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_generated_tokens - 1)
@@ -130,7 +132,7 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> list[float]:
-        """All gaps between tokens."""
+        """Returns all gaps between tokens."""
         return [gap_s for gap_s, number in self.gap_runs for _ in range(number)]
 
     def forget_gaps(self) -> None:
@@ -166,7 +168,7 @@ class RequestRecord:
 
     def begin_attempt(self, now: float) -> None:
         """Notes that the request is placed, perhaps again. The stages before the first token are
-        those of the attempt that brings it; earlier ones count as placement."""
+        those of the attempt that brings it; earlier attempts count as placement."""
         if self.first_token_s is not None:
             return
         self.placed_s = now
@@ -180,8 +182,8 @@ class RequestRecord:
             self.prefill_done_s = now
 
     def note_prefill(self, took_s: float, wasted: bool) -> None:
-        """Notes that the attempt of a prefill that took this long has ended. `wasted`: without a
-        whole answer."""
+        """Notes that the attempt of a prefill that took this long has ended. `wasted`: whether the
+        prefill led to no whole answer."""
         self.prefills_took_s += took_s
         if wasted:
             self.wasted_prefills_took_s += took_s
@@ -195,7 +197,8 @@ class RequestRecord:
         self, count: int, now: float, gap_s: float = 0.0, longest_gap_s: float = 0.0
     ) -> None:
         """Adds `count` tokens that became visible `gap_s` apart, the last one at `now`.
-        `gap_s` 0: of a step that did not only decode; or, with a `longest_gap_s`, of several."""
+        `gap_s` is 0 for a step that did not only decode, or, with a `longest_gap_s`, for several
+        steps."""
         if count <= 0:
             return
         if longest_gap_s and not gap_s and self.last_token_s is not None:

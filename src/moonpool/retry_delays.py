@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RetryDelays:
-    """The figures of one schedule. Its user keeps the number of failures in a row."""
+    """The figures of one schedule. The caller keeps the number of failures in a row."""
 
     delays_s: tuple[float, ...]
     """After the first, second, ... failure; the last one after all further ones."""

@@ -1,7 +1,7 @@
 """Types shared by all packages: identifiers, roles, service levels and the request itself.
 
-All are immutable `msgspec` structs. State machines handle the same types that travel between
-processes; there are no separate wire types.
+All these types are immutable `msgspec` structs. State machines handle the same types that travel
+between processes; there are no separate wire types.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BlockId = NewType("BlockId", int)
 """Index of a physical block inside one instance's arena."""
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not a message: their text may be no UTF-8, or they nest
-too deeply."""
+"""Errors that msgspec raises for bytes that are not a message: their text may not be UTF-8, or they
+nest too deeply."""
 
 
 class Role(StrEnum):
@@ -50,8 +50,8 @@ class FinishReason(StrEnum):
 
 
 Pooling = Literal["none", "last", "mean"]
-"""How the final hidden states of a prompt become its embedding: that of the last token, or the mean
-of all. "none": a token is drawn instead."""
+"""How the final hidden states of a prompt become its embedding: the state of the last token, or the
+mean of all. "none" means that a token is drawn instead."""
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,9 +61,9 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Slo(Struct, frozen=True, omit_defaults=True):
     """Service levels of one request: time to first token, and time between tokens, in seconds.
 
-    If neither the client nor the operator has stated a level, it is assumed, as a yardstick for
-    placement and reports. Nothing is refused for it. `class_name`: the class of requests that it
-    belongs to, by which it is counted; "" means that the configuration has no classes.
+    If neither the client nor the operator has stated a level, a level is assumed, as a yardstick
+    for placement and reports. No request is refused for an assumed level. `class_name`: the class
+    of requests by which it is counted; "" means that the configuration has no classes.
     """
 
     ttft_s: float
@@ -73,7 +73,7 @@ class Slo(Struct, frozen=True, omit_defaults=True):
     class_name: str = ""
 
     def with_own(self, ttft_s: float | None, tbt_s: float | None) -> Slo:
-        """These levels, but for those that the request states itself."""
+        """Returns these levels, except for those that the request states itself."""
         if ttft_s is None and tbt_s is None:
             return self
         return Slo(
@@ -109,7 +109,8 @@ class BadWord(Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How the next token is drawn. `temperature == 0` is greedy; the other limits are then ignored.
+    """How the next token is drawn. `temperature == 0` means greedy decoding, and the other limits
+    are then ignored.
 
     `seed` is always a number: the API draws one if the client sets none. Each draw is keyed by
     (seed, position), so the same request gives the same answer in any batch, on any instance,
@@ -118,7 +119,7 @@ class SamplingParams(Struct, frozen=True):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: no limit
+    top_k: int = 0  # 0 means no limit
     min_p: float = 0.0
     seed: int = 0
     max_tokens: int = 16
@@ -126,16 +127,19 @@ class SamplingParams(Struct, frozen=True):
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt or answer
+    # factor by which the logits of tokens in prompt or answer are divided
+    repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    logprobs: int | None = None  # None: none; k >= 0: the chosen token's and the k most likely
-    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
-    grammar: str = ""  # the answer must match it (see `text.grammar`); "" means no constraint
-    pooling: Pooling = "none"  # the prompt's embedding takes the place of the first token
-    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    # None: no logprobs; k >= 0: those of the chosen token and of the k most likely ones
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for each token of the prompt except the first
+    # grammar that the answer must match (see `text.grammar`); "" means no constraint
+    grammar: str = ""
+    pooling: Pooling = "none"  # how the prompt's embedding is made, in place of the first token
+    allowed_token_ids: tuple[int, ...] = ()  # only these tokens are drawn; () means all
     bad_words: tuple[BadWord, ...] = ()
-    logprob_token_ids: tuple[int, ...] = ()  # `logprobs` tells of them and the drawn one
+    logprob_token_ids: tuple[int, ...] = ()  # tokens that `logprobs` lists, besides the drawn one
 
 
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
@@ -151,7 +155,7 @@ SAMPLING_RANGES = {
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
     """Log-probability of the chosen token, and of the most likely ones as (token id, logprob).
-    `rank`: the place of a prompt's token among all, from 1 on; 0 means that it is not told."""
+    `rank`: the place of a prompt's token among all tokens, from 1 on; 0 means unknown."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -159,7 +163,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class Token(Struct, frozen=True, array_like=True):
-    """One generated token. The first one brings the logprobs of the prompt from its second token
+    """One generated token. The first token brings the logprobs of the prompt from its second token
     on, if `SamplingParams.prompt_logprobs` asks for them.
 
     With `SamplingParams.pooling` there is no generated token: `payload` is the prompt's embedding,
@@ -175,8 +179,9 @@ class Token(Struct, frozen=True, array_like=True):
 class TraceContext(Struct, frozen=True):
     """The place of a request in a distributed trace (W3C Trace Context, ids in hexadecimal).
 
-    `span_id` is this server's own span, and `parent_id` the client's; "" means that it sent none.
-    `exported`: this server sends the spans of the request to a collector.
+    `span_id` is the id of this server's span, and `parent_id` that of the client's; "" means that
+    the client sent none. `exported`: whether this server sends the spans of the request to a
+    collector.
     """
 
     trace_id: str
@@ -196,13 +201,15 @@ LEAD = "lead"
 
 
 class ProgramContext(Struct, frozen=True, omit_defaults=True):
-    """What a client says of the program (agent) that a call belongs to; "" and 0: nothing.
+    """What a client says about the program (agent) that a call belongs to; "" and 0 mean that it
+    says nothing.
 
-    `parent_id`: the program that started this one, and waits for it if `blocks_parent`. `root_id`:
-    the first of them all. `kind`: what programs like this one have in common, such as the name of a
-    workflow or of a sort of sub-agent. `tool`: what runs when the call has ended. `expected_tokens`
-    of the answer. `ends`: no call follows this one. `keep_s`: for how long the client asks to keep
-    the program's blocks. `priority`: calls with a larger one are served first.
+    `parent_id`: the program that started this one, and that waits for it if `blocks_parent`.
+    `root_id`: the program that started first, directly or indirectly. `kind`: what programs like
+    this one have in common, such as the name of a workflow or of a sort of sub-agent. `tool`: the
+    tool that runs when the call has ended. `expected_tokens`: the expected length of the answer.
+    `ends`: whether no call follows this one. `keep_s`: how long the client asks to keep the
+    program's blocks. `priority`: calls with a greater one are served first.
     """
 
     program_id: str
@@ -220,18 +227,18 @@ class ProgramContext(Struct, frozen=True, omit_defaults=True):
 class Request(Struct, frozen=True):
     """A prompt and its parameters. `arrived_s` and `deadline_s` are on the driver's clock.
 
-    `tenant` salts the block keys: requests of different tenants never share a block, but for those
-    that only pay apart (`paying`).
-    `use_cache` False neither reads from nor writes to the KVCache pool. `keys` are the keys of the
-    prompt's full blocks if they are known without its tokens (a trace has block keys, and no text),
-    or None if they follow from the tokens. `adapter` identifies the LoRA adapter that computes it;
-    "": none. Block keys contain it. Requests with a lower `priority` are served first. `call` names
-    the call that this is one of several choices of; "" means that it is the only one.
+    `tenant` salts the block keys: requests of different tenants never share a block, except for
+    tenants that only pay separately (`paying`). `use_cache` False neither reads from nor writes to
+    the KVCache pool. `keys` are the keys of the prompt's full blocks if they are known without its
+    tokens (a trace has block keys, and no text), or None if they follow from the tokens. `adapter`
+    identifies the LoRA adapter of the request; "" means none. Block keys contain it. Requests with
+    a lower `priority` are served first. `call` names the call of which this is one of several
+    choices; "" means that it is the only choice.
 
-    `forwarded`: a vLLM server gets the client's own body, and its response is passed on. The tokens
-    are then an estimate of the prompt, and no other instance can go on with the answer.
-    `within`: only these instances may serve it; None means that all may. `program`: the program
-    that this request is a call of, or None if its client names none.
+    `forwarded`: whether a vLLM server gets the client's own body, and its response is passed on.
+    The tokens are then an estimate of the prompt, and no other instance can continue the answer.
+    `within`: only these instances may serve it; None means that all may. `program`: the program of
+    which this request is a call, or None if its client names none.
     """
 
     request_id: RequestId
@@ -268,13 +275,13 @@ def payer_of(tenant: str) -> str:
 
 def paying(payer: str) -> str:
     """Returns the tenant that has this payer, and whose blocks everybody shares. No client can name
-    it: its salt is empty, and theirs are not."""
+    this tenant: its salt is empty, and salts of clients are not."""
     return f"{payer}/" if payer else ""
 
 
 def salt_part(tenant: str) -> str:
-    """Returns what of a tenant salts the names of its blocks; "" means that it shares those of
-    everybody."""
+    """Returns the part of a tenant that salts the names of its blocks; "" means that it shares the
+    blocks of all such tenants."""
     _, slash, salt = tenant.partition("/")
     return "" if slash and not salt else tenant
 
@@ -282,8 +289,8 @@ def salt_part(tenant: str) -> str:
 class Tokens(Sequence[int]):
     """Prompt and generated tokens as one sequence that grows at its end.
 
-    The prompt is shared and never copied, because it may hold a million tokens. It is only sliced,
-    so it may be a `range` where the values of the tokens do not matter.
+    The prompt is shared and never copied, because it may hold a million tokens. The sequence is
+    only sliced, so it may be a `range` if the values of the tokens do not matter.
     """
 
     __slots__ = ("_generated", "_prompt", "_prompt_ids", "first_generated", "size")
@@ -294,7 +301,7 @@ class Tokens(Sequence[int]):
         self.first_generated = num_prompt_tokens  # the index of the first token of the answer
         self._generated: list[int] = []
         self._prompt_ids: frozenset[int] | None = None
-        self.size = len(prompt)  # equals `len`, but costs no call; read at every step
+        self.size = len(prompt)  # equals `len`, but costs no call, because every step reads it
 
     def __len__(self) -> int:
         return self.size
@@ -323,7 +330,7 @@ class Tokens(Sequence[int]):
 
     @property
     def newest(self) -> int:
-        """The last token."""
+        """Returns the last token."""
         return self._generated[-1] if self._generated else self._prompt[-1]
 
     def append(self, token_id: int) -> None:
@@ -344,7 +351,7 @@ class Tokens(Sequence[int]):
 
     @property
     def generated(self) -> Sequence[int]:
-        """All tokens after the request's prompt; callers must not change it."""
+        """Returns all tokens after the request's prompt; callers must not change them."""
         if self.first_generated == len(self._prompt):
             return self._generated
         return (*self._prompt[self.first_generated :], *self._generated)

@@ -1,4 +1,4 @@
-"""What structured answers are asked for, where the client takes types of pydantic."""
+"""The structured answers that are requested, for clients that take types of pydantic."""
 
 from enum import Enum
 

@@ -1,7 +1,7 @@
-"""What every script of this folder uses: it tries features and prints one JSON line for each.
+"""What every script of this folder uses: it tries features and prints a line of JSON for each.
 
-The folder's scripts run in environments of their own. They call a client as its documentation
-does, with nothing set but the address, the key and the model.
+The folder's scripts run in environments of their own. The scripts call a client as its
+documentation does, and set only the address, the key and the model.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 URL = os.environ["MOONPOOL_URL"]
 MODEL = os.environ["MOONPOOL_MODEL"]
-TOKENIZER = os.environ.get("MOONPOOL_TOKENIZER", "")  # a folder with tokenizer.json
+TOKENIZER = os.environ.get("MOONPOOL_TOKENIZER", "")  # a folder that has tokenizer.json
 KEY = "no-key"
 QUESTION = "What is the capital of France?"
 WEATHER_SCHEMA = {
@@ -36,14 +36,14 @@ CITY_SCHEMA = {
 
 
 def run(*tries: Callable[[], str | None]) -> None:
-    """Runs each try, which is named for its feature. A try that raises fails with its error. A try
-    that returns words adds them as a remark."""
+    """Runs each try, which is named for its feature. A try that raises fails with its error. If a
+    try returns words, they are added as a remark."""
     for attempt in tries:
         feature = attempt.__name__.replace("_", " ")
         try:
             remark = attempt() or ""
             works = True
-        except Exception as error:  # the error is the result
+        except Exception as error:  # the error is the result of the try
             remark, works = f"{type(error).__name__}: {error}", False
         line = {"feature": feature, "works": works, "remark": " ".join(remark.split())[:300]}
         print("RESULT " + json.dumps(line), file=sys.__stdout__, flush=True)

@@ -19,7 +19,8 @@ set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
 model = OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
 called = []
-wait = asyncio.new_event_loop().run_until_complete  # the client's connections are of one loop
+# all connections of the client belong to one loop
+wait = asyncio.new_event_loop().run_until_complete
 
 
 @function_tool
@@ -66,7 +67,7 @@ def logprobs():
 
 def responses():
     other = OpenAIResponsesModel(model=MODEL, openai_client=client)
-    answer = ask(agent(model=other, output_type=City))  # the client takes no answer that is cut
+    answer = ask(agent(model=other, output_type=City))  # the client accepts no answer that is cut
     check(isinstance(answer.final_output, City), answer)
 
 

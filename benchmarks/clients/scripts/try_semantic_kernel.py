@@ -21,7 +21,8 @@ client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
 model = OpenAIChatCompletion(ai_model_id=MODEL, async_client=client)
 history = ChatHistory()
 history.add_user_message(QUESTION)
-wait = asyncio.new_event_loop().run_until_complete  # the client's connections are of one loop
+# all connections of the client belong to one loop
+wait = asyncio.new_event_loop().run_until_complete
 
 
 class Weather:
@@ -56,7 +57,8 @@ def tools():
     kernel, plugin = Kernel(), Weather()
     kernel.add_plugin(plugin, "weather")
     choice = FunctionChoiceBehavior.Required(auto_invoke=True)
-    asked = settings(256, temperature=0.0, function_choice_behavior=choice)  # a call must end
+    # the call must end by itself
+    asked = settings(256, temperature=0.0, function_choice_behavior=choice)
     wait(model.get_chat_message_content(history, asked, kernel=kernel))
     check(plugin.called, "not called")
 

@@ -1,1 +1,1 @@
-"""What runs in the process of the tests: pytest's plugins, with no import but pytest's."""
+"""pytest plugins that run in the process of the tests; they import nothing but pytest."""

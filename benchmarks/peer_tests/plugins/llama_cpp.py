@@ -28,7 +28,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """llama-server answers to any model's name; moonpool answers to those that it serves."""
+    """llama-server answers to any model's name, while moonpool only answers to the names that it
+    serves."""
     test = getattr(item, "function", None)
     asked = _ASKED.search(inspect.getsource(test)) if test else None
     os.environ[NAME] = asked.group(1) if asked else ""

@@ -159,7 +159,7 @@ class RemoteOpenAIServer:
             self.proc.kill()
             self.proc.wait()
         self._log.seek(0)
-        sys.stdout.write(self._log.read())  # pytest shows it beside a failure
+        sys.stdout.write(self._log.read())  # pytest shows the log beside a failure
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 
 class AdmissionCase(NamedTuple):
-    """One workload and cluster. `speeds`: from about half of the capacity to five times of it."""
+    """One workload and cluster to compare. `speeds`: from about half of the cluster's capacity to
+    five times the capacity."""
 
     name: str
-    source: str  # a profile of the generator, or the path of a trace
+    source: str  # a profile of the generator, or the path of a trace file
     flags: tuple[str, ...]
     speeds: tuple[float, ...]
 
@@ -75,15 +76,15 @@ class _Job(NamedTuple):
     flags: tuple[str, ...]
     speed: float
     requests: int
-    runs: int  # of the search for the best schedule
+    runs: int  # number of runs in the search for the best schedule
     result: Path
 
 
 def compare_admissions(
     cases: Sequence[AdmissionCase], requests: int, runs: int, folder: Path, processes: int
 ) -> Iterator[dict[str, Any]]:
-    """Yields one row per case and speed. `folder` takes traces and results. Raises RuntimeError
-    with the message of a failed run."""
+    """Yields one row per case and speed. `folder` is where traces and results are written. Raises
+    RuntimeError with the message of a failed run."""
     jobs: list[_Job] = []
     for case in cases:
         trace = _trace_of(case, requests, folder)

@@ -50,7 +50,7 @@ PATTERNS = ("as is", "on-off", "ramp", "spike")
 LOADS = (0.3, 4.0)
 """Least and greatest load; its logarithm is uniform."""
 TRACE_EVERY = 3
-"""One draw in this many is of a recorded trace, if there are any."""
+"""One draw in this many comes from a recorded trace, if any is given."""
 LEAST_POSSIBLE = 0.5
 """SLOs that an idle cluster meets for a smaller share of the requests are drawn again."""
 MOST_TRIES = 20
@@ -59,13 +59,13 @@ LOST = 0.01
 
 
 class AdmissionDraw(NamedTuple):
-    """One workload by its number; `traces` are recorded ones that it may use."""
+    """One workload by its number; `traces` are recorded traces that it may use."""
 
     seed: int
     number: int
     requests: int
     traces: tuple[str, ...] = ()
-    folder: str | None = None  # keeps the workload's trace
+    folder: str | None = None  # folder in which the workload's trace is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class AdmissionWorkload:
     block_tokens: int
     config: Config
     hardware: Hardware
-    words: dict[str, Any]  # what was drawn
+    words: dict[str, Any]  # the drawn parameters, by name
 
 
 def compare_on_draws(draws: Iterable[AdmissionDraw], processes: int) -> Iterator[dict[str, Any]]:
@@ -140,8 +140,8 @@ def draw_workload(draw: AdmissionDraw) -> AdmissionWorkload:
 
 
 def scarcest_work_s(demand: LeastWork, resources: Sequence[Resource]) -> float:
-    """The least time in which the cluster could do the work of all requests that an idle cluster
-    serves, if all of it could begin at once."""
+    """Returns the least time in which the cluster could do the work of all requests that an idle
+    cluster serves, if all of them could begin at once."""
     possible = demand.possible
     return max(
         (
@@ -157,8 +157,8 @@ def scarcest_work_s(demand: LeastWork, resources: Sequence[Resource]) -> float:
 def arrive_by(
     rows: Sequence[TraceRow], rates: Sequence[float], duration_s: float
 ) -> list[TraceRow]:
-    """Returns the same requests in the same order within `duration_s`. `rates`: relative rates of
-    arrival in equal parts of that time. Times are whole milliseconds, as in a file."""
+    """Returns the same requests in the same order within `duration_s`. `rates`: relative arrival
+    rates in equal parts of that time. Times are whole milliseconds, as in a file."""
     first_s, last_s = rows[0].arrived_s, rows[-1].arrived_s
     places = (np.array([row.arrived_s for row in rows]) - first_s) / max(last_s - first_s, 1e-9)
     arrived = np.concatenate(([0.0], np.cumsum(rates) / sum(rates)))
@@ -170,8 +170,8 @@ def arrive_by(
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns how much `goodput` loses to the best of the others, over all rows; all wait for a
-    decode batch. The sums are with that wait and without it."""
+    """Returns how much `goodput` loses to the best of the other policies, over all rows; all of
+    them wait for a decode batch. The sums are with that wait and without it."""
     losses = [loss(row["effective"]) for row in rows]
     return {
         "rows": len(rows),

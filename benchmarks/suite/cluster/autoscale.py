@@ -1,7 +1,7 @@
 """Fixed numbers of instances against autoscale on a generated day whose mix shifts, simulated.
 
 The table has effective requests, hours of instances and their price. All runs follow each other in
-this process.
+one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START = (2, 2)
 
 
 class ScaledDay(Struct, frozen=True):
-    """A day on this many instances; with a `load`, they are those at its beginning."""
+    """A day on this many instances; with a `load`, this is the number at its beginning."""
 
     prefill: int
     decode: int

@@ -1,8 +1,9 @@
-"""What a decision costs: events of a busy cluster, posted to a Conductor without any cluster.
+"""Measures what a decision costs: events of a busy cluster are posted to a Conductor without any
+cluster.
 
 Instances share the first block of all prompts (a system prompt) and hold conversations of which new
 requests continue one; each has this many requests under way. Only `Conductor.handle` is timed, each
-event alone, in CPU time: what else the machine does counts less.
+event separately, in CPU time, so that other work on the machine matters less.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def bench_conductor(
     config: ConductorConfig,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Microseconds per event for fleets of this many instances, half of them for prefill."""
+    """Returns microseconds per event for fleets of this many instances, half of them for
+    prefill."""
     found: dict[str, Any] = {}
     for num_instances in fleets:
         desk = _PlayedCluster(num_instances, blocks_per_instance, config)
@@ -121,7 +123,7 @@ class _PlayedCluster:
             self._post(name, BlocksSnapshot(next_sequence=0, keys=tuple(keys)))
 
     def fill(self, count: int) -> None:
-        """Gets this many requests under way, three of four of them decoding."""
+        """Brings this many requests under way, three of four of them decoding."""
         for number in range(count):
             self.now += 0.001
             actions = self.conductor.handle(RequestArrived(self._request()), self.now)
@@ -178,7 +180,8 @@ class _PlayedCluster:
         self.conductor.handle(InstanceJoined(info), self.now)
 
     def _held(self, row: int, num_instances: int, num_blocks: int) -> Iterable[BlockKey]:
-        """The shared block, and conversations; every third of them also lies on another."""
+        """Returns the shared block, and conversations, every third of which also lies on another
+        instance."""
         yield _key(0, 0)
         for conversation in range(row, self._conversations, num_instances):
             for index in range(1, PROMPT_BLOCKS):
@@ -191,7 +194,7 @@ class _PlayedCluster:
     def _request(self) -> Request:
         self._number += 1
         conversation = self._number * 7919 % self._conversations + 1
-        num_blocks = PROMPT_BLOCKS + 4  # a turn more than what is held
+        num_blocks = PROMPT_BLOCKS + 4  # one turn more than what is held
         keys = (_key(0, 0), *(_key(conversation, index) for index in range(1, num_blocks)))
         return Request(
             request_id=RequestId(f"r{self._number}"),

@@ -1,8 +1,8 @@
 """Is the cluster that `plan` names the cheapest? An exhaustive search up to a number of nodes.
 
 A candidate is an arrangement of prefill, decode and mixed instances with a chunk size, a cache, an
-SSD and an eviction policy of the constants below, from which the plan chooses too. All that cost
-at least 3 % less than the named cluster are decided. A candidate is out if
+SSD and an eviction policy of the constants below, from which the plan chooses too. All candidates
+that cost at least 3 % less than the named cluster are decided. A candidate is out if
 
     arithmetic   a bound on what the hardware can do excludes its arrangement (plan/bounds.py),
     clear        the same arrangement and chunk size with the most cache and SSD of these prices
@@ -10,7 +10,7 @@ at least 3 % less than the named cluster are decided. A candidate is out if
     simulated    its own simulation of the whole trace misses the goal.
 
 The SSD and the eviction policy are varied where a simulation had fewer hits than an endless cache.
-The first two are audited: a sample of what they exclude is simulated.
+The first two methods are audited: a sample of what they exclude is simulated.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class PlanProof:
                 self.found.append(one)
 
     def _evicts_nothing(self, assessor: Assessor, plain: Candidate) -> bool:
-        """Whether the whole trace was simulated with as many hits as an endless cache has."""
+        """Whether the whole trace was simulated with as many hits as with an endless cache."""
         outcome = assessor.looks.get(plain)
         return (
             outcome is not None

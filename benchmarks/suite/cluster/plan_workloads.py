@@ -25,10 +25,10 @@ class ProofWorkload(NamedTuple):
     devices: str = A800
     ttft_s: float = 30.0
     tbt_s: float = 0.1
-    times: int = 1  # as many requests as of the others
+    times: int = 1  # multiple of the requests of other workloads
 
     def rows(self, num_requests: int) -> tuple[TraceRow, ...]:
-        """The first `num_requests` requests, or a multiple of them."""
+        """Returns the first `num_requests` requests, or a multiple of that number."""
         found = generate(
             self.profile,
             num_requests=num_requests * self.times,

@@ -1,7 +1,8 @@
-"""What the rules of programs do for agents: makespans beside those of call-level policies.
+"""Measures what the rules of programs do for agents: makespans compared with those of call-level
+policies.
 
-Generated programs like Mooncake's tool agents, in a closed loop: a call starts when the one before
-it has ended and its tool has run, and a refused call is tried again as clients do. A program that
+Generated programs like Mooncake's tool agents run in a closed loop: a call starts when the previous
+one has ended and its tool has run, and a refused call is tried again as clients do. A program that
 its client gave up counts as one that took longer than all others. Load 1 is the rate at which the
 programs' own prefills and decodes would keep the instances busy, were nothing computed twice, as
 `capacity_rps` measures. Simulated figures do not depend on the machine.
@@ -34,7 +35,7 @@ TOOL_PROGRAMS = replace(
     continue_share=(0.0,),
     tools=replace(TOOLAGENT.tools, share=0.92),
 )
-"""Tool agents whose sessions are whole programs: 12.5 calls in the mean, each but the last with a
+"""Tool agents whose sessions are whole programs: 12.5 calls in the mean, all but the last with a
 tool."""
 WORKLOADS: dict[str, GeneratorProfile] = {
     TOOL_PROGRAMS.name: TOOL_PROGRAMS,
@@ -45,7 +46,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "calls, none": {"programs": "off", "admission": "none"},
     "programs": {"programs": "named", "admission": "goodput"},
 }
-"""The best call-level policies of ours, and the rules of programs."""
+"""The best call-level policies of moonpool, and the rules of programs."""
 
 
 def bench_programs(

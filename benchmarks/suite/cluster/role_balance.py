@@ -1,10 +1,10 @@
 """Fixed numbers of prefill and decode instances against numbers that follow the load, simulated.
 
 A generated day whose mix shifts, on every split of the instances and on one that switches; and a
-load that stays as it is, on which nothing should switch. The mix shifts slowly (`shifting`), or at
-once after each ten minutes, in another way for each seed (`abrupt`). Each run is a process
-of its own (`python -m benchmarks.suite.cluster.role_balance`, with its description on standard
-input). As many run at a time as there are cores.
+load that stays as it is, on which nothing should switch. The mix shifts slowly (`shifting`), or
+suddenly every ten minutes, differently for each seed (`abrupt`). Each run is a separate process
+(`python -m benchmarks.suite.cluster.role_balance`, with its description on standard input). As many
+runs go at a time as the machine has cores.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from moonpool.types import Struct
 DAY_SLO = {"ttft_s": 10.0, "tbt_s": 0.05}
 LOAD_LIMIT = 0.9
 CONSTANT_REQUESTS = 12_031
-CONSTANT_INSTANCES = 16  # as many of Mooncake's conversation trace, and at its rate
+CONSTANT_INSTANCES = 16  # as many instances as Mooncake's conversation trace had, and its rate
 
 
 class RoleBalanceRun(Struct, frozen=True):
-    """`day_s` 0: the constant load."""
+    """`day_s` 0 means the constant load."""
 
     prefill: int
     decode: int
@@ -65,8 +65,8 @@ def bench_role_balance(
     tell: Callable[[str], None],
     day: DayKind = "shifting",
 ) -> dict[str, Any]:
-    """A day for each seed. Fixed splits advise: that changes nothing but what they say. Raises
-    BenchError."""
+    """A day for each seed. Fixed splits run with advice on, which changes only what they log.
+    Raises BenchError."""
     runs = []
     for seed in seeds:
         day_s = day_of(day, seed).day_s
@@ -138,7 +138,7 @@ def run_apart(run: RoleBalanceRun) -> dict[str, Any]:
 
 
 def run_one(run: RoleBalanceRun) -> dict[str, Any]:
-    """One simulation in this process."""
+    """Runs one simulation in this process."""
     overrides: dict[str, dict[str, Any]] = {
         "cluster": {"prefill": run.prefill, "decode": run.decode},
         "pool": {"block_tokens": BLOCK_TOKENS},

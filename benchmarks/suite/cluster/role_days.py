@@ -1,8 +1,8 @@
 """Days for the benchmark of role switching, and what each of their phases was like.
 
-An abrupt day has phases of ten minutes. Each has another share of documents, which need prefill,
-and of chats, which need decode; the total is what six of the default nodes can serve if enough of
-them have the right role. The seed draws the shares.
+An abrupt day has phases of ten minutes. Each phase has a different share of documents, which need
+prefill, and of chats, which need decode; the total is what six of the default nodes can serve if
+enough of them have the right role. The seed draws the shares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DayKind = Literal["shifting", "abrupt"]
 NUM_PHASES = 6
 PHASE_S = 600.0
 MOST_DOCUMENTS, MOST_CHATS = 3.2, 3.4
-"""Rates over those of the profiles that keep all six nodes busy alone."""
+"""Rates relative to the rates of the profiles that keep all six nodes busy alone."""
 TOTALS = (0.8, 0.95)
 LEAST_SHIFT = 0.4
 LEAST_SHARE = 0.05

@@ -1,11 +1,11 @@
 """The decisions of the role balance over a day, without a cluster: thousands of days take minutes.
 
-A day's requests are shown to the deciding object as the Conductor shows them. Its switches take
-place at once. Answers end, and are learned from, after their prefill and a step for each token.
-Each phase has a best split: that with the least load of its fuller pool by the requests that came
-in it, with their real lengths. The figures say how soon a split was reached that is nearly as good,
-and how often the number of instances turned within a phase (a turn follows a switch in the other
-direction; several in one phase are oscillation).
+A day's requests are passed to the deciding object as the Conductor passes them. The object's
+switches take place at once. Answers end, and are learned from, after their prefill and a step for
+each token. The best split of each phase is the one with the least load of its fuller pool, by the
+requests in that phase, with their real lengths. The figures say how soon a split was reached that
+is nearly as good, and how often the number of instances turned within a phase (a turn follows a
+switch in the other direction; several in one phase are oscillation).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DecidedDay:
         self.splits.append((now, self.table.num_prefills))
 
     def phases(self) -> list[dict[str, Any]]:
-        """How each phase went."""
+        """Returns how each phase went."""
         return [self._phase(number) for number in range(len(self._truth))]
 
     def _phase(self, number: int) -> dict[str, Any]:
@@ -152,7 +152,8 @@ def decided_days(
     num_instances: int = 6,
     window_s: float = 120.0,
 ) -> dict[str, Any]:
-    """Abrupt days of these seeds, each with its figures told; returns those of all."""
+    """Simulates abrupt days of these seeds, and reports the figures of each; returns the figures of
+    all."""
     total: Counter[str] = Counter()
     reached: list[float] = []
     not_good_s = 0.0

@@ -1,9 +1,9 @@
-"""What simulating costs: time and memory against the number of instances and of requests.
+"""Measures what simulating costs: time and memory against the number of instances and of requests.
 
-Each size runs in a process of its own, so that its memory is its own
-(`python -m benchmarks.suite.cluster.simulator INSTANCES REQUESTS`). The workload is generated while
-it runs, conversation-like, at the load per instance of Mooncake's conversation trace on 16 of them.
-Half of the instances prefill.
+Each size runs in a separate process, so that its memory is separate (`python -m
+benchmarks.suite.cluster.simulator INSTANCES REQUESTS`). The workload is generated while it runs,
+conversation-like, at the load per instance of Mooncake's conversation trace on 16 of them. Half of
+the instances prefill.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def bench_simulator(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, An
 
 
 def run_one(instances: int, requests: int) -> dict[str, Any]:
-    """One simulation in this process."""
+    """Runs one simulation in this process."""
     overrides = {
         "cluster": {"prefill": instances // 2, "decode": instances - instances // 2},
         "pool": {"block_tokens": BLOCK_TOKENS},
@@ -94,7 +94,7 @@ def run_one(instances: int, requests: int) -> dict[str, Any]:
 def _watched(
     rows: Iterator[TraceRow], total: int, simulation: Simulation, marks: list[dict[str, Any]]
 ) -> Iterator[TraceRow]:
-    """Notes memory, and what it is for, now and then."""
+    """Notes the memory, and what it is used for, from time to time."""
     every = max(total // NUM_MARKS, 1)
     for number, row in enumerate(rows, start=1):
         if number % every == 0:
@@ -125,4 +125,4 @@ if __name__ == "__main__":
     found = run_one(int(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.write(msgspec.json.encode(found).decode())
     sys.stdout.flush()
-    os._exit(0)  # giving back gigabytes piece by piece would take longer than the run's last minute
+    os._exit(0)  # giving gigabytes back piece by piece would take longer than the run's last minute

@@ -1,7 +1,7 @@
 """Arrangements of one machine's cores by name: `1P+1D`, `2M/random`, `vllm-two:128`.
 
-After a slash stands a placement or an admission of moonpool, after a colon the most tokens of a
-step of vLLM. All arrangements have the same tokens of KVCache in sum.
+In a name, a placement or admission of moonpool follows a slash, and the most tokens of a step of
+vLLM follow a colon. All arrangements have the same tokens of KVCache in sum.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         for admission in ("none", "early", "goodput")
     ),
 }
-"""What is compared with each other."""
+"""Groups of arrangements that are compared with each other."""
 _COUNTS = re.compile(r"(?:(?P<p>[1-9])P\+)?(?:(?P<d>[1-9])D\+?)?(?:(?P<m>[1-9])M)?")
 
 
 class Machine(Struct, frozen=True):
-    """What the arrangements share. `peer_python`: the Python of a vLLM installation, "" without
-    one."""
+    """The machine that the arrangements share. `peer_python`: the Python of a vLLM installation, or
+    "" without one."""
 
     model: str
     kv_tokens: int = 65_536
@@ -51,7 +51,7 @@ class Machine(Struct, frozen=True):
 
 
 class LiveArrangement(Struct, frozen=True):
-    """A parsed name. `shape` "": moonpool."""
+    """A parsed name. `shape` "" means moonpool."""
 
     name: str
     prefill: int = 0

@@ -1,4 +1,5 @@
-"""What is measured and said before the runs of one model and workload: SLOs, capacity, forecasts.
+"""What is measured and announced before the runs of one model and workload: SLOs, capacity,
+forecasts.
 
 SLOs are the paper's: 10 times the P90 of TTFT and 5 times that of the time between tokens of one
 session alone, on whichever of moonpool and vLLM is slower. Load 1 is the rate of sessions whose
@@ -78,8 +79,8 @@ def measure_basis(
     say: Say,
     start: Start = start_arrangement,
 ) -> SessionBasis:
-    """`peer`: the arrangement of vLLM that is played alone too, "" without one. Raises what servers
-    and profiles raise."""
+    """`peer`: the arrangement of vLLM that is also played alone, or "" without one. Raises what
+    servers and profiles raise."""
     with start(parse_arrangement(REFERENCE), machine, UNBOUNDED) as url:
         profile = measure_live(url, LiveWorkload(longest_tokens=machine.longest_tokens // 2), say)
         alone = {"moonpool": _alone(url, shape, seed)}
@@ -152,7 +153,8 @@ def planned_for(instances: int, named: Iterable[str]) -> str:
 
 
 def _alone(url: str, shape: SessionShape, seed: int) -> Slo:
-    """P90s of sessions that nothing else disturbs. The first session only warms the server up."""
+    """Returns P90s of sessions that nothing else disturbs. The first session only warms the server
+    up."""
     rng = random.Random(f"alone/{seed}")
     warm, *sessions = (make_session(shape, 0.0, rng, seed, 0.0) for _ in range(1 + MOST_ALONE))
     uvloop.run(play_sessions(url, [[warm]], UNBOUNDED, ALONE_S))

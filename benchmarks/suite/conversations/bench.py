@@ -1,7 +1,7 @@
 """Runs conversations on arrangements of one machine, and keeps all runs in one file.
 
-Runs may be made in parts: a row replaces the one of the same model, workload, arrangement, load and
-client, and the basis of a model and workload is measured once.
+Runs may be made in parts: a row replaces the earlier one of the same model, workload, arrangement,
+load and client, and the basis of a model and workload is measured once.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ConversationPlan(msgspec.Struct, frozen=True):
     loads: tuple[float, ...]
     seconds: float
     seed: int
-    again: bool = False  # run rows that the file has, too
-    aiperf_python: str = ""  # "": our own client
+    again: bool = False  # whether to run rows that the file already has
+    aiperf_python: str = ""  # "" means moonpool's own client
 
     @property
     def client(self) -> str:
@@ -97,7 +97,7 @@ def _servers(
     basis: SessionBasis,
     start: Start,
 ) -> Iterator[tuple[float, str]]:
-    """The loads, each with the URL of a server that knows nothing of the others."""
+    """Yields the loads, each with the URL of a server that knows nothing of the other loads."""
     groups = [loads] if arrangement.forgets and loads else [[load] for load in loads]
     for group in groups:
         with start(arrangement, machine, basis.slo) as url:
@@ -150,7 +150,7 @@ def _run(
 
 
 def row_words(row: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Returns one row of the table."""
     hits = "-" if row["hit_ratio"] is None else f"{row['hit_ratio']:.0%}"
     ttft, tbt = row["ttft_s"], row["tbt_s"]
     return (
@@ -163,8 +163,8 @@ def row_words(row: dict[str, Any]) -> str:
 
 
 def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns what was said before, what won, and how the best of ours compares with the best
-    vLLM."""
+    """Returns what was announced before, what won, and how the best of moonpool compares with the
+    best vLLM."""
     lines = []
     for key, basis in bases.items():
         model, workload = key.split("/")
@@ -181,7 +181,7 @@ def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list
 def verdict_at(
     load: float, rows: Sequence[dict[str, Any]], simulated: dict[str, dict[str, Any]]
 ) -> list[str]:
-    """One line, if anything ran at this load."""
+    """Returns one line, if anything ran at this load."""
     ours = [row for row in rows if not row["system"].startswith(PEER)]
     theirs = [row for row in rows if row["system"].startswith(PEER)]
     words = []

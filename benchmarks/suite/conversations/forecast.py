@@ -1,5 +1,5 @@
-"""What is said before a run: `moonpool plan` on the sessions as a trace, and simulations of each
-arrangement, both from the profile of a live cluster."""
+"""What is announced before a run: `moonpool plan` on the sessions as a trace, and simulations of
+each arrangement, both from the profile of a live cluster."""
 
 from __future__ import annotations
 

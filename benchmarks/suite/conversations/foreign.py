@@ -1,6 +1,6 @@
 """Users of AIPerf, a load generator from outside, as the client.
 
-It draws and sends sessions with the shared prefix, turns and lengths of a shape, in its
+The tool draws and sends sessions with the shared prefix, turns and lengths of a shape, in its
 user-centric mode: each user waits for the answer before the next turn, and new users come at a
 steady rate. The prompts are texts and pass the chat template.
 """
@@ -46,7 +46,7 @@ def run_aiperf(
     """Figures of one run under our names; `folder` has the tokeniser. Raises ServerError."""
     model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as place:
-        whole = str(Path(folder).resolve())  # a relative one would be an id of the hub
+        whole = str(Path(folder).resolve())  # a relative path would be taken for an id of the hub
         words = arguments(url, model, whole, shape, basis, load, seconds, seed, place)
         # AIPerf takes a local folder for an id of the hub where these are set.
         unset = ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -105,7 +105,7 @@ def arguments(
 
 
 def aiperf_figures(result: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """TBT is what it calls ITL: the mean gap of each answer. A refusal counts as failed."""
+    """TBT is what AIPerf calls ITL: the mean gap of each answer. A refusal counts as failed."""
 
     def spread(name: str) -> dict[str, float]:
         return {p: result[name][p] / 1e3 for p in ("p50", "p90")}
@@ -116,7 +116,7 @@ def aiperf_figures(result: dict[str, Any], seconds: float) -> dict[str, Any]:
     completed, failed, effective = (
         count(name) for name in ("request_count", "error_request_count", "good_request_count")
     )
-    # Means of each answer: their ratio is that of the sums.
+    # Both are means per answer, so that their ratio is that of the sums.
     prompt, cached = (
         float((result.get(f"usage_prompt_{name}") or {}).get("avg") or 0.0)
         for name in ("tokens", "cache_read_tokens")

@@ -1,8 +1,8 @@
 """Plays sessions to a live server in closed loops: a turn follows the answer that was read.
 
 Sessions arrive whatever the server does, and each has one request under way at most. A rejected
-turn is not sent again; the user goes on with the next one. Sessions that are programs (agents) are
-otherwise: each call names its program, a refused one is sent again as clients do, and a program
+turn is not sent again; the user continues with the next turn. Sessions that are programs (agents)
+are otherwise: each call names its program, a refused one is sent again as clients do, and a program
 whose call failed for good ends there.
 """
 
@@ -34,17 +34,18 @@ from moonpool_lab.replay.stream import CompletionReceiver
 GRACE_S = 20.0
 """Seconds that the answers of requests under way may take, after the last request's TTFT SLO."""
 MOST_TTFT_S = 120.0
-"""TTFT SLOs above this are not waited for."""
+"""The player waits for no TTFT SLO that is longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedTurn:
-    """One request that was sent. `sent_s` counts from the start of the run. `num_refused`: tries
-    that were refused; `call`: of a program, which the record times from its first try on."""
+    """One request that was sent to the server. `sent_s` counts from the start of the run.
+    `num_refused`: number of refused tries; `call`: the call of a program, which the record times
+    from its first try on."""
 
     record: RequestRecord
     sent_s: float
-    status: int  # 0: no whole answer
+    status: int  # HTTP status; 0 means no whole answer
     reason: str
     message: str = ""
     num_refused: int = 0
@@ -59,12 +60,12 @@ async def play_sessions(
     others: Sequence[str] = (),
     programs_s: float = 0.0,
 ) -> list[PlayedTurn]:
-    """Plays each chain's sessions one after the other, and all chains at once.
+    """Plays the sessions of each chain one after another, and all chains at the same time.
 
     No request is sent after `seconds`. Requests under way may end until their SLOs are missed
-    anyway. The others are cancelled and count as failed. With `others`, requests go to `url` and to
-    them in turn. With `programs_s`, sessions are programs, and those that have begun go on for at
-    most that much longer. Raises ServerUnfitError.
+    anyway. Unfinished sessions are cancelled and count as failed. With `others`, requests go in
+    turn to `url` and to these servers. With `programs_s`, sessions are programs, and programs that
+    have begun continue for at most that much longer. Raises ServerUnfitError.
     """
     client = HttpClient(url)
     facts = await query_server(client, None)
@@ -160,7 +161,7 @@ class _Run:
         return receiver.token_ids if status == 200 else []
 
     async def _try(self, body: bytes, receiver: CompletionReceiver) -> tuple[int, str]:
-        """Returns its status, 0 without a whole answer, and how it ended."""
+        """Returns the HTTP status, 0 without a whole answer, and how the try ended."""
         try:
             await next(self._clients).post("/v1/completions", body, receiver, self._headers)
         except ConnectionFailedError as error:
@@ -194,7 +195,7 @@ class _Run:
 
 
 def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
-    """Figures of a run. Latencies are those of whole answers."""
+    """Returns the figures of a run. Latencies are computed from whole answers only."""
     whole = [turn.record for turn in played if turn.status == 200]
     rejected = Counter(turn.reason for turn in played if turn.status in TURNED_AWAY)
     failed = Counter(
@@ -225,9 +226,9 @@ def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
 
 
 def program_figures(played: Sequence[PlayedTurn]) -> dict[str, Any]:
-    """Figures of the programs that began. A program takes from the first sending of its first call
-    to the end of its last answer. One that did not finish takes infinitely long: a quantile among
-    those is None."""
+    """Returns the figures of the programs that began. A program takes from the first sending of its
+    first call to the end of its last answer. A program that did not finish takes infinitely long,
+    so a quantile among these is None."""
     programs: dict[int, list[PlayedTurn]] = {}
     for turn in played:
         if turn.call is not None:
@@ -253,5 +254,5 @@ def _makespan_s(turns: Sequence[PlayedTurn]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """P50 and P90; zeros without values."""
+    """Returns P50 and P90; zeros without values."""
     return percentiles(values, 50, 90)

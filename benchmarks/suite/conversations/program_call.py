@@ -1,4 +1,4 @@
-"""What a call of an agent says of its program."""
+"""What a call of an agent tells about its program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moonpool.types import Struct
 
 
 class ProgramCall(Struct, frozen=True):
-    """One call of a session that is a program. `number`: of the program in its run."""
+    """One call of a session that is a program. `number`: the number of the program in its run."""
 
     number: int
     step: int

@@ -1,7 +1,7 @@
 """Conversations and agents: sessions whose turns repeat all that was said before.
 
 A session is drawn before a run, so all systems get the same users, lengths and pauses. The answers
-themselves are not: a turn's prompt has the tokens that the server answered.
+are not drawn: a turn's prompt has the tokens that the server answered.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LEAST, MOST = 0.4, 2.5
 """Lengths stay within these multiples of their median."""
 TRACE_BLOCK_TOKENS = 16
 FIRST_ORDINARY, LAST_ORDINARY = 300, 1000
-"""Token ids between them are ordinary in nearly every vocabulary."""
+"""Token ids between these are ordinary in nearly every vocabulary."""
 
 
 class SessionShape(Struct, frozen=True):
-    """Medians of a kind of session. `shared_tokens` begin the prompt of every session."""
+    """Medians of a kind of session. Every prompt of a session begins with `shared_tokens`."""
 
     name: str
     shared_tokens: int
@@ -75,15 +75,15 @@ def arriving_sessions(
 def sessions_at(
     shape: SessionShape, load: float, load_1_per_s: float, seconds: float, seed: int
 ) -> list[Session]:
-    """The sessions of a load. Each load has other tokens."""
+    """The sessions of a load. Each load uses different tokens."""
     return arriving_sessions(shape, load * load_1_per_s, seconds, seed + round(1000 * load))
 
 
 def make_session(
     shape: SessionShape, started_s: float, rng: random.Random, seed: int, think_s: float = -1.0
 ) -> Session:
-    """One session; `think_s` 0 or more takes the place of the shape's. `seed` draws what sessions
-    share."""
+    """One session; `think_s` 0 or more takes the place of the shape's. `seed` draws what the
+    sessions share."""
     common = random.Random(f"{shape.name}/{seed}/shared")
     pause_s = shape.think_s if think_s < 0 else think_s
     turns = []
@@ -143,7 +143,7 @@ class _BlockNames:
             (block,) if block < self._num_shared else (session, block) for block in range(full)
         ]
         if rest:
-            keys.append((session, turn, -1))  # the next prompt fills this block
+            keys.append((session, turn, -1))  # the next prompt fills this block up
         return tuple(self._numbers.setdefault(key, len(self._numbers)) for key in keys)
 
 

@@ -2,8 +2,9 @@
 decode batches, on a prefill instance that stores it when it is done, and on one that streams each
 layer as it is computed.
 
-Measured on an instance with engine and messenger, whose peer is a process of its own that takes
-what is stored over TCP; and beside it by the simulator, with costs and rates measured before.
+It is measured on an instance with engine and messenger, whose peer is a separate process that
+receives what is stored over TCP, and also by the simulator, with costs and rates that were measured
+before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from moonpool.types import Role
 
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 512
-PROBE_TOKENS = 512  # of the prompt that tells the rate of a stream
+PROBE_TOKENS = 512  # tokens of the prompt that measures the rate of a stream
 DECODES = ((256, 300),) * 4
 WAYS = ("inlined", "separate", "separate, layer-wise")
 Say = Callable[[str], None]
@@ -49,7 +50,7 @@ def bench_occupation(
         taken: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(rounds + 1):
             for way, held_block_s in _measured(far, prompt_tokens, tbt_s).items():
-                if number:  # the first connects, and touches memory
+                if number:  # the first round connects, and touches memory
                     taken[way].append(held_block_s * layout.block_bytes)
     finally:
         far.close()
@@ -76,7 +77,8 @@ def bench_occupation(
 
 
 def _with_rate(far: LayerwisePair, rounds: int) -> FittedCost:
-    """What the instance believes, and the rate of a stream that is sent when all is computed."""
+    """Returns what the instance assumes, and the rate of a stream that is sent when everything is
+    computed."""
     layout, seconds = far.near.layout, []
     for _ in range(rounds + 1):
         took = _stored(far, PROBE_TOKENS, layer_wise=False)
@@ -118,8 +120,8 @@ def _inlined(far: LayerwisePair, prompt_tokens: int, tbt_s: float, cost: FittedC
 
 
 def separate_s(prompt_tokens: int, cost: FittedCost, layer_wise: bool) -> float:
-    """The prefill instance of a simulated 1P+1D. Without streams nothing leaves before the whole
-    prompt is computed, so it is one chunk."""
+    """The prefill instance of a simulated 1P+1D. Without streams no block leaves before the whole
+    prompt is computed, so the prompt is one chunk."""
     chunk_tokens = CHUNK_TOKENS if layer_wise else max(prompt_tokens, CHUNK_TOKENS)
     config = parse_config(
         "",

@@ -1,11 +1,11 @@
 """Tokens per second with a draft model and without.
 
 No trained pair of a model and a smaller one with its tokenizer is at hand, so the rows are two
-extremes. "first layers": the trained model's own first layers guess for it. They were not trained
-for that, so most guesses are wrong, and the rule that ends drafting is measured. "always right":
-random weights whose layers after the first few add nothing, at the full price. The first few then
-are a draft model that is always right. The row shows what the machine allows, which a trained
-draft model approaches by its share of right guesses.
+extremes. "first layers": the trained model's first layers guess for the model. These layers were
+not trained for that, so most guesses are wrong, and the rule that ends drafting is measured.
+"always right": random weights whose layers after the first few add nothing, although they cost the
+full time. The first few then are a draft model that is always right. The row shows what the machine
+allows, which a trained draft model approaches by its share of right guesses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Run = Callable[[SoloInstance, SoloInstance], dict[str, Any]]
 
 
 def first_layers(model: LoadedModel, num_layers: int) -> LoadedModel:
-    """The model without its later layers; the final norm and the head are those of the whole."""
+    """Returns the model without its later layers; the final norm and the head are those of the
+    whole model."""
     return replace(model, spec=replace(model.spec, num_layers=num_layers))
 
 
@@ -60,7 +61,7 @@ def with_draft_model(
 
 
 def limit_row(dtype: str, kv_tokens: int, block_tokens: int, run: Run) -> dict[str, Any]:
-    """The row of a draft model that is always right. `run` measures both instances."""
+    """The row of a draft model that is always right. `run` measures both of the instances."""
     loaded = open_model(LIMIT_MODEL, dtype)
     model = replace(loaded, weights=_IdleLayers(loaded.weights, LIMIT_LAYERS))
     plain = SoloInstance(model, dtype, kv_tokens, block_tokens, prefix_caching=True)
@@ -84,7 +85,7 @@ def limit_prompt(length: int) -> list[int]:
 
 
 class _IdleLayers:
-    """Weights whose layers from `first` on add nothing to what they read."""
+    """Weights whose layers from `first` on add nothing to their input."""
 
     def __init__(self, weights: Weights, first: int) -> None:
         self._weights = weights

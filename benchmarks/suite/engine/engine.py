@@ -50,7 +50,7 @@ def bench_engine(
     repeats: int,
     say: Report,
 ) -> dict[str, Any]:
-    """Returns all figures of one model in bfloat16. `peers`: a Python for each. Raises
+    """Returns all figures of one model in bfloat16. `peers`: a Python for each peer. Raises
     BenchError."""
     torch.set_num_threads(1)
     say("measuring the machine's limits")
@@ -176,7 +176,7 @@ def measure_rows(
         for batch in rows.batches:
             lengths = rows.lengths(batch, context)
             done = solo.generate([prompt(p) for p, _ in lengths], [answer for _, answer in lengths])
-            # The first of them ended a prompt, too.
+            # The first of these steps also ended a prompt.
             full = [seconds for seconds, tokens in done.steps if tokens == batch][1:]
             rates[str(batch)] = batch / statistics.median(full)
             say(f"decode at batch {batch}, context {context}: {rates[str(batch)]:.1f} tokens/s")

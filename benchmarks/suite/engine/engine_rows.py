@@ -11,8 +11,8 @@ ELEMENT_BYTES = 2
 
 class EngineBenchRows(Struct, frozen=True):
     """Prompts alone, by length; and decodes by batch and by the context of each. `chunk_tokens`:
-    what prompts are cut into, at every engine. `steps`: the steps of decodes that are timed for a
-    row."""
+    size of the chunks into which prompts are cut, at every engine. `steps`: number of steps of
+    decodes that are timed for a row."""
 
     prefills: tuple[int, ...] = (512, 2048, 8192)
     batches: tuple[int, ...] = (1, 8, 32)
@@ -22,7 +22,7 @@ class EngineBenchRows(Struct, frozen=True):
 
     @property
     def longest_tokens(self) -> int:
-        """The length of the longest sequence."""
+        """Returns the length of the longest sequence."""
         return max(*self.prefills, *(context + self.steps for context in self.contexts)) + 2
 
     @property
@@ -35,7 +35,7 @@ class EngineBenchRows(Struct, frozen=True):
     def lengths(self, batch: int, context: int) -> list[tuple[int, int]]:
         """Prompt and answer of each of `batch` sequences, given in this order, that decode together
         at about `context` tokens. The first sequences decode while the prompts of the others are
-        computed. They begin that much shorter, so that all have one length when the last one
+        computed. These begin that much shorter, so that all have the same length when the last one
         joins."""
         per_prompt = -(-context // self.chunk_tokens)
         early = [min((batch - 1 - i) * per_prompt, context // 2) for i in range(batch)]

@@ -1,8 +1,8 @@
-"""What the product with quantized weights costs in quality, and takes in time and bytes.
+"""Measures what the product with quantized weights costs in quality, and takes in time and bytes.
 
-Quality: the perplexity of a text, beside float32 with the same weights dequantized. So it shows the
-kernels' arithmetic, not the loss of the quantization. Speed: CPU seconds of this process for decode
-and prefill steps, of all kinds in turns, beside bfloat16 weights. One thread.
+Quality: the perplexity of a text, beside float32 with the same weights dequantized. So it measures
+the error of the kernels' arithmetic, not the loss of the quantization. Speed: CPU seconds of this
+process for decode and prefill steps, of all kinds in turns, beside bfloat16 weights. One thread.
 """
 
 from __future__ import annotations

@@ -56,11 +56,11 @@ class GgufBenchPlan:
     rounds: int = 7
     threads: tuple[int, ...] = (1, 2)
     llama_python: str | None = None
-    ik_programs: Path | None = None  # the folder of ik_llama.cpp's programs
+    ik_programs: Path | None = None  # folder with the programs of ik_llama.cpp
 
 
 class TimedPeer(Protocol):
-    """Another engine that runs the same steps."""
+    """`TimedPeer` is another engine that runs the same steps."""
 
     name: str
     is_warm: bool
@@ -253,7 +253,7 @@ def _seconds(
     }
     for variant in variants:
         variant.run(variant.entries(max(BATCHES), 0, ids[:CONTEXT]))
-    for number in range(plan.rounds + 1):  # the first touches pages, and does not count
+    for number in range(plan.rounds + 1):  # the first round touches pages, and does not count
         for threads in plan.threads:
             torch.set_num_threads(threads)
             for job in JOBS:

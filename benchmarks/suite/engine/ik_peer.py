@@ -1,4 +1,4 @@
-"""ik_llama.cpp on one GGUF file: its own programs, `llama-bench` and `llama-batched-bench`.
+"""Runs ik_llama.cpp on one GGUF file by its own programs, `llama-bench` and `llama-batched-bench`.
 
 Each timing is a process of its own, which loads the file, arranges the weights for this machine
 (`-rtr`), and warms up before it measures.
@@ -64,12 +64,12 @@ class IkPrograms:
         for line in said.splitlines():
             cells = [cell.strip() for cell in line.partition("|")[2].split("|")]
             if len(cells) == 11 and cells[2] == str(batch):
-                return batch / float(cells[7])  # of tokens a second of all sequences
+                return batch / float(cells[7])  # cells[7] is the tokens per second of all sequences
         raise BenchError(f"{DECODE_PROGRAM} printed no figures: {said[-200:]!r}")
 
     def _run(self, program: str, *flags: str | int) -> str:
-        """Runs it, and returns what it printed on either stream. It leaves a log file in the
-        current folder."""
+        """Runs it, and returns what it printed on either stream. The program leaves a log file in
+        the current folder."""
         paths = (self._folder.resolve() / program, "-m", self._path.resolve())
         command = [str(word) for word in (*paths, *flags)]
         try:

@@ -1,4 +1,5 @@
-"""What KVCache in fp8 costs in quality: the perplexity of a text, and the logits beside bfloat16's.
+"""Measures what KVCache in fp8 costs in quality: the perplexity of a text, and the logits compared
+with bfloat16's.
 
 All kinds compute with the same weights. The difference between float32 and bfloat16 shows the size
 of rounding that users accept anyway.

@@ -152,7 +152,7 @@ def main() -> None:
         raise SystemExit("llama.cpp does not load the weights")
     chunk = plan["chunk_tokens"]
     found: dict[str, Any] = {"version": llama_cpp.__version__, "prefill": {}, "decode": {}}
-    for tokens in [chunk, *plan["prefills"]]:  # the first does not count
+    for tokens in [chunk, *plan["prefills"]]:  # the first chunk does not count
         context = LlamaContext(model, 1, tokens + 1, chunk)
         best_s = float("inf")
         for _ in range(plan["repeats"]):

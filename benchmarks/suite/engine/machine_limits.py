@@ -10,8 +10,8 @@ import torch
 
 
 def has_bf16_products() -> bool:
-    """Whether torch multiplies bfloat16 matrices by instructions. It emulates them without AVX-512,
-    a hundred times slower than its float32."""
+    """Whether torch multiplies bfloat16 matrices by instructions. Without AVX-512 torch emulates
+    them, a hundred times slower than its float32."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -65,7 +65,7 @@ def main() -> None:
             config = openvino_genai.GenerationConfig()
             config.max_new_tokens, config.do_sample = answer, False
             config.ignore_eos = True
-            config.set_eos_token_id(0)  # there must be one
+            config.set_eos_token_id(0)  # an end token must be set
             ids = np.array([prompts.draw(prompt)], dtype=np.int64)
             handles.append(pipe.add_request(next(names), openvino.Tensor(ids), config))
         found = []

@@ -1,9 +1,10 @@
-"""What stages gain, and where they wait: one instance of several processes beside one of one.
+"""Measures what stages gain, and where they wait: one instance of several processes compared with
+one of one process.
 
 A long prompt in chunks and whole (Mooncake v3 section 5.1: X-fold, minus the bubble), a short one
 that must pay nothing, and prompts with decodes in micro-batches (SARATHI sections 3.2 and 5.3).
-Each is measured, and computed by the cost model fitted in the same run; more stages than there are
-cores for are computed only. Steps and micro-batches are those of the serving state machine.
+Each case is measured, and computed by the cost model fitted in the same run; cases with more stages
+than cores are only computed. Steps and micro-batches are those of the serving state machine.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def shape_of(spec: ModelSpec) -> ModelShape:
 
 def grown(steps_s: Sequence[float], prompt_tokens: int, chunk_tokens: int) -> list[StepSample]:
     """Returns the seconds of prompts of 1, 2, 4 ... chunks, from the steps of the longest prompt.
-    They show the cost of attention to this many tokens, which short steps do not."""
+    The long prompts show the cost of attention to this many tokens, which short steps do not
+    show."""
     ended_s = list(accumulate(steps_s))
     most = len(steps_s)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -182,7 +184,7 @@ def _long(
     chunk_tokens: int,
     alone: PipelinedResult,
 ) -> dict[str, Any]:
-    """One prompt alone: in chunks, and whole, which a pipeline does not make any faster."""
+    """Plays one prompt alone: in chunks, and whole, which a pipeline does not make any faster."""
     jobs = [made_up(1, prompt_tokens, 1)]
     found: dict[str, Any] = {"prompt_tokens": prompt_tokens, "chunk_tokens": chunk_tokens}
     found["chunked"] = [

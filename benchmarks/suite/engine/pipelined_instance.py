@@ -1,5 +1,5 @@
 """One mixed instance of one or several stages, without head or sockets: its state machine and its
-engine, or a cost model in the engine's place. All works wait when it starts."""
+engine, or a cost model in the engine's place. All requests wait when it starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class PipelinedJob:
-    """`output_tokens` are drawn after the prompt, as `sampling` says."""
+    """`output_tokens` are drawn after the prompt, as `sampling` specifies."""
 
     token_ids: Sequence[int]
     output_tokens: int
@@ -52,9 +52,9 @@ class PipelinedJob:
 
 @dataclass(slots=True)
 class PipelinedResult:
-    """The results of the jobs. `busy_s`: seconds of each stage by the clock. `cpu_s`: CPU seconds
-    of its processes meanwhile, 0 if simulated. If that is less than `busy_s`, other processes had
-    the cores for the rest.
+    """The results of the jobs. `busy_s`: seconds for which each stage was busy, by the clock.
+    `cpu_s`: CPU seconds of its processes in that time, or 0 if simulated. If `cpu_s` is less than
+    `busy_s`, other processes had the cores for the rest.
     """
 
     seconds: float
@@ -62,7 +62,7 @@ class PipelinedResult:
     tokens: list[list[int]] = field(default_factory=list)
     cached_tokens: int = 0
     cpu_s: float = 0.0
-    steps_s: list[float] = field(default_factory=list)  # of each as it ended, if measured
+    steps_s: list[float] = field(default_factory=list)  # time of each step, if measured
 
     @property
     def bubble_share(self) -> float:
@@ -79,7 +79,8 @@ def made_up(number: int, prompt_tokens: int, output_tokens: int) -> PipelinedJob
 
 
 class PipelinedInstance:
-    """Its engine lives from `with` to its end. Raises ValueError, StageLostError, ArenaError."""
+    """The instance's engine lives from the start of the `with` block to its end. Raises ValueError,
+    StageLostError, ArenaError."""
 
     def __init__(
         self,
@@ -209,7 +210,7 @@ def _attempt(number: int, job: PipelinedJob) -> AttemptSpec:
 
 
 class _Gathered:
-    """Keeps what the instance tells."""
+    """Keeps what the instance reports."""
 
     def __init__(self, num_jobs: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_jobs)]

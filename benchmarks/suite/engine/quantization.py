@@ -1,4 +1,5 @@
-"""What 8-bit weights cost in quality and bring in speed, against the same model in bfloat16.
+"""Measures what 8-bit weights cost in quality and bring in speed, compared with the same model in
+bfloat16.
 
 Quality: bfloat16 answers prompts, and each of its tokens is given to both, so that their
 distributions can be set beside each other position by position (KL divergence, likeliest token,

@@ -1,5 +1,5 @@
-"""One mixed instance without processes or sockets: its state machine and its engine, in a plain
-loop.
+"""Runs one mixed instance without processes or sockets: its state machine and its engine, in a
+plain loop.
 
 What a worker does per step, without the head: so the figures hold scheduler, engine and sampler,
 as a peer's offline mode does.
@@ -142,7 +142,7 @@ class Generation:
         self.steps: list[tuple[float, int]] = []
         self.cached_tokens = 0
         self.seconds = 0.0
-        self._drawn = 0  # in this step
+        self._drawn = 0  # tokens drawn in this step
 
     def hear(self, action: SendReport) -> None:
         report = action.report

@@ -1,4 +1,5 @@
-"""Tokens per second with drafts and without, on texts that repeat themselves and on others.
+"""Measures tokens per second with drafts and without, on texts that repeat themselves and on
+others.
 
 Both run in one process, in turns, on one engine and one thread: what a worker does per step without
 the head. Figures are CPU seconds of this process, which other processes of the machine disturb
@@ -78,7 +79,7 @@ def bench_speculation(
     draft_layers: int,
     say: Say,
 ) -> dict[str, Any]:
-    """`draft_layers`: layers of the model that serve as a draft model; 0 means that none does.
+    """`draft_layers`: number of the model's layers that serve as a draft model; 0 means none.
     Raises ModelError."""
     torch.set_num_threads(1)
     loaded = open_model(model, dtype)
@@ -172,7 +173,7 @@ class _Case:
         self._drafted = self._accepted = 0
 
     def run(self, plain: SoloInstance, drafting: SoloInstance, number: int) -> None:
-        """The answers of both. Each round has prompts of its own, so that no answer is cached."""
+        """The answers of both. Each round has different prompts, so that no answer is cached."""
         prompts = [_fresh(prompt, number) for prompt in self._prompts]
         before = dict(drafting.counters)
         made: list[Generation] = []

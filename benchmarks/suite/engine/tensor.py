@@ -73,7 +73,7 @@ def bench_tensor(model: str, num_ranks: int, repeats: int, say: Say) -> dict[str
 
 
 def _shapes(num_ranks: int) -> list[tuple[str, int, int]]:
-    """Name, ranks and shards."""
+    """Returns name, ranks and shards of each row."""
     return [
         ("one process", 1, 1),
         (f"one process of {num_ranks} shards", 1, num_ranks),

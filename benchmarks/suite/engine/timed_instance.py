@@ -1,4 +1,4 @@
-"""One mixed instance and its steps on one clock: the engine's, or a cost model's.
+"""Runs one mixed instance and its steps on one clock: the engine's, or a cost model's.
 
 The state machine is the one that serves; each step takes what the engine took, or what the model
 says, and requests arrive in that time. So a measured run and a predicted one differ in nothing
@@ -39,8 +39,9 @@ class TimedResult:
     """The results of the jobs, in their order."""
 
     ttft_s: list[float]
-    gaps_s: list[float] = field(default_factory=list)  # between tokens, of all answers
-    held_block_s: list[float] = field(default_factory=list)  # until the first token
+    gaps_s: list[float] = field(default_factory=list)  # gaps between tokens, of all answers
+    # block seconds held until the first token
+    held_block_s: list[float] = field(default_factory=list)
     makespan_s: float = 0.0
 
 
@@ -52,8 +53,8 @@ def serve(
     cost: FittedCost,
     engine: Engine | None = None,
 ) -> TimedResult:
-    """All jobs, which come in order of time, to their end. Steps take what `engine` takes, or else
-    what `cost` says."""
+    """All jobs, which come in order of time, to their end. Steps take the time that `engine` takes,
+    or else the time that `cost` predicts."""
     instance = Instance(config, layout, num_blocks, Role.MIXED, cost, ())
     return _Run(instance, jobs).timed(cost, engine)
 

@@ -157,7 +157,7 @@ def replay_rows(
     api_key: str = "",
     ca_file: str = "",
 ) -> dict[str, Any]:
-    """Figures of one live run. None means the server's own SLO."""
+    """Returns the figures of one live run. None means the server's own SLO."""
     plan = ReplayPlan(
         url=url,
         api_key=api_key,

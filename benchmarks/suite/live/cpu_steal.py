@@ -1,7 +1,7 @@
 """CPU time that other programs took while a live benchmark ran.
 
-That time slows the live figures and is missing from the profile, so each run reports it. It comes
-from the kernel's counters, and is 0 where there are none.
+Stolen time slows the live figures and is missing from the profile, so each run reports it. The
+stolen time comes from the kernel's counters, and is 0 where there are none.
 """
 
 from __future__ import annotations

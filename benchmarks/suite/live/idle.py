@@ -140,7 +140,7 @@ def _parents() -> Iterator[tuple[int, int]]:
             try:
                 stat = (folder / "stat").read_text()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             yield int(folder.name), int(stat.rpartition(")")[2].split()[1])
 
 

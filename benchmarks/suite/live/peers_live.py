@@ -42,7 +42,7 @@ Start = Callable[[], AbstractContextManager[str]]
 
 class Access(NamedTuple):
     """How the server at `url` is asked: with which key, and with trust in which authority. Other
-    servers need neither."""
+    servers need neither a key nor an authority."""
 
     url: str = ""
     api_key: str = ""

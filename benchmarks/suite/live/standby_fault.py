@@ -94,7 +94,7 @@ class StandbyPair:
 def _family_of(process: subprocess.Popen[bytes]) -> Sequence[int]:
     try:
         return [process.pid, *family(process.pid)]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return [process.pid]
 
 

@@ -125,7 +125,7 @@ async def _first_token(url: str) -> float:
 
 
 def _memory(pid: int, path: Path | None) -> dict[str, int]:
-    """Proportional bytes of a process."""
+    """Returns the proportional bytes of a process."""
     found = {"kvcache": 0, "model_file": 0, "other": 0}
     for mapping in _MAPPING.finditer(Path(f"/proc/{pid}/smaps").read_text()):
         size = re.search(r"^Pss: +(\d+) kB", mapping["fields"], re.M)

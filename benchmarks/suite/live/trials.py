@@ -35,8 +35,8 @@ WORDS: dict[System, str] = {
 }
 CONTEXT_TOKENS = 4096
 KV_BLOCKS = 192
-"""vLLM's blocks have 32 tokens. They are few, so that blocks are evicted and offloaded ones come
-back."""
+"""vLLM's blocks have 32 tokens. The blocks are few, so that blocks are evicted and offloaded ones
+come back."""
 OFFLOADED_BYTES = 1 << 30
 LLAMA_START_S = 120.0
 Say = Callable[[str], None]

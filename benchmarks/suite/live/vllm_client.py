@@ -1,7 +1,7 @@
 """`vllm bench serve` as the client: a load generator from outside, with its timed traces.
 
-Owns its command line and the reading of its result file. It sends the rows' lengths, times and
-shared prefixes, with tokens that it draws itself.
+Owns its command line and the reading of its result file. This client sends the rows' lengths, times
+and shared prefixes, with tokens that it draws itself.
 """
 
 from __future__ import annotations

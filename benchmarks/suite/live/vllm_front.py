@@ -1,10 +1,10 @@
-"""Gives two `vllm serve` one address. Runs under a vLLM's Python, not ours.
+"""Gives two `vllm serve` processes one address. Runs under a vLLM's Python, not ours.
 
     PEER_PYTHON vllm_front.py PORT turns URL URL             the one with less under way answers
     PEER_PYTHON vllm_front.py PORT pair PREFILL DECODE BOOT  the first computes the prompt, the
                                                              second fetches its KVCache by Mooncake
 
-It imports nothing of moonpool, and runs until its process is ended.
+This program imports nothing of moonpool, and runs until its process is ended.
 """
 
 import asyncio

@@ -61,7 +61,7 @@ class VllmServer(LocalServer):
         given = {"--port": self.port, "--host": "127.0.0.1", "--dtype": "bfloat16"} | dict(options)
         words = [str(word) for pair in given.items() for word in pair]
         words += ["--enable-prefix-caching", "--enable-chunked-prefill"]
-        words += ["--enable-prompt-tokens-details", *flags]  # tells its hits
+        words += ["--enable-prompt-tokens-details", *flags]  # makes the server report its hits
         self._arguments = [vllm_command(python), "serve", folder, *words]
         self._environment = vllm_environment(python) | {
             "VLLM_CPU_OMP_THREADS_BIND": cores,

@@ -105,7 +105,8 @@ def _server(
         options["--num-gpu-blocks-override"] = peer.kv_tokens // int(options["--block-size"])
     flags += ("--enforce-eager",) if peer.eager else ()
     on = format_cores(cores)
-    environment = {"VLLM_SERVER_DEV_MODE": "1"} | dict(environment or {})  # it offers the reset
+    # the server offers the reset
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} | dict(environment or {})
     return VllmServer(peer.python, cluster.model, on, options, flags, environment)
 
 

@@ -95,7 +95,7 @@ class CapacityResult(Struct, frozen=True):
     holds: int
     cores: int
     curves: tuple[AttentionCapacityCurve, ...]
-    slo_tbt_s: float = 0.0  # 0: none was asked about
+    slo_tbt_s: float = 0.0  # 0 means that no call asked about it
 
     @property
     def limit_s(self) -> float:

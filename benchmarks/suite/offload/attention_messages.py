@@ -1,8 +1,8 @@
 """One message from a model worker to an attention worker and back, beside what the machine can do.
 
-Owns the ways that are compared. The bare ones are two threads in C++ that share a flag and the
-bytes of a message, with nothing else: one looks all the time, the other sleeps on a futex, as
-whoever shares its core must. Ours goes from process to process, through the very ring, head and
+Owns the ways of exchange that are compared. The bare ones are two threads in C++ that share a flag
+and the bytes of a message, with nothing else: one looks all the time, the other sleeps on a futex,
+as whoever shares its core must. Ours goes from process to process, through the very ring, head and
 waits that steps use: asked in C++, and asked by the Python that asks in a step.
 """
 

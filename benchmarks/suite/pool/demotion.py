@@ -1,8 +1,8 @@
 """Whether the SSD tier stalls decoding: time between tokens with and without heavy traffic to disk.
 
 One real instance in this process: engine, state machine, arena and SSD store, driven as a worker
-drives them. It decodes a few long answers all the time, while short phases take turns, many times.
-A quiet phase comes before each of these:
+drives them. The instance decodes a few long answers all the time, while short phases take turns,
+many times. A quiet phase comes before each of these:
 
 - arrivals: at a set pace, prompts arrive as if streamed from a prefill instance, and push others
   out of DRAM. The SSD tier is off.

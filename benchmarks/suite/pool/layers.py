@@ -172,7 +172,7 @@ def _loads(
     for number in range(rounds + 1):
         ways = (False, True) if number % 2 else (True, False)
         ran = {layer_wise: run(layer_wise) for layer_wise in ways}
-        if not number:  # connects, and touches memory
+        if not number:  # the first round connects the processes and touches the memory
             continue
         serial, overlapped = ran[False], ran[True]
         early += overlapped["early"]

@@ -60,7 +60,7 @@ class PoolBenchPlan(Struct, frozen=True):
     pythons: Mapping[PoolName, str]
     workloads: tuple[str, ...] = tuple(SHAPES)
     rounds: int = 3
-    sessions: int = 0  # 0: the workload's
+    sessions: int = 0  # 0 means the workload's value
     concurrency: int = 6
     chunk_tokens: int = 512
     dram_mib: int = 1024

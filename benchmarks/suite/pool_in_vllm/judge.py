@@ -41,7 +41,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def judge(urls: Mapping[str, str], answers: Iterable[TokenAnswer]) -> list[Judgement]:
-    """One after the other. `urls`: the vLLM of each model. Raises httpx.HTTPError."""
+    """Judges one answer after the other. `urls`: the vLLM of each model. Raises httpx.HTTPError."""
     known: dict[tuple[Any, ...], tuple[float, int]] = {}
     found = []
     with httpx.Client(timeout=JUDGE_S) as http:

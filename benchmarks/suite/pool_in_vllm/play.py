@@ -22,7 +22,7 @@ _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 
 
 class Played(msgspec.Struct, frozen=True):
-    """One call with its answer. `ttft_s` is 0 where nothing came."""
+    """`Played` is one call with its answer. `ttft_s` is 0 where no token came."""
 
     call: PoolCall
     answer: Answer
@@ -73,7 +73,8 @@ async def play(
 async def ask_alone(
     urls: Sequence[str], model: str, calls: Sequence[PoolCall], timeout_s: float
 ) -> list[Played]:
-    """Each call with logprobs, one after the other at each server. No server has two at once."""
+    """Each call with logprobs, one after the other at each server. No server gets two of these
+    calls at once."""
 
     async def ask_all(url: str, mine: Sequence[PoolCall]) -> list[Played]:
         client = HttpClient(url)

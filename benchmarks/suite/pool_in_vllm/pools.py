@@ -71,7 +71,7 @@ class Pool:
         return None
 
     def environment(self) -> dict[str, str]:
-        """Environment variables of each vLLM."""
+        """Returns the environment variables of each vLLM."""
         return {}
 
     def commands(self) -> Sequence[Sequence[str]]:
@@ -79,7 +79,7 @@ class Pool:
         return ()
 
     def own_environment(self) -> Mapping[str, str]:
-        """Environment variables of its own processes."""
+        """Returns the environment variables of the pool's own processes."""
         return vllm_environment(self.place.python)
 
     def is_ready(self, number: int) -> bool:
@@ -109,7 +109,7 @@ class Pool:
         return [process.pid for process in self._running]
 
     def kill(self) -> None:
-        """SIGKILL to all, children too."""
+        """Sends SIGKILL to all processes, children too."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -144,7 +144,8 @@ class Pool:
 
 
 class VllmOffload(Pool):
-    """vLLM's own, as it is. Each of two vLLMs has a half of the DRAM, and no other sees it."""
+    """vLLM's own offloading, unchanged. Each of two vLLMs has a half of the DRAM, and no other sees
+    it."""
 
     extra: Mapping[str, Any] = {}
 

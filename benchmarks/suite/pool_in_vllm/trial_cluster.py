@@ -74,7 +74,7 @@ class TrialPool(MoonpoolPool):
 
     def fill_disk(self) -> None:
         """Another program's file takes all that is free on the disk of the SSD tier. Raises
-        ServerError if that is not a small file system."""
+        ServerError if that disk is not a small file system."""
         place = os.statvfs(self._shape.disk_folder)
         if place.f_frsize * place.f_blocks > MAX_FILLED_BYTES:
             raise ServerError(f"{self._shape.disk_folder} is to be filled: mount a small tmpfs")

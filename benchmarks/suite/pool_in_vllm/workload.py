@@ -1,7 +1,7 @@
 """Conversations and agents of the comparison of pools: what is asked, and in which order.
 
-Prompts are texts in which codes are planted, and each asks for one of its codes. They do not depend
-on answers, so all rows are asked the same.
+Prompts are texts in which codes are planted, and each asks for one of its codes. The prompts do not
+depend on answers, so all rows are asked the same.
 """
 
 from __future__ import annotations

@@ -96,12 +96,12 @@ def _vllm(fleet: EngineFleet, core: str, events: int, replay: int) -> VllmServer
     told = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",  # other than to a wildcard, it connects
+        "endpoint": f"tcp://*:{events}",  # vLLM only listens at a wildcard, and connects to others
         "replay_endpoint": f"tcp://127.0.0.1:{replay}",
     }
     options = cpu_sizes(fleet.kv_tokens, fleet.longest_tokens, fleet.step_tokens)
     flags = ("--kv-events-config", json.dumps(told))
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # has the reset
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM then offers the reset of its cache
     return VllmServer(fleet.vllm_python, fleet.model, core, options, flags, environment)
 
 

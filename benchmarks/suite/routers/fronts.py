@@ -92,7 +92,8 @@ def _vllm_programs(
 
 def program_settings(fleet: EngineFleet) -> dict[str, Any]:
     """One queue for all servers, their KVCache, and, of stubs, the times that its guide tells to
-    measure: means of all, because it has one model for them. Its other defaults hold."""
+    measure: means of all, because it has one model for them. The other defaults of the program
+    hold."""
     settings: dict[str, Any] = {
         "global_queue": True,
         "token_capacity_per_dp_rank": fleet.kv_tokens,
@@ -213,7 +214,7 @@ def tree_cpu_s(pid: int) -> float:
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         own = int(folder.name)
         parents.setdefault(int(fields[1]), []).append(own)
         # Seconds of the process, and of its children that it has waited for.

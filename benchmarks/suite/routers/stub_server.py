@@ -2,8 +2,8 @@
 
     python -m benchmarks.suite.routers.stub_server --port 8100 --model FOLDER [--factor 2]
 
-It stands for a vLLM on a GPU where there is none: routers see its queue, its batch and its cache as
-they would see vLLM's. Answers are token ids without meaning.
+The stub stands for a vLLM on a GPU where there is none: routers see its queue, its batch and its
+cache as they would see vLLM's. Answers are token ids without meaning.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class StubServer:
                 await self._work.wait()
                 ends_s = loop.time()
                 continue
-            ends_s = max(ends_s, loop.time() - took_s) + took_s  # no drift, and no catching up
+            # the clock neither drifts nor catches up
+            ends_s = max(ends_s, loop.time() - took_s) + took_s
             await asyncio.sleep(max(ends_s - loop.time(), 0.0))
             for token in self._engine.end_step():
                 if token.name in self._answers:

@@ -1,10 +1,10 @@
 """A model of the time of one vLLM: its queue, chunked prefill, batch and prefix cache.
 
-It computes nothing. Each step gives every answer one token and fills what is left of its token
-budget with chunks of prompts, first come first served. A step takes as long as its prompt tokens,
-its answers and their contexts say. A prompt computes only what the cache does not have; the cache
-forgets the blocks that were used longest ago. Without room for the next token, the request that
-came last starts again later, as vLLM does. Whoever drives it tells the time.
+The engine computes nothing. Each step gives every answer one token and fills what is left of its
+token budget with chunks of prompts, first come first served. A step takes as long as its prompt
+tokens, its answers and their contexts say. A prompt computes only what the cache does not have; the
+cache forgets the blocks that were used longest ago. Without room for the next token, the request
+that came last starts again later, as vLLM does. The driver of the engine tells the time.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class TimedEngine:
         self.queries = self.hits = self.preemptions = 0
         self.news: list[BlockNews] = []
         self.users: dict[bytes, int] = {}
-        self._unused: OrderedDict[bytes, None] = OrderedDict()  # cached; the oldest use first
-        self.num_free = size.num_blocks  # neither held nor cached
+        # cached blocks; the block of the oldest use comes first
+        self._unused: OrderedDict[bytes, None] = OrderedDict()
+        self.num_free = size.num_blocks  # blocks that are neither held nor cached
         self._plan: list[tuple[TimedRequest, int]] = []
 
     @property
@@ -161,7 +162,7 @@ class TimedEngine:
         found = []
         for request, chunk in self._plan:
             if request not in self.running:
-                continue  # its client has left meanwhile
+                continue  # the client of the answer has left in the meantime
             request.computed += chunk
             self._name_full_blocks(request)
             if request.computed < len(request.tokens):

@@ -1,4 +1,4 @@
-"""What `moonpool doctor` says of the kernels. It imports no torch."""
+"""The checks of the kernels in `moonpool doctor`. This module imports no torch."""
 
 from __future__ import annotations
 

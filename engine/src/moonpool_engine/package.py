@@ -1,4 +1,4 @@
-"""What this engine gives to processes that compute nothing: an `EnginePackage`.
+"""An `EnginePackage`: what this engine gives to processes that compute nothing.
 
 Importing this module imports no torch, and for GGUF files on CPUs none of these functions does but
 `share_weights`. So a head can read its model while another process imports torch.
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def model_info(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> ModelInfo:
-    """As `EnginePackage` says."""
+    """Like `EnginePackage.model_info`."""
     found = None if lora_modules else gguf_file(name)
     if found is not None:
         from moonpool_engine.engine.gguf.info import gguf_info
@@ -44,7 +44,7 @@ def model_info(name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> Mod
 
 
 def describes_quickly(config: Config) -> bool:
-    """As `EnginePackage` says."""
+    """Like `EnginePackage.describes_quickly`."""
     if config.model.lora_modules or config.engine.kind != "moonpool":
         return False
     drafts = config.engine.speculative_config
@@ -53,7 +53,7 @@ def describes_quickly(config: Config) -> bool:
 
 
 def device_and_dtype(config: Config, computes_here: bool) -> tuple[str, str]:
-    """As `EnginePackage` says."""
+    """Like `EnginePackage.device_and_dtype`."""
     device = resolve_device(config.engine.device)
     try:
         check_device(device if computes_here else "cpu")
@@ -63,7 +63,7 @@ def device_and_dtype(config: Config, computes_here: bool) -> tuple[str, str]:
 
 
 def share_weights(config: Config) -> object | None:
-    """As `EnginePackage` says."""
+    """Like `EnginePackage.share_weights`."""
     from moonpool_engine.engine.gguf import shared_weights
 
     return shared_weights.share_weights(config)
@@ -72,7 +72,7 @@ def share_weights(config: Config) -> object | None:
 def fork_parts(
     count: int, end_with: Callable[[int], object], run_line: Callable[[list[str]], object]
 ) -> None:
-    """As `EnginePackage` says."""
+    """Like `EnginePackage.fork_parts`."""
     from moonpool_engine.engine.parallel.spare_process import fork_spares
 
     fork_spares(count, end_with, run_line)

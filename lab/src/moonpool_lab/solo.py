@@ -1,6 +1,6 @@
 """One instance alone, without Conductor, head or other instances.
 
-It gets its attempts as they arrive and alone decides how they are batched.
+The instance gets its attempts as they arrive, and itself decides how they are batched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def solo_attempt(
     **more: Any,
 ) -> AttemptSpec:
     """The first attempt at a prompt of no tenant, which is never late unless `tbt_s` says so.
-    `more`: other fields of the attempt."""
+    `more`: further fields of the attempt."""
     usual: dict[str, Any] = {"tenant": "", "use_cache": True, "timeout_s": NEVER_LATE_S}
     return AttemptSpec(
         attempt_id=AttemptId(name),
@@ -47,7 +47,8 @@ def solo_attempt(
 
 
 class SoloRun:
-    """A mixed instance in virtual time. `hear` gets the tokens that its steps draw."""
+    """A mixed instance in virtual time. `hear` gets the tokens that the steps of the instance
+    draw."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class SoloRun:
         attempts: Sequence[tuple[float, AttemptSpec]],
         hear: Callable[[StepTokens], None],
     ) -> None:
-        """`attempts`: each with the time at which it arrives."""
+        """`attempts`: the attempts, each with the time at which it arrives."""
         self.instance = instance
         self.clock = Clock()
         self._attempts = attempts

@@ -66,7 +66,7 @@ NOT_WITHOUT_CALLS = {
     "/v1/responses/input_tokens",
     "/cluster/upgrade",
 }
-"""Paths of a server that answers calls."""
+"""Paths that only a server that answers calls has."""
 Handler = Callable[[HttpContext], Awaitable[None]]
 
 
@@ -89,8 +89,8 @@ def make_front_app(
 ) -> Starlette:
     """Returns the OpenAI-compatible API over one frontend; it runs on the caller's event loop.
 
-    `models` is closed by the caller. `answers_calls`: without it, only what shows and steers the
-    cluster is there. Raises NoRuleError for a route that `route_rules` lacks.
+    `models` is closed by the caller. `answers_calls`: if it is False, only the endpoints that show
+    and steer the cluster exist. Raises NoRuleError for a route that `route_rules` lacks.
     """
     options = options or ApiOptions()
     models = models or ModelApis(backend, options)
@@ -153,8 +153,8 @@ def make_front_app(
 
 
 _ALSO_WITHOUT_V1 = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/models"})
-"""Clients of llama.cpp leave /v1 out. Other paths without it, such as /completions and /embeddings,
-have meanings of their own there."""
+"""Clients of llama.cpp leave out /v1 before these paths. Other paths without /v1, such as
+/completions and /embeddings, have other meanings in llama.cpp."""
 
 
 def _settle_paths(app: Starlette) -> None:
@@ -172,7 +172,7 @@ def _settle_paths(app: Starlette) -> None:
 
 
 def _allow_origins(app: Starlette, origins: tuple[str, ...]) -> None:
-    """Lets web pages of these origins call the API, if there are any."""
+    """Allows web pages of these origins, if there are any, to call the API."""
     if not origins:
         return
     app.add_middleware(
@@ -202,7 +202,8 @@ class _Endpoint:
         counter: CallBackend | None,
     ):
         """`payload_of` writes an error in the endpoint's format. `counter` counts refusals that the
-        head does not know, or None if they are not those of requests."""
+        head does not know, or is None for an endpoint whose refusals do not count as refused
+        requests."""
         self._handler = handler
         self._access = access
         self._rule = rule
@@ -225,7 +226,7 @@ class _Endpoint:
             if not refused.is_counted:
                 self._note_refused(refused.refusal.reason)
             await self._respond(context, from_refused(refused))
-        except asyncio.CancelledError:  # the server ends, and this client was not the cause
+        except asyncio.CancelledError:  # the server is ending, and this client was not the cause
             text = "The server has stopped. Send the request again."
             await self._respond(context, ApiError(text, status=503, code="server_stopping"))
         except Exception:
@@ -239,7 +240,7 @@ class _Endpoint:
             self._counter.note_refused(reason)
 
     async def _respond(self, context: HttpContext, error: ApiError) -> None:
-        if context.started:  # the status line is sent: the connection ends early instead
+        if context.started:  # the status line has been sent, so the connection ends early instead
             return
         payload = self._payload_of(error, context.request_id)
         await context.respond(error.status, payload, headers=error.headers)
@@ -278,11 +279,12 @@ class DatedState(ServerState):
 
     @default_headers.setter
     def default_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Ignores what uvicorn sets: the list is made again in each second in which it is read."""
+        """Ignores what uvicorn sets: the list is built again in each second in which it is read."""
 
 
 class HttpServer(uvicorn.Server):
-    """`await serve(sockets=[...])` returns after `should_exit` is set. It handles no signals."""
+    """`await serve(sockets=[...])` returns after `should_exit` is set. `HttpServer` handles no
+    signals."""
 
     def __init__(
         self, config: uvicorn.Config, tls: TlsFiles | None = None, shares_port: bool = False
@@ -307,12 +309,13 @@ class HttpServer(uvicorn.Server):
             self._exit.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Holds connections that another head can continue from their first moment."""
+        """From their first moment, holds connections in such a way that another head can continue
+        them."""
         keeps = self._protocol_class().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:
             acceptors = [Acceptor(sock, self._begin, self._most_at_once) for sock in sockets or ()]
-            self.servers = cast(list[asyncio.Server], acceptors)  # uvicorn closes them
+            self.servers = cast(list[asyncio.Server], acceptors)  # uvicorn closes these acceptors
 
     def _begin(self, sock: socket.socket) -> LimitedProtocol:
         protocol_class = self._protocol_class()
@@ -333,14 +336,15 @@ class HttpServer(uvicorn.Server):
         await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
 
     async def adopt(self, sock: socket.socket) -> None:
-        """Serves a connection of another head, on which no call is under way."""
+        """Serves a connection of another head on which no call is under way."""
         protocol = self._new_protocol()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
         protocol.await_next()
 
     async def hand_over(self, give: Callable[[int], None], calls_s: float) -> None:
-        """Accepts no more, and gives away the file descriptors of connections without a call.
-        Returns when all others have kept answers; calls without one may take `calls_s`."""
+        """Accepts no more connections, and gives away the file descriptors of connections without a
+        call. Returns when all other connections have kept answers; calls without an answer may take
+        `calls_s`."""
         for listener in self.servers:
             listener.close()
         loop = asyncio.get_running_loop()
@@ -370,7 +374,7 @@ class HttpServer(uvicorn.Server):
         )
 
     async def main_loop(self) -> None:
-        """Waits until `should_exit` is set. uvicorn's own loop turns ten times a second."""
+        """Waits until `should_exit` is set. (The loop of uvicorn runs ten times a second.)"""
         self._loop = asyncio.get_running_loop()
         while not self._exit.is_set():
             if self._tls is not None:
@@ -395,15 +399,16 @@ def http_server(
 ) -> HttpServer:
     """Returns the server. Responses may go on for `drain_s` seconds after `should_exit`.
 
-    With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`. `mark` shows on which
-    call it works. `shares_port`: other processes accept on the same socket.
+    With `tls` it serves HTTPS alone. `keeper` holds the logs of `answers`. `mark` shows which call
+    is being processed. `shares_port`: whether other processes accept on the same socket.
     """
     config = uvicorn.Config(
         app,
         loop="uvloop",
         http=limited_protocol(keeper=keeper, answers=answers, mark=mark),
         ws="none",
-        proxy_headers=False,  # the address is that of the connection, whatever a header says
+        # the client's address is that of the connection, whatever a header says
+        proxy_headers=False,
         lifespan="off",
         access_log=False,
         log_config=None,  # uvicorn would otherwise set up logging for the whole process

@@ -1,8 +1,8 @@
 """The JSON bodies that clients send: their fields and types, decoded strictly in one pass.
 
-Owns which fields exist. `sampling` and `generate` check ranges and meanings. `check_unsupported`
-rejects a field that is listed here but not served, unless its value has no effect. A field that is
-not listed is rejected too, unless it is empty or false.
+This module owns which fields exist. `sampling` and `generate` check ranges and meanings.
+`check_unsupported` rejects a field that is listed here but not served, unless its value has no
+effect. A field that is not listed is rejected too, unless it is empty or false.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from moonpool.api.errors import ApiError
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # the usage so far in every chunk, as in vLLM
-    include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
+    # whether every chunk has the usage so far, as in vLLM
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers, which is never sent
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """`schema`: that of the object, in llama.cpp's and Together's form."""
+    """`schema`: the schema of the object, in llama.cpp's and Together's form."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -41,7 +42,8 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's field: exactly one of these. `grammar` is in Lark or in GBNF."""
+    """vLLM's `structured_outputs`, of which exactly one field is set. `grammar` is in Lark or in
+    GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -85,7 +87,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    # Documented by OpenAI or vLLM, without effect here.
+    # Fields that OpenAI or vLLM document and that have no effect here.
     include_reasoning: Any = None
     user: Any = None
     metadata: Any = None
@@ -147,7 +149,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `input` or vLLM's `messages`."""
+    """The body has either `input` or vLLM's `messages`."""
 
     model: str | None = None
     input: str | list[str | int | list[int]] | None = None
@@ -166,7 +168,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`."""
+    """The body has either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -248,7 +250,7 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Older names of vLLM for the fields of `structured_outputs`."""
+"""vLLM's older names for the fields of `structured_outputs`."""
 _GUIDED_HINTS = ("guided_decoding_backend", "guided_whitespace_pattern")
 
 
@@ -261,10 +263,10 @@ def _is_empty(value: msgspec.Raw) -> bool:
 
 
 def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
-    """Returns the body without unknown fields that are empty or false, including within its
+    """Returns the body without unknown fields that are empty or false, including those within its
     objects, and with vLLM's older names replaced. Called only for a body with an unknown field.
 
-    Values are not decoded, so that an error in one of them is found in its place.
+    Values are not decoded here, so that an error in a value is found where it is decoded.
     """
     given = _GIVEN.decode(raw)
     known = _field_types(body_type)
@@ -288,7 +290,8 @@ def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
 
 @cache
 def _field_types(body_type: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct] | None]:
-    """The fields of a body, with the type of those that are an object with known fields."""
+    """Returns the fields of a body, with the type of each field that is an object with known
+    fields."""
 
     def struct_in(hint: Any) -> type[msgspec.Struct] | None:
         types = (hint, *get_args(hint))
@@ -316,7 +319,8 @@ def _explain(text: str) -> ApiError:
     """Converts msgspec's error text to OpenAI's."""
     match = _AT.match(text)
     assert match is not None
-    # A key of a free object has no name there: the field that holds it is named.
+    # A key of a free-form object is unknown here, so the error names the field that holds the
+    # object.
     what, path = match["what"], (match["path"] or "").partition("[...]")[0] or None
     unknown = _UNKNOWN.match(what)
     if unknown:

@@ -1,10 +1,10 @@
-"""Reads bodies: small ones at once, where only our own code reads them, and the others in processes
-that the head's loop does not wait for.
+"""Reads bodies: small bodies at once, where only moonpool's own code reads them, and all others in
+processes that the head's loop does not wait for.
 
-A model's chat template and its tokenizer come from elsewhere. They run in a process with limits on
-time and memory. This holds for small bodies too, of which it has many at a time. There is one
-process for large bodies and one for huge ones, so that a huge body delays few others. Each serves
-the parties (see `SharedBuffer`) in turn. The queue is bounded and keeps deadlines.
+A model's chat template and its tokenizer come from outside. So both run in a process with limits on
+time and memory. This holds for small bodies too, of which that process reads many at a time. There
+is one process for large bodies and one for huge ones, so that a huge body delays few others. Each
+process serves the parties (see `SharedBuffer`) in turn. The queue is bounded and keeps deadlines.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ log = limited_logger("moonpool.head")
 
 HUGE_BYTES = 2 << 20
 SMALL_AT_A_TIME = 64
-"""Small bodies that are in their process at a time, so that it never waits for the head's loop."""
+"""Number of small bodies that are sent to their process at a time, so that it never waits for the
+head's loop."""
 MOST_SMALL_WAITING = 16_384
-"""The same number as of connections."""
+"""This many small bodies may wait, which is also the limit of connections."""
 TRY_AGAIN_S = 10.0
-"""Time between two processes that could not load the tokenizer."""
+"""Time between two processes that failed to load the tokenizer."""
 MOST_HALVINGS = 3
 
 
@@ -76,7 +77,8 @@ class BodyReader:
         return call
 
     async def respond(self, kind: Kind, raw: bytes, party: str, timeout_s: float) -> bytes:
-        """Returns a whole response, of an endpoint that generates nothing. Raises as `call`."""
+        """Returns a whole response, of an endpoint that generates nothing. Raises the same errors
+        as `call`."""
         if self._reads_here(raw):
             found = await getattr(self._preparer, kind)(raw)
             assert isinstance(found, bytes)
@@ -84,7 +86,7 @@ class BodyReader:
         return (await self._run(kind, raw, party, timeout_s)).response
 
     def _reads_here(self, raw: bytes) -> bool:
-        """Whether the body is read in this process; from now on by the present card."""
+        """Whether the body is read in this process; uses the present card for later bodies."""
         if self._preparer.card is not self._backend.card:
             self._preparer.use(self._backend.card)
         if not self._options.tokenizer:
@@ -116,12 +118,13 @@ class BodyReader:
 
 
 def is_foreign(options: ApiOptions) -> bool:
-    """Whether a tokenizer or a chat template is used that is not our own."""
+    """Whether the tokenizer or chat template in use is not moonpool's own."""
     return options.tokenizer != BYTE_TOKENIZER or bool(options.chat_template)
 
 
 def body_start(options: ApiOptions, vocab_size: int, yields: bool = False) -> BodyStart:
-    """What a process needs to know. `yields`: to running answers, when cores are scarce."""
+    """Returns what a process needs to know before it reads bodies. `yields`: whether it yields to
+    running answers when cores are scarce."""
     return BodyStart(
         tokenizer=options.tokenizer,
         parts=options.tokenizer_parts,
@@ -135,7 +138,7 @@ def body_start(options: ApiOptions, vocab_size: int, yields: bool = False) -> Bo
 
 
 class BodyWorker:
-    """One process, and the bodies that wait for it."""
+    """One process, and the bodies that wait for this process."""
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class BodyWorker:
         most_waiting: int = MAX_WAITING,
         first: BodyClient | None = None,
     ) -> None:
-        """`places`: bodies that are in the process at a time. `first`: see `BodyReader`."""
+        """`places`: how many bodies are in the process at a time. `first`: see `BodyReader`."""
         self._helper = Helper(lambda: BodyClient(start), first)
         self._shares = places > 1
         self._turns = FairTurns(
@@ -155,7 +158,8 @@ class BodyWorker:
         self._patience = Patience()
 
     async def read(self, party: str, kind: Kind, raw: bytes, card: ModelCard) -> BodyResult:
-        """A process that ended with this body is replaced once. Raises ApiError."""
+        """Reads a body. If the process ends while reading it, another process tries once more.
+        Raises ApiError."""
         num_ended = 0
         while True:
             async with self._patience.turn(party), self._turns.turn(party):
@@ -185,14 +189,15 @@ class BodyWorker:
             return await process.read(work, card)
         except asyncio.CancelledError:
             if not self._shares:
-                process.end()  # it may be in the middle of this body, which may be large
+                process.end()  # the process may be in the middle of this body, which may be large
             raise
 
     def close(self) -> None:
         self._helper.close()
 
     async def _ready(self) -> BodyClient:
-        """Returns the process; a new one if it has ended. Raises ApiError, `RequestRefused`."""
+        """Returns the process, or a new process if it has ended. Raises ApiError,
+        `RequestRefused`."""
         process = self._helper.process
         if process is not None and process.is_ready:
             return process
@@ -212,20 +217,20 @@ class BodyWorker:
 
 
 class Patience:
-    """How long a party's bodies may take: half as long after each that took too much, down to an
-    eighth. The party's bodies are read one by one until one of them stays within its time.
-    So they cost other parties little."""
+    """How long a party's bodies may take: half as long after each body that took too much, down to
+    an eighth. The bodies of such a party are read one by one until one of them stays within its
+    time. So these bodies cost other parties little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     def __len__(self) -> int:
-        """Parties whose bodies have less time than those of others."""
+        """Returns the number of parties whose bodies have less time than those of others."""
         return len(self._halvings)
 
     def of(self, party: str, num_bytes: int) -> float:
-        """CPU seconds for a body of this size."""
+        """Returns the CPU seconds for a body of this size."""
         seconds: float = body_s(num_bytes) / 2 ** self._halvings.get(party, 0)
         return seconds
 

@@ -1,11 +1,12 @@
 """The process that reads bodies: `python -m moonpool.api.body_process PARENT_PID FD`.
 
-It is a helper process (`helpers`) whose frames are msgpack. The first one is `BodyStart`, and its
-reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a `UseCard` gets none. FD: of
-the memory where it notes what it does (`StageNote`).
+The body process is a helper process (`helpers`) whose frames are msgpack. The first frame is
+`BodyStart`, and its reply `BodyReady`. Then each `BodyWork` gets a `BodyResult`, in order; a
+`UseCard` gets none. FD is the memory in which the process notes what it does (`StageNote`).
 
-It is a process and not a thread because large bodies hold the interpreter, so the head's loop would
-stand still for seconds, and because a model's chat template or tokenizer may not end at all.
+The body process is a process and not a thread because large bodies hold the interpreter, so the
+head's loop would stand still for seconds, and because a model's chat template or tokenizer may not
+end at all.
 """
 
 from __future__ import annotations
@@ -67,16 +68,16 @@ Kind = Literal[
     "routed",
     "pooling",
 ]
-BYTE_TOKENIZER = "bytes"  # as in `engine.tokenizers`
+BYTE_TOKENIZER = "bytes"  # same value as in `engine.tokenizers`
 LARGE_BYTES = 64 << 10
 MAX_REMEMBERED = 4096
 MAX_REST_BYTES = 1 << 20
-"""Largest body without its prompt. The head's loop decodes it."""
+"""Size of the largest body without its prompt. The head's event loop decodes that part."""
 
 
 class BodyStart(Struct, frozen=True):
-    """What the process needs to know. `tokenizer` is as in `engine.builtin.LoadedModel`; `parts`
-    are what its file holds, if that is not a folder."""
+    """What the process needs to know. `tokenizer`: as in `engine.builtin.LoadedModel`; `parts`: the
+    content of the tokenizer's file, if that is not a folder."""
 
     tokenizer: str
     parts: TokenizerParts | None
@@ -85,17 +86,18 @@ class BodyStart(Struct, frozen=True):
     served_names: tuple[str, ...]
     max_choices: int
     max_logprobs: int
-    yields: bool  # to running answers, when cores are scarce
+    yields: bool  # whether it yields to running answers when cores are scarce
 
 
 class BodyReady(Struct, frozen=True):
-    """The tokenizer is loaded and the template compiles; else `error` says why not."""
+    """Reports that the tokenizer is loaded and the template compiles; otherwise `error` says why
+    not."""
 
     error: str = ""
 
 
 class BodyWork(Struct, frozen=True, tag=True):
-    """One body. `num_replies`: how many its sender had from this process."""
+    """One body. `num_replies`: how many replies its sender has had from this process."""
 
     kind: Kind
     raw: bytes
@@ -125,7 +127,7 @@ class BodyError(Struct, frozen=True):
 
 
 class BodyResult(Struct, frozen=True):
-    """The result: an error, a whole response, or a call.
+    """The result of reading a body: an error, a whole response, or a call.
 
     `body` and `original` are JSON without the prompt. Each prompt is an array of int32.
     """
@@ -138,11 +140,12 @@ class BodyResult(Struct, frozen=True):
     echoes: tuple[str, ...] = ()
     grammar: str = ""
     grammar_field: str = ""
-    num_calls: int = 0  # of tools, in the messages
+    num_calls: int = 0  # number of tool calls in the messages
     bad_words: tuple[BadWord, ...] = ()
-    was_exhausted: bool = False  # it took all the time or memory that it might
+    was_exhausted: bool = False  # whether the body took all the time or memory that it was allowed
     fault: str = ""  # a traceback
-    was_left: bool = False  # it was not read: another of its party had just taken too much
+    # whether it was left unread because another body of its party had just taken too much
+    was_left: bool = False
     num_tokens: int = 0
     is_exact: bool = False
 
@@ -165,7 +168,7 @@ _READ_ALREADY = (
 
 
 def pack(kind: Kind, prepared: PreparedCall) -> BodyResult:
-    """Returns the call without what only its preparation needed. Raises `ApiError`."""
+    """Returns the call without the fields that only its preparation needed. Raises `ApiError`."""
     body, original = prepared.body, prepared.original
     if isinstance(original, ForwardedBody):
         return BodyResult(
@@ -238,7 +241,7 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
 
 
 class _Noted:
-    """A tokenizer whose user is seen from outside while it renders and tokenises."""
+    """A tokenizer whose present work can be seen from outside while it renders and tokenises."""
 
     def __init__(self, tokenizer: Tokenizer, note: StageNote) -> None:
         self._tokenizer = tokenizer
@@ -271,7 +274,7 @@ async def _here(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs what waits for nothing, without an event loop."""
+    """Runs a coroutine that waits for nothing, without an event loop."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -280,7 +283,7 @@ def _finished(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def perform(preparer: Preparer, work: BodyWork) -> BodyResult:
-    """Prepares one body. Its errors are in the result. Raises MemoryError."""
+    """Prepares one body. The errors of the work are in the result. Raises MemoryError."""
     try:
         found = _finished(getattr(preparer, work.kind)(work.raw))
         return BodyResult(response=found) if isinstance(found, bytes) else pack(work.kind, found)
@@ -300,8 +303,8 @@ class _Reader:
         self._tokenizer.check_chat_template()
         self._limits.settle()
         self._preparer: Preparer | None = None
-        self._num_replies = 1  # that it is ready
-        self._exhausted: dict[str, int] = {}  # by party: the reply of the last one
+        self._num_replies = 1  # counts the reply that the process is ready
+        self._exhausted: dict[str, int] = {}  # number of the last exhausted reply, by party
 
     def use(self, card: ModelCard) -> None:
         if self._preparer is not None:
@@ -318,7 +321,8 @@ class _Reader:
     def read(self, work: BodyWork) -> BodyResult:
         self._num_replies += 1
         if work.num_replies < self._exhausted.get(work.party, 0):
-            return BodyResult(was_left=True)  # its sender does not know yet
+            # the sender does not know yet that the party was exhausted
+            return BodyResult(was_left=True)
         result = self._read(work)
         if result.was_exhausted:
             if len(self._exhausted) == MAX_REMEMBERED:
@@ -336,9 +340,9 @@ class _Reader:
             error = too_long(work.kind, self._note.stage, work.limit_s)
         except MemoryError:
             error = too_large(work.kind, self._note.stage)
-        except Exception:  # a fault of ours
+        except Exception:  # a fault of moonpool itself
             return BodyResult(fault=traceback.format_exc())
-        except BaseException as panic:  # of the tokenizers library
+        except BaseException as panic:  # a panic of the tokenizers library
             error = limit_error(work.kind, self._note.stage, f"fails ({shown_name(str(panic))})")
             return BodyResult(error=BodyError.of(error))
         return BodyResult(error=BodyError.of(error), was_exhausted=True)
@@ -361,7 +365,7 @@ def main(parent_pid: int, note_fd: int) -> None:
         parent.send(_encode(BodyReady(error=f"{where}: {error}")))
         return
     except (LimitReachedError, MemoryError):
-        return  # its parent sees that it did not get ready
+        return  # the parent sees that the process did not get ready
     parent.send(_encode(BodyReady()))
     while (frame := parent.receive()) is not None:
         work = _FRAME.decode(frame)
@@ -371,8 +375,8 @@ def main(parent_pid: int, note_fd: int) -> None:
         result = reader.read(work)
         parent.send(_encode(result))
         if (result.was_exhausted or len(work.raw) > LARGE_BYTES) and not limits.has_room:
-            break  # another process takes its place
-    os._exit(0)  # at once: what is left takes long to free
+            break  # another process takes the place of this one
+    os._exit(0)  # ends at once, because the remaining objects take long to free
 
 
 def open_tokenizer(start: BodyStart) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""What the headers of a call say of it: its SLO and its time limit, and its trace (the W3C
+"""Reads what the headers of a call say: its SLO, its time limit, and its trace (the W3C
 `traceparent`)."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TimeLimits:
         return self.arrived_s + self.timeout_s
 
     def since(self, arrived_s: float) -> TimeLimits:
-        """The same for a call that arrived at an earlier head."""
+        """Returns the same limits for a call that arrived at an earlier head."""
         return replace(self, arrived_s=arrived_s)
 
     def left_s(self, now: float) -> float:
@@ -46,8 +46,8 @@ class TimeLimits:
 
 
 def limits_of(context: HttpContext, backend: ModelBackend) -> TimeLimits:
-    """Returns the limits of a call that arrives now: those of its headers, else the levels of its
-    class and the server's limit. Raises ApiError."""
+    """Returns the limits of a call that arrives now: from its headers, or else from the levels of
+    its class and the server's limit. Raises ApiError."""
     named = context.headers.get(b"x-slo-class", b"").decode("utf-8", "replace")
     levels = backend.slo
     if named and not levels.has(named):
@@ -63,7 +63,8 @@ def limits_of(context: HttpContext, backend: ModelBackend) -> TimeLimits:
 
 
 def seconds_of(raw: bytes | str | None, header: str) -> float | None:
-    """Reads a header in milliseconds, if it is there. Raises ApiError."""
+    """Returns the seconds of a header in milliseconds, or None if the header is missing. Raises
+    ApiError."""
     if raw is None:
         return None
     try:
@@ -77,7 +78,8 @@ def seconds_of(raw: bytes | str | None, header: str) -> float | None:
 
 
 def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
-    """Joins tenant and salt. A tenant's name has no '/', so no salt can imitate another tenant.
+    """Joins the names of the tenant and the salt. A tenant's name has no '/', so no salt can
+    imitate another tenant.
 
     Raises ApiError.
     """
@@ -89,10 +91,10 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
 
 
 def read_traceparent(header: bytes, exports: bool) -> TraceContext | None:
-    """Returns the context of one call; None if nobody traces it.
+    """Returns the trace context of one call, or None if no one traces it.
 
-    A malformed header counts as none, as the standard demands. `exports`: this server sends spans
-    to a collector; it then begins a trace of its own for a call without the header.
+    A malformed header counts as none, as the standard demands. `exports`: whether this server sends
+    spans to a collector; it then begins a new trace for a call without the header.
     """
     parts = _HEADER.fullmatch(header)
     span_id = secrets.token_hex(8)
@@ -103,7 +105,7 @@ def read_traceparent(header: bytes, exports: bool) -> TraceContext | None:
     sampled = bool(int(parts[4], 16) & _SAMPLED)
     return TraceContext(
         trace_id=parts[2].decode(),
-        # Without a span of our own, the engine's spans belong under the client's.
+        # Without a span of the server, the engine's spans belong under the client's span.
         span_id=span_id if exports else parts[3].decode(),
         parent_id=parts[3].decode(),
         sampled=sampled,
@@ -120,7 +122,7 @@ def _is_valid(parts: re.Match[bytes]) -> bool:
 
 
 def beside(context: TraceContext) -> TraceContext:
-    """Returns the context of a further answer of the same call: a span of its own."""
+    """Returns the context of a further answer of the same call, with a separate span."""
     if not context.exported:
         return context
     return msgspec.structs.replace(context, span_id=secrets.token_hex(8))

@@ -1,7 +1,7 @@
 """One choice: the output for one prompt as it grows.
 
-Owns the steps between the head's tokens and the client's text: unfinished characters, stop strings,
-counts, and the finish reason. The JSON is written elsewhere.
+This class owns the steps between the head's tokens and the client's text: unfinished characters,
+stop strings, counts, and the finish reason. The JSON is written by other modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moonpool.types import FinishReason, Request, Token, TokenLogprobs
 NO_OUTPUT = Output()
 NOTHING_SAID = Said()
 REPLAYED_PER_TURN = 64
-"""Known increments that are sent before other calls get their turn."""
+"""Most known increments that are sent in a row before other calls get their turn."""
 
 
 class Delta(NamedTuple):
@@ -36,19 +36,20 @@ class Delta(NamedTuple):
     choice: Choice
     text: str
     tokens: Sequence[Token]
-    finish_reason: FinishReason | None  # of this increment; the choice itself may be ahead
+    # finish reason of this increment; the choice itself may be ahead
+    finish_reason: FinishReason | None
     calls: Sequence[ToolCallDelta] = ()
-    output: Output = NO_OUTPUT  # that it was made from
-    reasoning: str = ""  # before the text
-    parts: Sequence[Said] = ()  # all of it in its order, with the tokens of each part
+    output: Output = NO_OUTPUT  # the output from which the increment was made
+    reasoning: str = ""  # reasoning before the text
+    parts: Sequence[Said] = ()  # all parts in their order, with the tokens of each part
 
     def in_order(self) -> Sequence[Said]:
-        """Returns what was said in the order of the output."""
+        """Returns the parts in the order of the output."""
         return self.parts or (Said(self.text, self.calls, self.reasoning, self.tokens),)
 
 
 Take = Callable[[Delta], Awaitable[None]]
-"""Takes an increment to the client. The next one is awaited afterwards."""
+"""Sends an increment to the client. The next increment is awaited afterwards."""
 
 
 class Choice:
@@ -64,27 +65,29 @@ class Choice:
         shown: Mapping[int, str] | None = None,
     ):
         """`reader` tells reasoning and tool calls from the text. `shown`: the texts of special
-        tokens that it reads."""
+        tokens that the reader needs."""
         self.index = index
         self.request = request
         self.echo: str | None = None  # the prompt's text, if the client wants it before the output
-        self.hide_output = False  # the client asked for no tokens, the engine computed one
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # from the second token on
+        # whether the client asked for no tokens, so that the engine's one token is hidden
+        self.hide_output = False
+        # logprobs of the prompt, from the second token on
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_tokens = 0
-        self.reasoning_tokens = 0  # of the output, whose text is reasoning
+        self.reasoning_tokens = 0  # tokens of the output whose text is reasoning
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
         self.delivered: list[int] | None = None  # tokens the client has from another head
         self.hide_reasoning = False
-        self.one_by_one = False  # each token is an increment of its own
-        self.has_tools = False  # calls are read
+        self.one_by_one = False  # whether each token is a separate increment
+        self.has_tools = False  # whether tool calls are read
         self._reader = reader
         self._unsaid: list[Token] = []  # tokens whose text the reader holds back
         self._called = False
-        self.answer_grammar = ""  # the answer after the reasoning satisfies it
-        self._raw: list[str] = []  # the text of a structured output
+        self.answer_grammar = ""  # grammar that the answer after the reasoning must satisfy
+        self._raw: list[str] = []  # texts of a structured output
         self._ending = ending
         self._tokenizer = tokenizer
         skips = ending.skip_special_tokens
@@ -92,8 +95,8 @@ class Choice:
         self._stops = StopMatcher(ending.stops, ending.include_stop) if ending.stops else None
 
     async def run(self, backend: ModelBackend, take: Take) -> None:
-        """Gives each increment to `take` until the output ends. An error of `take`, or to be
-        cancelled, aborts the request.
+        """Passes each increment to `take` until the output ends. An error in `take`, or
+        cancellation, aborts the request.
 
         Raises `RequestRefused`, and RuntimeError if the outputs stop without a finish reason.
         """
@@ -124,7 +127,8 @@ class Choice:
 
     async def _judged(self, output: Output, backend: ModelBackend) -> Delta:
         """Takes an output, and tells the head if the answer ended otherwise than the engine says:
-        by a stop string, or as no valid one. This does not wait for a client that reads slowly."""
+        by a stop string, or as an invalid answer. This does not wait for a client that reads
+        slowly."""
         request_id = self.request.request_id
         try:
             delta = self._delta(output)
@@ -150,7 +154,8 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """`finish_reason` in OpenAI's terms. A call that a stop string has cut does not count."""
+        """Returns `finish_reason` in OpenAI's terms. A call that a stop string has cut does not
+        count."""
         if self.finish_reason is not FinishReason.STOP or not self._called:
             return self.finish_reason
         is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call
@@ -158,7 +163,7 @@ class Choice:
 
     @property
     def ending_key(self) -> tuple[object, ...]:
-        """What ends the output, in a form that is the same in all processes."""
+        """Returns what ends the output, in a form that is the same in all processes."""
         ending = self._ending
         return (
             ending.stops,
@@ -170,7 +175,8 @@ class Choice:
         )
 
     def text_offsets(self, start: int = 0) -> TextOffsets:
-        """Counts the characters of the output's text. `start`: characters before it."""
+        """Counts the characters of the output's text. `start`: the number of characters before the
+        text."""
         return TextOffsets(self._tokenizer, self._ending.skip_special_tokens, start)
 
     async def _check_structure(self) -> None:
@@ -183,13 +189,15 @@ class Choice:
             await check_satisfied(self.answer_grammar, plain("".join(self._raw)[begin:]))
 
     def _read(self, delta: Delta, texts: Sequence[str], reader: OutputReader) -> Delta:
-        """Returns the increment as the reader tells its parts. `texts`: the texts of its tokens."""
+        """Returns the increment with the parts that the reader finds. `texts`: the texts of its
+        tokens."""
         parts: list[Said] = []
-        for token, text in zip(delta.tokens, texts, strict=False):  # the last may have no text
+        # the last token may have no text
+        for token, text in zip(delta.tokens, texts, strict=False):
             self._unsaid.append(token)
             self._keep_parts(reader.push(text), parts)
             if text and not reader.holds:
-                self._unsaid = []  # they are marks
+                self._unsaid = []  # these tokens are marks
         rest = delta.text[sum(map(len, texts)) :]
         if rest:
             self._keep_parts(reader.push(rest), parts)
@@ -205,7 +213,7 @@ class Choice:
         )
 
     def _keep_parts(self, found: Sequence[Said], parts: list[Said]) -> None:
-        """Gives the first of these parts the tokens that it was made from, and counts those."""
+        """Gives the first of these parts the tokens of the increment, and counts the tokens."""
         for part in found:
             tokens, self._unsaid = self._unsaid, []
             if part.reasoning:
@@ -222,7 +230,7 @@ class Choice:
         """Returns the increment. Adds the text of each of its tokens to `texts`."""
         if output.finish_reason is FinishReason.ABORT:
             raise RequestRefused(503, "aborted", "The server aborted this request. Send it again.")
-        if not self.delivered:  # else the client was told already
+        if not self.delivered:  # otherwise the client was told already
             self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings_s = output.timings_s or self.timings_s
         tokens = output.tokens
@@ -241,7 +249,7 @@ class Choice:
                 if token_id in self._ending.silent_token_ids:
                     break
             texts.append(self._pass(self._text_stream.push(token_id)))
-            if self.finish_reason is not None:  # a stop string: the output ends here
+            if self.finish_reason is not None:  # a stop string was found, so the output ends here
                 said = tokens[: position + 1]
                 return Delta(self, "".join(texts), said, self.finish_reason, (), output)
         text = "".join(texts)
@@ -269,7 +277,7 @@ class Choice:
 
 
 def _pieces(output: Output) -> list[Output]:
-    """The output token by token."""
+    """Yields the output token by token."""
     if len(output.tokens) < 2:
         return [output]
     pieces = [Output((token,), None, output.cached_tokens) for token in output.tokens]
@@ -287,7 +295,8 @@ async def run_choices(
     known: Sequence[Delivered] = (),
     spend: Callable[[Delta], None] | None = None,
 ) -> None:
-    """Runs all choices of a call side by side. If one fails, all end and its error is raised.
+    """Runs all choices of a call side by side. If one choice fails, all choices end and its error
+    is raised.
 
     Each increment is logged in `kept`, counted by `spend`, and given to `take`. Increments that
     `kept` already has, and tokens `known` from another connection, are sent again. Raises

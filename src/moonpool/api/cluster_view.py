@@ -1,4 +1,4 @@
-"""What shows and steers the cluster, as the HTTP layer asks for it: the head may be another
+"""What shows and steers the cluster, as the HTTP layer asks for it; the head may be another
 process."""
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from moonpool.api.serving_backend import ModelBackend, ServingBackend
 
 class ClusterView:
     """Answers questions about the whole cluster, even from a process that is not its head. The
-    answers are those of `ServingBackend`."""
+    answers are the same as those of `ServingBackend`."""
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
-        """`ask`: takes a question, which has the name of a method here, and its arguments."""
+        """`ask`: takes a question, which is the name of a method of this class, and its
+        arguments."""
         self._ask = ask
 
     async def num_calls(self, own: int) -> int:
-        """Returns the calls under way in all processes that answer calls; `own` are in this."""
+        """Returns the number of calls under way in all processes that answer calls; `own` of them
+        are in this process."""
         found: int = await self._ask("num_calls", own)
         return found
 
@@ -67,7 +69,7 @@ class ClusterView:
 
 
 def own_view(head: ServingBackend) -> ClusterView:
-    """The view of a head in this process."""
+    """Returns the view of a head in this process."""
 
     async def ask(question: str, *arguments: Any) -> Any:
         if question == "num_calls":

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts become vectors, each by one request that only prefills."""
+"""`/v1/embeddings`: texts become vectors, each by a request that only prefills."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams
 
 MAX_RUNNING = 32
-"""Requests of one call that run at a time: the others do not count as arrived, so they do not wait.
+"""Most requests of one call that run at a time: the others do not count as arrived, so they do not
+wait.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all requests of one call share."""
+    """State that all requests of one call share."""
 
     tenant: str
     adapter: str
     limits: TimeLimits
     priority: int
-    delivered: tuple[int, ...] | None  # (): an earlier head admitted the call
+    delivered: tuple[int, ...] | None  # () if an earlier head admitted the call
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Embedder(ModelEndpoint):
         shared: _Shared,
         kept: KeptStream | None,
     ) -> list[_Found]:
-        """Runs one request per prompt. If one fails, all end and its error is raised."""
+        """Runs one request per prompt. If one request fails, all end and its error is raised."""
         room = asyncio.Semaphore(MAX_RUNNING)
 
         async def one(index: int, token_ids: tuple[int, ...]) -> _Found:
@@ -164,7 +165,8 @@ class Embedder(ModelEndpoint):
 
 
 def shortened(embedding: bytes, dimensions: int | None) -> bytes:
-    """Returns the first numbers of an embedding, scaled to length 1 again. All are float32."""
+    """Returns the first numbers of an embedding, scaled to length 1 again. All numbers are
+    float32."""
     vector = np.frombuffer(embedding, "<f4")
     if dimensions is None or dimensions == len(vector):
         return embedding

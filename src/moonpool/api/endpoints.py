@@ -43,11 +43,12 @@ class Inspector:
         await context.respond(503 if self._backend.not_ready() else 200, b"", b"text/plain")
 
     async def live(self, context: HttpContext) -> None:
-        """Answers as long as the server's loop turns: a supervisor restarts it otherwise."""
+        """Answers as long as the server's event loop turns; otherwise a supervisor restarts the
+        server."""
         await _respond(context, {"live": True})
 
     async def ready(self, context: HttpContext) -> None:
-        """Answers load balancers: 503 with the reason while requests should go elsewhere."""
+        """Answers load balancers: 503 with the reason while requests should go to other servers."""
         reason = self._backend.not_ready()
         body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
         await context.respond(503 if reason else 200, body)
@@ -72,7 +73,7 @@ class Inspector:
         await _respond(context, await self._view.cluster(tenant))
 
     async def hot(self, context: HttpContext) -> None:
-        """Takes `?limit=N`, the most prefixes to return. Block keys do not tell their tenant.
+        """Takes `?limit=N`, the most prefixes to return. Block keys do not reveal their tenant.
 
         Raises ApiError for a limit out of range.
         """
@@ -83,13 +84,13 @@ class Inspector:
         await _respond(context, {"prefixes": found})
 
     async def beliefs(self, context: HttpContext) -> None:
-        """Shows what the Conductor assumes of each instance; `?model=NAME`: of another model than
-        the default."""
+        """Shows what the Conductor assumes of each instance; `?model=NAME` chooses another model
+        than the default."""
         await _respond(context, await self._view.beliefs(_asked(context, "model")))
 
     async def event_log(self, context: HttpContext) -> None:
-        """The log holds the token ids of all tenants' prompts and answers. `?model=NAME` takes
-        another model's than the default's. Raises ApiError for an unknown model."""
+        """The log holds the token ids of all tenants' prompts and answers. `?model=NAME` chooses
+        the log of another model than the default. Raises ApiError for an unknown model."""
         name = _asked(context, "model")
         log = await self._view.event_log(name)
         if log is None:
@@ -98,13 +99,13 @@ class Inspector:
         await context.respond(200, log, b"application/octet-stream")
 
     async def explain(self, context: HttpContext) -> None:
-        """Takes a request id or the id of a response. Raises ApiError (404) for an unknown one."""
+        """Takes a request id or the id of a response. Raises ApiError (404) for an unknown id."""
         given_id = context.scope["path_params"]["request_id"]
         request_id = given_id
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
         tenant = context.tenant
-        if context.is_operator:  # may name another tenant: `?tenant=NAME`
+        if context.is_operator:  # an operator may name another tenant: `?tenant=NAME`
             tenant = _asked(context, "tenant") or tenant
         found = await self._view.explain(scoped_id(tenant, request_id))
         if found is None:
@@ -118,8 +119,8 @@ class Inspector:
         await self._respond_to_body("tokenize", context)
 
     async def tokenizer_info(self, context: HttpContext) -> None:
-        """What `tokenizer_config.json` says, as vLLM shows it; `?model=NAME`: that of another model
-        than the default."""
+        """Returns the content of `tokenizer_config.json`, as vLLM shows it; `?model=NAME` chooses
+        another model than the default."""
         api = self._models.named(_asked(context, "model"))
         await _respond(context, api.backend.tokenizer.describe())
 
@@ -167,7 +168,7 @@ def _described(api: ModelApi, name: str) -> dict[str, Any]:
 
 
 def _asked(context: HttpContext, name: str) -> str | None:
-    """Returns a field of the query, if it is given."""
+    """Returns a field of the query, or None if it is not given."""
     query = parse_qs(context.scope.get("query_string", b"").decode("ascii", "replace"))
     values = query.get(name)
     return values[-1] if values else None
@@ -227,7 +228,7 @@ class Controller:
         await context.respond(200, msgspec.json.encode({"draining": body.instance_id}))
 
     async def upgrade(self, context: HttpContext) -> None:
-        """Replaces the head by one from the code on disk, and responds at once. `/cluster` shows
-        the next head, or why there is none."""
+        """Replaces the head by a head that runs the code on disk, and responds at once. `/cluster`
+        shows the next head, or why none has started."""
         await self._view.upgrade()
         await context.respond(202, msgspec.json.encode({"upgrading": True}))

@@ -1,4 +1,4 @@
-"""Errors of the API in their one format on the wire: OpenAI's error object."""
+"""Errors of the API in their one wire format: OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NOT_TRIED_AGAIN = ("head_failed", "instances_ended")
 class ApiError(Exception):
     """An error response. `param` names the field at fault, and `code` the reason.
 
-    `projection` holds the numbers behind a rejection. `is_counted`: as in `RequestRefused`.
+    `projection` holds the numbers behind a rejection. `is_counted`: whether the head has counted
+    it, as in `RequestRefused`.
     """
 
     is_counted = False

@@ -70,27 +70,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Continued:
-    """A response that a call goes on with, or asks for again."""
+    """A response that a call continues or asks for again."""
 
     facts: StreamFacts
     deliveries: Sequence[Delivered] = ()
-    num_returns: int = 0  # how often it was asked for again
+    num_returns: int = 0  # how often the response was asked for again
 
 
 @dataclass(frozen=True, slots=True)
 class _Resumption:
-    """What of its response a client has, and what is known here."""
+    """Which part of its response a client has, and which part is known here."""
 
-    position: EventPosition | None  # after the client's last event, or None if it wants no ids
-    client_tokens: tuple[int, ...] | None  # of each choice, or None if the client does not say
-    known: Sequence[Delivered]  # from a connection that broke
-    is_new: bool  # it does not continue an answer
-    seed_is_unknown: bool  # the client has an answer, and its seed is unknown
+    # position after the client's last event, or None if it wants no ids
+    position: EventPosition | None
+    # number of tokens of each choice, or None if the client does not say
+    client_tokens: tuple[int, ...] | None
+    known: Sequence[Delivered]  # increments that are known from a connection that broke
+    is_new: bool  # whether the call continues no answer
+    seed_is_unknown: bool  # whether the client has an answer with an unknown seed
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One checked call."""
+    """One checked call of a generating endpoint."""
 
     kind: Kind
     context: HttpContext
@@ -172,8 +174,7 @@ class Generator(ModelEndpoint):
     async def _continued(
         self, context: HttpContext, digest: bytes, position: EventPosition | None, resumes: bool
     ) -> _Continued | None:
-        """Returns the response that a call continues or asks for again, or None if it is a new
-        call."""
+        """Returns the response that a call continues or asks for again, or None for a new call."""
         own, card = None, self._backend.card
         if position is not None and position.progress:
             own = position.facts(card.max_model_tokens, card.system_fingerprint)
@@ -192,7 +193,7 @@ class Generator(ModelEndpoint):
         choices: Sequence[Choice],
         writer: ItemWriter,
     ) -> None:
-        """Runs the choice, and sends its events or its whole response."""
+        """Runs the choices, and sends their events or the whole response."""
         context = call.context
         if stream:
             await self._stream(call, request_id, choices, writer)
@@ -231,8 +232,8 @@ class Generator(ModelEndpoint):
                 await self._answer_at_once(call, choices, answer, shape)
 
     async def _run(self, call: _Call, choices: Sequence[Choice], take: Take) -> None:
-        """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. What
-        was known of an answer that goes on was counted before."""
+        """Runs the choices. Counts the tokens of the prompts, and of the answers as they come. The
+        known part of an answer that continues was counted before."""
         tenant = call.context.tenant
         run = choices, self._backend, take, call.context.kept, call.resumption.known
         if not self._rates.counts(tenant):
@@ -252,7 +253,7 @@ class Generator(ModelEndpoint):
 
     @asynccontextmanager
     async def _begun(self, call: _Call) -> AsyncIterator[tuple[str, list[Choice]]]:
-        """Yields the call's request id and its choices, none of which is running yet."""
+        """Yields the call's request id and its choices, of which none is running yet."""
         with self._active.begin(call.context) as (request_id, scoped):
             choices = self._choices(call, scoped)
             resumed = call.resumption
@@ -323,7 +324,8 @@ class Generator(ModelEndpoint):
         return choices
 
     def _grammar(self, call: _Call, prompt: Sequence[int]) -> str:
-        """Returns the grammar of an output: the call's, behind the reasoning if there is one."""
+        """Returns the grammar of an output: the call's grammar, after the reasoning if there is
+        any."""
         grammar = call.prepared.grammar
         waits = self._backend.card.grammar_waits and call.facts.tells_reasoning
         if not grammar or not waits or call.prepared.tools is None:
@@ -338,9 +340,9 @@ class Generator(ModelEndpoint):
         index: int,
         grammar_waits: bool,
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
-        """Returns the reader of a chat's output, and what special tokens look like to it."""
+        """Returns the reader of a chat's output, and how special tokens look to the reader."""
         prepared = call.prepared
-        if prepared.tools is None:  # a completion has no place for reasoning and calls
+        if prepared.tools is None:  # a completion has no fields for reasoning and calls
             return None, {}
         grammar = prepared.grammar
         engine_decides = not self._backend.card.grammar_waits and is_json(grammar)
@@ -350,7 +352,8 @@ class Generator(ModelEndpoint):
             ending.skip_special_tokens,
             prepared.tools.rules(),
             call.facts.id_source(index),
-            reads_reasoning=may_reason and call.facts.tells_reasoning,  # not by an older head
+            # an older head did not read reasoning
+            reads_reasoning=may_reason and call.facts.tells_reasoning,
             may_not_reason=engine_decides,
         )
 
@@ -412,7 +415,8 @@ class Generator(ModelEndpoint):
             await context.end_events(last)
 
     def _comment(self, call: _Call, choices: Sequence[Choice]) -> bytes:
-        """Returns the bytes for a silent stream; nothing while the call may still be refused."""
+        """Returns the comment for a silent stream, or nothing while the call may still be
+        refused."""
         running = [c.request.request_id for c in choices if c.finish_reason is None]
         stages = [self._backend.stage(request_id) for request_id in running]
         return comment_at(stages, call.context.started, call.kind == "messages")
@@ -425,8 +429,8 @@ class Generator(ModelEndpoint):
         choices: Sequence[Choice],
         writer: EventWriter,
     ) -> NumberedEvents:
-        """Gives the events ids, from where the client's last one says. Raises ApiError if that is
-        of another request."""
+        """Gives the events ids that continue after the client's last event. Raises ApiError if that
+        event is of another request."""
         for choice in choices:
             choice.one_by_one = True
         digest = digest_of_call(call.context.scope["path"], self._backend.card.model_id, choices)
@@ -447,7 +451,7 @@ def _sender(context: HttpContext, writer: EventWriter, silence: Silence) -> Take
         has_begun = True
         if not context.started:
             catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
-            if not catches_up:  # until then an error has its own status
+            if not catches_up:  # until the client has caught up, an error has its own status
                 await context.start_events()
         if events:
             await context.send_events(events)
@@ -462,7 +466,7 @@ def _drawn(facts: StreamFacts) -> tuple[object, ...]:
 
 
 async def _end_with_error(context: HttpContext, writer: EventWriter, error: ApiError) -> None:
-    """Sends an error as an event, or raises it if the status line is not sent yet."""
+    """Sends an error as an event, or raises it if the status line has not been sent."""
     if not context.started:
         raise error
     await context.end_events(writer.error(error))

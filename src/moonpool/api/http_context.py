@@ -1,8 +1,8 @@
 """One HTTP request and its response, over bare ASGI.
 
-Owns the request id, the body with its size limit, and the watch for a client that disconnects. It
-does not parse bodies. It uses bare ASGI instead of Starlette's `Request` and `StreamingResponse`
-because every streamed token passes through it.
+This class owns the request id, the body with its size limit, and the watch for a client that
+disconnects. `HttpContext` does not parse bodies. `HttpContext` uses bare ASGI instead of
+Starlette's `Request` and `StreamingResponse` because every streamed token passes through it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moonpool.api.sharing.shared_buffer import BodyMemory, HeldBody
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
 JSON = b"application/json"
 DIGEST_IN_THREAD_BYTES = 1 << 20
-"""Digests of larger bodies are made beside the event loop."""
+"""Digests of larger bodies are computed in a thread."""
 _SSE = b"text/event-stream; charset=utf-8"
 
 
@@ -40,7 +40,8 @@ def request_id_of(scope: Scope) -> str:
 
 
 def scoped_id(tenant: str, request_id: str) -> str:
-    """Returns the id within the server: no tenant's ids meet another's, whatever clients choose.
+    """Returns the id within the server: ids of different tenants never collide, whatever clients
+    choose.
 
     A further answer of the same call has "~1" and so on at its end, which no client's id contains.
     """
@@ -48,7 +49,7 @@ def scoped_id(tenant: str, request_id: str) -> str:
 
 
 class ActiveCalls:
-    """The calls that generate or embed now."""
+    """The calls that generate or embed at present."""
 
     def __init__(self) -> None:
         self._ids: set[str] = set()
@@ -60,11 +61,11 @@ class ActiveCalls:
     def begin(self, context: HttpContext) -> Iterator[tuple[str, str]]:
         """Yields the call's request id, and the id within the server."""
         kept = context.kept
-        named = kept.name if kept is not None else ""  # by another head
+        named = kept.name if kept is not None else ""  # another head may have named the response
         request_id = named or context.request_id
         scoped = scoped_id(context.tenant, request_id)
         if scoped in self._ids:
-            # Two calls of a tenant may share an X-Request-Id; requests may not.
+            # Two calls of a tenant may share an X-Request-Id, but requests may not.
             suffix = secrets.token_hex(8)
             scoped = f"{scoped}-{suffix}"
             if not context.continues:
@@ -84,12 +85,13 @@ class KeepingConnection(Protocol):
     party: str
 
     def belong_to(self, tenant: str) -> bool:
-        """Notes that the present request belongs to this tenant, or to one without others if it is
-        "". Returns False if its tenant has too many calls under way."""
+        """Notes that the present request belongs to this tenant, or, if it is "", that the server
+        has no tenants. Returns False if the tenant has too many calls under way."""
         ...
 
     def begin_body(self) -> bool:
-        """A handler reads the body from now on. Returns whether all of it has arrived."""
+        """Notes that a handler reads the body from now on. Returns whether all of it has
+        arrived."""
         ...
 
     def end_body(self) -> None: ...
@@ -119,8 +121,8 @@ class KeepingConnection(Protocol):
 
 
 class HttpContext:
-    """One HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and the largest body
-    of the route, after it has checked the API key.
+    """`HttpContext` is one HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and
+    the largest body of the route, after it has checked the API key.
 
     `memory` counts the body until `close`.
     """
@@ -135,17 +137,18 @@ class HttpContext:
         self.server: tuple[str, int | None] | None = scope.get("server")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.kept: KeptStream | None = scope.get("moonpool.kept")
-        """The log of the call, from which another head could go on, or this one does."""
+        """The log of the call, from which another head could continue it, or from which this head
+        does."""
         self.request_id = (
             request_id_of(scope) if self.kept is None else self.kept.opening.facts.request_id
         )
         self.tenant = ""
-        self.is_operator = True  # also without API keys
+        self.is_operator = True  # also True without API keys
         self.party = ""
-        """Whose room the request takes, as in `SharedBuffer`."""
+        """The party whose room the request takes, as in `SharedBuffer`."""
         self.max_body_bytes = 1 << 62
         self.started = False
-        self.continues = False  # a response that another connection began
+        self.continues = False  # whether it continues a response that another connection began
         self._ahead: bytes | None = None
         self._receive = receive
         self._send = send
@@ -160,9 +163,9 @@ class HttpContext:
         digest: bytes = b"",
         num_returns: int = 0,
     ) -> tuple[float, StreamFacts]:
-        """Lets the answer to a call outlive this process, where that is possible. Returns when the
-        call arrived, and its facts: those of the head that received it, if that was another.
-        Raises ApiError if calls like it have ended too many heads.
+        """Lets the answer to a call outlive this process, if that is possible. Returns when the
+        call arrived, and its facts, as the head that received it has logged them. Raises ApiError
+        if calls like it have ended too many heads.
 
         `facts`: the facts of the response that the call continues. `digest`, `num_returns`: as in
         `Opening`.
@@ -196,8 +199,8 @@ class HttpContext:
         return num_ended
 
     async def digest(self, body: bytes, is_forwarded: bool = False) -> bytes:
-        """Returns what names the call, with its request id, when it comes again. A forwarded one
-        is another call, because its answer is logged in another form."""
+        """Returns the digest that names the call, together with its request id, when it comes
+        again. A forwarded call has another digest, because its answer is logged in another form."""
         path: str = self.scope["path"]
         named = f"forwarded {path}" if is_forwarded else path
         if len(body) > DIGEST_IN_THREAD_BYTES:
@@ -205,7 +208,7 @@ class HttpContext:
         return digest_of(named, body)
 
     async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
-        """Returns what is known of the call, if it comes again: see `KeptAnswers.find`."""
+        """Returns what is known of the call, if it has come before (see `KeptAnswers.find`)."""
         if self._connection is None or self.kept is not None:
             return None
         return await self._connection.known(self.tenant, request_id, digest, displaces)
@@ -225,8 +228,8 @@ class HttpContext:
             raise
 
     def belong_to(self, tenant: str) -> None:
-        """Charges the room of the request to this tenant, or to its address if it is "". Raises
-        ApiError (503)."""
+        """Charges the room of the request to this tenant, or to the client's address if the tenant
+        is "". Raises ApiError (503)."""
         if self._connection is None:
             self.party = tenant
             return
@@ -237,14 +240,14 @@ class HttpContext:
         self.party = self._connection.party
 
     def close(self) -> None:
-        """The request has ended, and its body is no longer needed."""
+        """Notes that the request has ended, so that its body is no longer needed."""
         if self._body is not None:
             self._body.close()
         if self._connection is not None:
             self._connection.end_call()
 
     async def read_ahead(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Like `read_body`, which then returns the same."""
+        """Reads the body like `read_body`, which then returns the same bytes."""
         self._ahead = await self.read_body(max_bytes, timeout_s)
         return self._ahead
 
@@ -286,7 +289,7 @@ class HttpContext:
             body.on_lost = None
 
     async def _receive_parts(self, body: HeldBody, max_bytes: int) -> bytes:
-        received = bytearray()  # no list: a part may be as small as a byte
+        received = bytearray()  # not a list of parts, because a part may be as small as a byte
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -314,7 +317,7 @@ class HttpContext:
         await self._send({"type": "http.response.body", "body": body})
 
     async def start_events(self) -> None:
-        """Starts a stream of server-sent events."""
+        """Starts a response that is a stream of server-sent events."""
         headers = [
             (b"content-type", _SSE),
             (b"cache-control", b"no-cache"),

@@ -1,7 +1,7 @@
-"""API keys: where they come from, which tenant they name, and what their holders may see and have.
+"""API keys: where they come from, which tenant each names, and what its holder may see and have.
 
-Keys belong in a file or in the environment: a command line shows in `ps`. A file has a key on each
-line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
+Keys belong in a file or in the environment, because a command line is visible in `ps`. A file has a
+key on each line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
 
     # key                tenant   limits
     sk-4f1c2e...         search   share=2 priority=-1
@@ -26,7 +26,7 @@ KEYS_VARIABLE = "MOONPOOL_API_KEY"
 """API keys in the environment, separated by commas or spaces."""
 ADMIN_KEY_VARIABLE = "MOONPOOL_ADMIN_KEY"
 OPERATOR = "admin"
-"""The tenant that sees and steers the whole cluster."""
+"""The tenant that sees and controls the whole cluster."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_SHARE = 1000.0
@@ -41,20 +41,20 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may have; the names are those of a key file.
+    """The limits of a tenant; their names are those of a key file.
 
     `share`: its part of an overloaded cluster's tokens, relative to 1. `cache`: its part of an
     instance's KVCache in memory, and of that on its SSD; blocks above it are evicted first.
     `priority`: the priority of requests without one, and the best that a request may ask for (the
-    lowest value is served first). The rates are means; up to `rate_limits.BURST_S` of them may come
-    at once.
+    lowest value is served first). The rates are means; up to `rate_limits.BURST_S` seconds of them
+    may come at once.
     """
 
     share: float = 1.0
     cache: float = 1.0
     priority: int = 0
     requests_per_s: float = math.inf
-    tokens_per_s: float = math.inf  # of prompts and answers
+    tokens_per_s: float = math.inf  # tokens of prompts and answers
 
 
 NO_LIMITS = TenantLimits()
@@ -62,33 +62,34 @@ NO_LIMITS = TenantLimits()
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """`tenants` maps a key to its tenant, `limits` a tenant to what it may have."""
+    """`tenants` maps a key to its tenant, `limits` a tenant to its limits."""
 
     tenants: Mapping[str, str] = field(default_factory=dict)
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Returns the shares by tenant, where they are not 1."""
+        """Returns the shares by tenant, for all tenants whose share is not 1."""
         found = {tenant: limits.share for tenant, limits in self.limits.items()}
         return {tenant: share for tenant, share in found.items() if share != 1.0}
 
     @property
     def cache_shares(self) -> dict[str, float]:
-        """Returns the shares of caches by tenant, where they are not 1."""
+        """Returns the cache shares by tenant, for all tenants whose share is not 1."""
         found = {tenant: limits.cache for tenant, limits in self.limits.items()}
         return {tenant: share for tenant, share in found.items() if share != 1.0}
 
     @property
     def operators(self) -> frozenset[str]:
-        """The tenants that see the whole cluster. With one key, its holder is the operator."""
+        """Returns the tenants that see the whole cluster. If only one key exists, its holder is the
+        operator."""
         names = frozenset(self.tenants.values())
         return names & {OPERATOR} if OPERATOR in names or len(names) > 1 else names
 
 
 def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str]) -> ApiKeys:
-    """Reads the keys of configuration, file ("": none) and environment. A source that is there and
-    has no key would leave the server open to all. Raises KeyFileError."""
+    """Reads the keys of configuration, file ("": none) and environment. Raises KeyFileError,
+    including for a source that exists and has no key, because the server would be open to all."""
     text = _read_file(path) if path else ""
     named = environment.get(KEYS_VARIABLE, "").replace(",", " ").split()
     operator = environment.get(ADMIN_KEY_VARIABLE, "").strip()
@@ -130,7 +131,7 @@ def collect_keys(given: tuple[str, ...], file_text: str, admin_key: str) -> ApiK
         if words[0] in tenants:
             raise KeyFileError(f"line {number} repeats the key of tenant {tenants[words[0]]!r}")
         tenants[words[0]] = tenant
-        if found:  # a tenant's keys share its limits
+        if found:  # all keys of a tenant share its limits
             limits[tenant] = replace(limits.get(tenant, NO_LIMITS), **found)
     if admin_key:
         if admin_key in tenants:
@@ -151,7 +152,7 @@ def _read_line(words: list[str], default: str, number: int) -> tuple[str, dict[s
     found: dict[str, Any] = {}
     for place, word in enumerate(words[2:]):
         name, equals, text = word.partition("=")
-        if not equals and not place:  # the share may stand without its name
+        if not equals and not place:  # the share may be given without the word `share`
             name, text = "share", word
         try:
             value = _read_limit(name, text)
@@ -187,7 +188,8 @@ def _read_limit(name: str, text: str) -> float | int:
 
 
 class KeyRing:
-    """Recognises keys. It keeps their hashes only, and takes the same time whichever matches."""
+    """Recognises keys. Keeps only the hashes of keys, and takes the same time whichever key
+    matches."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
         self._tenants = [(_kept_digest(key), tenant) for key, tenant in tenants.items()]
@@ -205,7 +207,7 @@ class KeyRing:
 
 
 def _kept_digest(key: str) -> bytes:
-    """The digest of a key, or the one that stands in its place."""
+    """Returns the digest of a key, or the digest that is given in place of the key."""
     if _DIGEST.fullmatch(key):
         return bytes.fromhex(key.removeprefix(_HASHED))
     return _digest(key.encode())

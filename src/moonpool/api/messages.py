@@ -1,8 +1,8 @@
 """`/v1/messages`, Anthropic's API: the body, the chat completion it stands for, and the response.
 
-`cache_control` has no effect: every prefix is cached. `thinking` has none either: the chat template
-decides whether the model reasons. What it reasons comes as blocks of thinking, and goes back to the
-template from there. Content other than text, thinking and tools is rejected.
+`cache_control` has no effect: every prefix is cached. `thinking` has no effect either: the chat
+template decides whether the model reasons. The reasoning comes as blocks of thinking, and the
+client's blocks go back to the template. Content other than text, thinking and tools is rejected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MessageOutput(msgspec.Struct):
 
 
 class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The part of a body that makes the prompt."""
+    """The fields of a body from which the prompt is made."""
 
     model: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -58,7 +58,7 @@ class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     output_config: MessageOutput | None = None
-    # Without effect, see above.
+    # Fields without effect (see the module docstring).
     thinking: Any = None
     cache_control: Any = None
 
@@ -130,7 +130,7 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
 
 
 def _of_blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    """Returns the results of tools first, then what the message says and calls."""
+    """Returns the results of tools first, then the text and the calls of the message."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     thoughts: list[str] = []
@@ -149,7 +149,7 @@ def _of_blocks(role: str, blocks: list[Any], where: str) -> list[dict[str, Any]]
             results.append({"role": "tool", "tool_call_id": call_id, "content": result})
         elif kind == "thinking":
             thoughts.append(_thought(block, at))
-        elif kind != "redacted_thinking":  # not ours: it has no text
+        elif kind != "redacted_thinking":  # a block of another server, which has no text
             text = f"'{at}' has type {str(kind)[:40]!r}, which this server does not support."
             raise ApiError(text, param=f"{at}.type")
     if not texts and not calls:
@@ -209,8 +209,8 @@ class MessageWriter:
         self._model = model
         self._choice = choice
         self._blocks: list[Block] = []
-        self._open = False  # the last block may grow
-        self._texts: list[str] = []  # of the last block
+        self._open = False  # whether the last block may grow
+        self._texts: list[str] = []  # texts of the last block
 
     def begin(self) -> bytes:
         return self._event("message_start", message=self.whole())
@@ -263,7 +263,8 @@ class MessageWriter:
         return found if isinstance(found, str) else None
 
     def _usage(self) -> dict[str, Any]:
-        """As at Anthropic, `input_tokens` are those that were not cached."""
+        """Returns the usage; as at Anthropic, `input_tokens` are the tokens that were not
+        cached."""
         choice = self._choice
         return {
             "input_tokens": len(choice.request.token_ids) - choice.cached_tokens,
@@ -315,14 +316,15 @@ class MessageWriter:
 
 
 def _signature(thinking: str) -> str:
-    """Returns what Anthropic's clients keep beside thinking. It is not a proof, and is not
-    checked."""
+    """Returns the signature that Anthropic's clients keep beside thinking. The signature proves
+    nothing, and is not checked."""
     digest = hashlib.blake2b(thinking.encode(), digest_size=24).digest()
     return base64.b64encode(digest).decode()
 
 
 def _shown(block: Block) -> Block | None:
-    """Returns a block of a whole message; None for a call whose input was cut by `max_tokens`."""
+    """Returns a block of a whole message, or None for a call whose input was cut by
+    `max_tokens`."""
     if block["type"] != "tool_use":
         return block
     try:

@@ -117,12 +117,13 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "/cluster/events": (503,),
     "/cluster/drain": (*_OF_BODIES, 409),
 }
-"""Error statuses besides those of `_refusals`. Any endpoint may respond 500, which is a bug."""
+"""Error statuses in addition to those of `_refusals`. Any endpoint may respond 500, which is a
+bug."""
 _MESSAGES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 
 
 def openapi_document(routes: Sequence[BaseRoute]) -> bytes:
-    """Returns the document as JSON."""
+    """Returns the OpenAPI document as JSON."""
     known = (r for r in routes if isinstance(r, Route) and r.include_in_schema)
     return _document(tuple((route.path, frozenset(route.methods or ())) for route in known))
 
@@ -192,7 +193,8 @@ _MESSAGES_ERROR = {
 
 
 def _object(required: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an object with these fields, of the given JSON types, and others."""
+    """Returns the schema of an object with these fields, of the given JSON types, that may have
+    other fields."""
     properties = {
         name: what if isinstance(what, dict) else {"type": what} for name, what in required.items()
     }
@@ -283,7 +285,7 @@ def _content(kind: str, schema: str | None) -> dict[str, Any]:
 
 
 def _refusals(rule: RouteRule) -> set[int]:
-    """How a request may be refused before it reaches its handler."""
+    """Returns how a request may be refused before it reaches its handler."""
     found = {400}
     if rule.callers != "everybody":
         found |= {401, 403, 503}
@@ -291,7 +293,7 @@ def _refusals(rule: RouteRule) -> set[int]:
 
 
 def _responses(path: str, rule: RouteRule) -> dict[str, Any]:
-    """What an operation may respond, by status."""
+    """Returns the responses of an operation, by status."""
     success = _content(
         _KINDS.get(path, "text/plain" if path in _TEXT else _JSON), _RESPONSE_OF.get(path)
     )
@@ -333,8 +335,8 @@ def _operation(
     return found
 
 
-# What is checked of bodies beside their types, in `sampling` and `bodies`: an error of the decoder
-# would not tell the range.
+# Checks of bodies beyond their types, made in `sampling` and `bodies`, because an error of the
+# decoder would not tell the range.
 
 Schema = dict[str, Any]
 
@@ -405,7 +407,7 @@ _REQUIRED = {
 
 
 def _with_all_checks(components: dict[str, Schema]) -> dict[str, Schema]:
-    """Returns the schemas of the bodies with what is checked after decoding."""
+    """Returns the schemas of the bodies including what is checked after decoding."""
     return {name: _with_checks(name, schema) for name, schema in components.items()}
 
 
@@ -418,13 +420,13 @@ def _with_checks(name: str, schema: Schema) -> Schema:
         for field, found in schema.get("properties", {}).items()
     }
     required = _REQUIRED.get(name, [])
-    for field in required:  # null does not suffice
+    for field in required:  # a null value is not enough
         properties[field] = _joined(properties[field], {"not": {"type": "null"}})
     return schema | {"properties": properties, "required": [*schema.get("required", []), *required]}
 
 
 def _joined(found: Schema, checks: Schema) -> Schema:
-    """Both hold. A schema has one list of alternatives."""
+    """Both hold. Joins two lists of alternatives, because a schema has only one."""
     if "anyOf" in found and "anyOf" in checks:
         return {**found, "allOf": [checks]}
     return found | checks

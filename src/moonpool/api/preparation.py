@@ -1,7 +1,7 @@
 """Makes a checked call, with its prompts as token ids, from the bytes of a body.
 
-What depends only on the body and the model happens here, so that a process of its own can do it for
-large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
+Work that depends only on the body and the model is done here, so that a separate process can do it
+for large bodies (`body_pool`). `Preparer` itself knows no request, tenant or head.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ MAX_INPUTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """A checked call. `prompts` holds token ids, `echoes` the text before each output, `bad_words`
-    those of the body with their tokens.
+    """A checked call with its prompts. `prompts` holds token ids, `echoes` the text before each
+    output, `bad_words` the words of the body with their tokens.
 
-    `grammar` constrains the output; "" means that nothing does. `grammar_field` asks for it.
-    `grammars.check` checks it afterwards. `original` is the body of an API other than chat and
-    completions, for its response. `num_tokens`: the tokens of the whole prompt of a forwarded
-    call, whose `prompts` are estimates unless `is_exact`.
+    `grammar` constrains the output; "" means that nothing does. `grammar_field`: the field that
+    asks for the grammar. `grammars.check` checks the grammar afterwards. `original` is the body of
+    an API other than chat and completions, for its response. `num_tokens`: the tokens of the whole
+    prompt of a forwarded call, whose `prompts` are estimates unless `is_exact`.
     """
 
     body: ChatBody | CompletionBody
@@ -92,7 +92,7 @@ _PROMPTING = frozenset(
         "instructions",
     }
 )
-"""Fields of all APIs with messages that the prompt is made of."""
+"""Fields of all APIs with messages from which the prompt is made."""
 
 
 class _Tooled(msgspec.Struct):
@@ -103,7 +103,8 @@ _TOOLED = msgspec.json.Decoder(_Tooled)
 
 
 class Preparer:
-    """Reads the bodies of one model's calls. Each method raises `ApiError`."""
+    """Reads the bodies of one model's calls. Each method raises `ApiError` for a body that is not
+    valid."""
 
     def __init__(
         self,
@@ -112,14 +113,15 @@ class Preparer:
         options: ApiOptions,
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
-        """`in_thread` runs what would take too long for an event loop."""
+        """`in_thread`: runs in a thread what would block an event loop for too long."""
         self._tokenizer = tokenizer
         self._in_thread = in_thread
         self._options = options
         self.use(card)
 
     def use(self, card: ModelCard) -> None:
-        """Reads later bodies by this card: the context may shrink when an instance joins."""
+        """Reads later bodies with this card, because the context may shrink when an instance
+        joins."""
         self.card = card
         above = self._options.thread_above_chars
         prompts = PromptReader(self._tokenizer, card, above, self._in_thread)
@@ -164,7 +166,8 @@ class Preparer:
         return msgspec.json.encode({"input_tokens": len(prompt)})
 
     async def input_tokens(self, raw: bytes) -> bytes:
-        """As `count_tokens`, of a body of `/v1/responses`, which its errors name."""
+        """Returns the same as `count_tokens` for a body of `/v1/responses`, whose fields its errors
+        name."""
         try:
             chat = as_chat(decode_body(RESPONSES, raw))
             check_model(chat.model, self._names)
@@ -209,8 +212,8 @@ class Preparer:
         return PreparedCall(prompt, prompts, "", original=body)
 
     async def forwarded(self, raw: bytes) -> PreparedCall:
-        """Reads a body of an API with messages. If no vLLM server has to answer it as it is, there
-        is no prompt."""
+        """Reads a body of an API with messages. Returns None if no vLLM server has to answer the
+        unchanged body."""
         found = _estimate(self._forwarded.media, raw)
         if found is None and self._is_parsed_there(raw):
             found = await self._of_text(raw)
@@ -219,13 +222,13 @@ class Preparer:
         return self._of_estimate(found)
 
     async def routed(self, raw: bytes) -> PreparedCall:
-        """Reads a body of an API with messages that a vLLM server answers as it is, whatever is in
-        it."""
+        """Reads a body of an API with messages that a vLLM server answers unchanged, whatever the
+        body contains."""
         found = _estimate(self._forwarded.media, raw) or await self._of_text(raw)
         return self._of_estimate(found)
 
     def _is_parsed_there(self, raw: bytes) -> bool:
-        """Whether the servers find in the answer what the client may expect there."""
+        """Whether the servers parse the parts of the answer that the client may expect."""
         parses = self.card.parses
         return (
             self.card.forwards_all
@@ -234,8 +237,8 @@ class Preparer:
         )
 
     async def _of_text(self, raw: bytes) -> EstimatedPrompt:
-        """The prompt as it would be if the head rendered it, for the server does so with the same
-        template; what the head does not understand is estimated."""
+        """Returns the prompt as the head renders it, because the server uses the same template;
+        content that the head does not understand is estimated."""
         fields = {name: value for name, value in _FIELDS.decode(raw).items() if name in _PROMPTING}
         known = msgspec.json.encode(fields)
         reads: tuple[Callable[[], ChatBody], ...] = (
@@ -248,7 +251,7 @@ class Preparer:
                 body = read()
                 Tools(body)
                 if not self._tokenizer.knows_tools:
-                    body.tools = None  # vLLM's template leaves them out, too
+                    body.tools = None  # vLLM's template leaves tools out, too
                 prompt = await self._prompts.read_chat(body)
             except ApiError:
                 continue
@@ -275,7 +278,8 @@ class Preparer:
         )
 
     async def tokenize(self, raw: bytes) -> bytes:
-        """Returns the response of `/tokenize`. Raises ApiError without prompt and messages."""
+        """Returns the response of `/tokenize`. Raises ApiError if the body has neither prompt nor
+        messages."""
         body = decode_body(_TOKENIZE, raw)
         check_model(body.model, self._names)
         self._check_known()
@@ -334,7 +338,7 @@ class Preparer:
         )
 
     def _check_known(self) -> None:
-        """Raises ApiError (404) where the tokens of the model are unknown."""
+        """Raises ApiError (404) if the tokens of the model are unknown."""
         if not self.card.knows_tokens:
             text = f"The tokenizer of the model '{self.card.model_id}' is not known here."
             raise ApiError(text, status=404, code="unsupported_endpoint")
@@ -355,7 +359,8 @@ class Preparer:
     async def _grammar(
         self, body: ChatBody | CompletionBody, tools: Tools | None
     ) -> tuple[str, str]:
-        """Returns the field that constrains the output and the grammar; both empty if none does."""
+        """Returns the field that constrains the output, and the grammar; both are empty if no field
+        does."""
         must_call = tools.schema() if tools is not None and tools.must_call else None
         if must_call is None and not body.has_structured_output:
             return "", ""
@@ -365,8 +370,8 @@ class Preparer:
 
 
 def _continued(body: ChatBody) -> Sequence[str]:
-    """The text that comes before the output by vLLM's `echo`: the last message, if it is one of the
-    assistant."""
+    """Returns the text that vLLM's `echo` puts before the output: the last message, if the
+    assistant wrote it."""
     last = (body.messages or [{}])[-1]
     content = last.get("content")
     if not body.echo or last.get("role") != "assistant" or not isinstance(content, str):
@@ -385,7 +390,8 @@ def _estimate(
 
 
 def check_model(name: str | None, served_names: Sequence[str]) -> None:
-    """Raises ApiError (404) for a model that this server does not have; None names its own."""
+    """Raises ApiError (404) for a model that this server does not have; None means its own
+    model."""
     if name is not None and name not in served_names:
         raise ApiError(
             f"The model '{name[:200]}' does not exist. This server has {', '.join(served_names)}.",

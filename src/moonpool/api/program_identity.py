@@ -1,6 +1,6 @@
-"""Which program (agent) a call belongs to, by what its client sends.
+"""Determines which program (agent) a call belongs to, from what its client sends.
 
-The first of these that is there decides; they are never mixed:
+The first of these sources that is present decides; they are never combined:
 
 1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads: an object, or
    its JSON as a text, because vLLM itself takes no object there. A session, an agent and its parent
@@ -27,10 +27,10 @@ from moonpool.api.errors import ApiError
 from moonpool.types import LEAD, MALFORMED, ProgramContext
 
 MAX_NAME = 256
-"""Characters of a name."""
+"""Most characters of a name."""
 MAX_FIELDS = 64
 MAX_TEXT = 16_384
-"""Characters of a context that is a text."""
+"""Most characters of a context that is sent as text."""
 MAX_SECONDS = 86_400.0
 MAX_TOKENS = 1 << 24
 MAX_PRIORITY = 1 << 31
@@ -45,7 +45,7 @@ _SCHEMAS = (
     (b"session-id", b"thread-id", b""),
     (b"x-session-id", b"", b""),
 )
-"""Headers of session, agent and its parent; b"": there is none."""
+"""Headers of session, agent and the agent's parent; b"" means that there is no such header."""
 PARENT_SESSION = b"x-parent-session-id"
 HEADERS = frozenset({*(name for names in _SCHEMAS for name in names if name), PARENT_SESSION, ENDS})
 _WHERE = "vllm_xargs.agentic_context"
@@ -57,7 +57,7 @@ def program_of(
     agent_hint: Any = None,
     prompt_cache_key: Any = None,
 ) -> ProgramContext | None:
-    """The program of a call, or None if the client names none. Raises ApiError."""
+    """Returns the program of a call, or None if the client names none. Raises ApiError."""
     ends = headers.get(ENDS, b"").strip().lower() in (b"1", b"true")
     context = xargs.get("agentic_context") if isinstance(xargs, dict) else None
     if context is not None:
@@ -78,7 +78,8 @@ def program_of(
 
 
 def _named_by(headers: Mapping[bytes, bytes]) -> tuple[str, str, str]:
-    """Session, agent and its parent by the headers of agents; "": they do not say."""
+    """Returns session, agent and the agent's parent from the headers of agents; "" means that the
+    header is missing."""
     for session, agent, parent in _SCHEMAS:
         task = _header(headers, session)
         if task:
@@ -87,7 +88,7 @@ def _named_by(headers: Mapping[bytes, bytes]) -> tuple[str, str, str]:
 
 
 def _of_task(task: str, agent: str, parent: str, ends: bool) -> ProgramContext:
-    """The lead program of a task, or one of its sub-agents."""
+    """Returns the lead program of a task, or one of its sub-agents."""
     agent, parent = _within(task, agent), _within(task, parent)
     program_id = _scoped(task, agent)
     if not agent:
@@ -101,7 +102,7 @@ def _of_task(task: str, agent: str, parent: str, ends: bool) -> ProgramContext:
 
 
 def _within(task: str, agent: str) -> str:
-    """An agent's name within its task; "": it is the lead."""
+    """Returns an agent's name within its task, or "" for the lead."""
     name = agent.removeprefix(f"{task}:") if task else agent
     return "" if name in (LEAD, task) else name
 
@@ -113,7 +114,7 @@ def _scoped(task: str, agent: str) -> str:
 def _from_context(
     fields: Mapping[str, Any], named: tuple[str, str, str], ends: bool
 ) -> ProgramContext | None:
-    """`named`: session, agent and parent by the call's headers."""
+    """`named`: session, agent and parent from the call's headers."""
     session, header_agent, header_parent = named
     task = _name(fields, "task_id", "session_id") or session
     root = _name(fields, "root_program_id", "root_id")
@@ -154,7 +155,8 @@ def _from_context(
 
 
 def _kind(fields: Mapping[str, Any]) -> str:
-    """What programs like this one have in common: its workflow, its role, why it was started."""
+    """Returns what programs like this one have in common: the workflow, the role, and why it was
+    started."""
     workflow, version = (
         _name(fields, "workflow_profile_id", "workflow_type"),
         _name(fields, "profile_version"),
@@ -183,7 +185,7 @@ def _from_hint(fields: Mapping[str, Any], ends: bool) -> ProgramContext | None:
 
 
 def _read(context: Any) -> Any:
-    """The context, out of its JSON if it is a text."""
+    """Returns the context, decoded from JSON if it is a text."""
     if not isinstance(context, str) or len(context) > MAX_TEXT:
         return context
     try:
@@ -200,7 +202,7 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name can stand in a log's line and on a terminal."""
+    """Whether a name can be printed in a log line and on a terminal."""
     return not any(ord(one) < 32 or 127 <= ord(one) < 160 for one in name)
 
 
@@ -209,7 +211,7 @@ def _wrong(name: str, what: str, where: str = _WHERE) -> ApiError:
 
 
 def _name(fields: Mapping[str, Any], *names: str, where: str = _WHERE) -> str:
-    """The first of these fields that is there; "" means that none is."""
+    """Returns the first of these fields that is present, or "" if none is."""
     for name in names:
         value = fields.get(name)
         if value is None or value == "":
@@ -244,7 +246,7 @@ def _number(
         if value is None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:  # also NaN, and integers of any length
+        if not is_number or not least <= value <= most:  # excludes NaN, and integers of any length
             raise _wrong(name, f"must be a number from {least:,.0f} to {most:,.0f}")
         return float(value)
     return None

@@ -1,7 +1,7 @@
 """The log-probabilities of a prompt's own tokens in a response.
 
 OpenAI's `echo` with `logprobs` lists them before those of the output; vLLM's `prompt_logprobs` has
-a field of its own. A model predicts nothing for a prompt's first token.
+a separate field. A model predicts nothing for a prompt's first token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonpool.text.tokenizer import Tokenizer
 from moonpool.types import Token, TokenLogprobs
 
 Lists = dict[str, Any]
-"""`logprobs` of a completion: its lists have one element per token."""
+"""The `logprobs` object of a completion, whose lists have one element per token."""
 
 
 class LogprobsWriter(Protocol):
@@ -29,7 +29,8 @@ class LogprobsWriter(Protocol):
 def echoed_logprobs(
     choice: Choice, text: str, tokens: Sequence[Token], writer: LogprobsWriter, as_ids: bool
 ) -> Lists:
-    """Returns the lists for prompt and output. `text`: the prompt's text, as it is echoed."""
+    """Returns the logprobs lists of prompt and output. `text`: the text of the prompt, as it is
+    echoed."""
     prompt = choice.request.token_ids
     scored = choice.prompt_logprobs or ()
     given = [Token(token_id, found) for token_id, found in zip(prompt[1:], scored, strict=True)]

@@ -24,14 +24,14 @@ from moonpool.types import BadWord
 
 
 class Truncation(NamedTuple):
-    """`num_tokens`: the most that are kept. `side`: the side that is cut off."""
+    """`num_tokens`: most tokens that are kept. `side`: the side from which tokens are cut off."""
 
     num_tokens: int
     side: Literal["left", "right"]
 
     def cut(self, token_ids: Sequence[int], num_before: int = 0, num_after: int = 0) -> list[int]:
-        """Returns the tokens that are kept. The first `num_before` and the last `num_after` are no
-        part of the text, and stay as far as there is room."""
+        """Returns the tokens that are kept. The first `num_before` and the last `num_after` tokens
+        are not part of the text, and stay as far as there is room."""
         ids = list(token_ids)
         if len(ids) <= self.num_tokens:
             return ids
@@ -43,7 +43,7 @@ class Truncation(NamedTuple):
         return [*before, *self._one_side(inner, room), *after]
 
     def cut_text(self, text: str, most_chars_per_token: int) -> str:
-        """Returns a part of a long text that has all the tokens that are kept."""
+        """Returns a part of a long text that contains all tokens to keep."""
         most = self.num_tokens * most_chars_per_token
         if len(text) <= most:
             return text
@@ -56,10 +56,10 @@ class Truncation(NamedTuple):
 def truncation_of(
     body: GenerationBody | EmbeddingsBody, max_model_tokens: int, num_output_tokens: int | None
 ) -> Truncation | None:
-    """Returns how prompts are shortened; None if they are not. Raises ApiError.
+    """Returns how prompts are shortened, or None if they are not. Raises ApiError.
 
-    `num_output_tokens`: the tokens that the call asks for, or None if it generates none. -1 keeps
-    as many tokens as fit beside them.
+    `num_output_tokens`: the tokens that the call asks for, or None if it generates none. A length
+    of -1 keeps as many tokens as fit beside the output.
     """
     wanted = body.truncate_prompt_tokens
     if wanted is None:
@@ -88,14 +88,15 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 def plain_messages(messages: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Returns the messages with plain strings as content. Raises an `ApiError` with the place."""
+    """Returns the messages with plain strings as content. Raises an `ApiError` that names the
+    message and the part."""
     if not messages:
         raise ApiError("'messages' must hold at least one message.", param="messages")
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields that are not known here reach the chat template, which may read them."""
+    """Fields that moonpool does not know reach the chat template, which may read them."""
     role = message.get("role")
     if role is None:
         raise ApiError(f"'{where}' has no role.", param=f"{where}.role")
@@ -113,7 +114,7 @@ def _plain(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _name_reasoning(plain: dict[str, Any], where: str) -> None:
-    """Gives the reasoning of an earlier answer all names by which templates ask for it."""
+    """Gives the reasoning of an earlier answer all the field names that templates use for it."""
     given = plain.get("reasoning_content", plain.get("reasoning"))
     if given is None:
         return
@@ -121,7 +122,8 @@ def _name_reasoning(plain: dict[str, Any], where: str) -> None:
         name = f"{where}.reasoning_content"
         raise ApiError(f"'{name}' must be a string.", param=name, code="invalid_type")
     plain |= {"reasoning_content": given, "reasoning": given}
-    if not (plain["content"] and plain.get("tool_calls")):  # gpt-oss takes one of these beside it
+    # gpt-oss accepts only one of both fields
+    if not (plain["content"] and plain.get("tool_calls")):
         plain["thinking"] = given
 
 
@@ -179,8 +181,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call. Most templates take an object; some, as DeepSeek's, join it with
-    text, where it is its JSON."""
+    """The arguments of one tool call. Most templates take an object; some, such as DeepSeek's, join
+    the arguments with text, where their JSON is used."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -196,7 +198,7 @@ InThread = Callable[..., Awaitable[Any]]
 """Like `asyncio.to_thread`."""
 MOST_BAD_WORDS = 1024
 _MOST_CHARS_PER_TOKEN = 512
-"""No token of a known vocabulary is longer, so a longer text cannot fit the context."""
+"""Known vocabularies have no longer token, so a longer text cannot fit the context."""
 
 
 class PromptReader:
@@ -233,7 +235,8 @@ class PromptReader:
         return await self._read_text(text, bool(body.add_special_tokens), truncation)
 
     async def read_embedded_chat(self, body: EmbeddingsBody) -> tuple[int, ...]:
-        """Returns the token ids of messages to be embedded. Raises ApiError as `read_chat`."""
+        """Returns the token ids of messages to be embedded. Raises the same errors as
+        `read_chat`."""
         text = self.chat_text(
             body.messages,
             add_generation_prompt=bool(body.add_generation_prompt),
@@ -256,7 +259,7 @@ class PromptReader:
     def _shown_tools(self, body: ChatBody) -> Sequence[dict[str, Any]] | None:
         """Returns the tools that the template receives.
 
-        A required call is held to its schema, so it needs no template that knows tools.
+        A required call is constrained by its schema, so it needs no template that knows tools.
         """
         must_call = body.tool_choice == "required" or isinstance(body.tool_choice, dict)
         if body.tool_choice == "none" or (must_call and not self._tokenizer.knows_tools):
@@ -278,7 +281,7 @@ class PromptReader:
         param: str,
         truncation: Truncation | None,
     ) -> list[tuple[int, ...]]:
-        """`param` is the field's name in the client's body. Raises ApiError."""
+        """`param` is the name of the field in the client's body. Raises ApiError."""
         prompt = body.prompt
         if prompt is None:
             raise missing_parameter(param)
@@ -304,7 +307,7 @@ class PromptReader:
 
     def bad_words(self, words: Sequence[str]) -> tuple[BadWord, ...]:
         """Returns the words with their tokens, as vLLM finds them: at the beginning of a text, and
-        behind a space if the first token is another one then. Raises ApiError."""
+        after a space if the first token then differs. Raises ApiError."""
         if len(words) > MOST_BAD_WORDS:
             raise ApiError(
                 f"'bad_words' may hold at most {MOST_BAD_WORDS} words.", param="bad_words"
@@ -365,10 +368,10 @@ class PromptReader:
         tools: Sequence[dict[str, Any]] | None,
         arguments: dict[str, Any],
     ) -> str:
-        """Renders the chat template. Raises ApiError for content that is not text, for an argument
-        that the template may not get, and where the template fails.
+        """Renders the chat template for these messages. Raises ApiError for content that is not
+        text, for an argument that the template may not get, and where the template fails.
 
-        `add_generation_prompt`: None is true, unless the last message is continued.
+        `add_generation_prompt`: None means true, unless the last message is continued.
         """
         if add_generation_prompt and continue_final_message:
             text = "'continue_final_message' needs 'add_generation_prompt' to be false or left out."
@@ -387,7 +390,7 @@ class PromptReader:
             raise ApiError(str(error), param="messages", code="chat_template_error") from None
 
     def history_text(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Renders messages to which no answer is to follow. Raises ApiError."""
+        """Renders messages without the beginning of an answer. Raises ApiError."""
         return self.chat_text(
             messages,
             add_generation_prompt=False,
@@ -404,11 +407,12 @@ class PromptReader:
         num_chars: int = 0,
         truncation: Truncation | None = None,
     ) -> tuple[int, ...]:
-        """Tokenises a text. A long one is tokenised in a thread, so that streams go on meanwhile.
+        """Tokenises a text. A long text is tokenised in a thread, so that streams continue
+        meanwhile.
 
-        `num_chars` is the length of all texts of the call, if there are several. `param` is the
-        field that an error names. Raises ApiError for a text that no context can hold, and for a
-        token that the model lacks.
+        `num_chars` is the length of all texts of the call, if it has several. `param` is the field
+        that an error names. Raises ApiError for a text that no context can hold, and for a token
+        that the model lacks.
         """
         if truncation is not None:
             text = truncation.cut_text(text, _MOST_CHARS_PER_TOKEN)
@@ -422,12 +426,13 @@ class PromptReader:
         if truncation is not None and len(token_ids) > truncation.num_tokens:
             around = self._special_around(token_ids) if add_special_tokens else (0, 0)
             token_ids = tuple(truncation.cut(token_ids, *around))
-        if self._tokenizer.vocab_size > self._card.vocab_size:  # the model lacks some tokens
+        # the model lacks some tokens of the tokenizer
+        if self._tokenizer.vocab_size > self._card.vocab_size:
             check_token_ids(token_ids, self._card.vocab_size, param)
         return token_ids
 
     def _special_around(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """How many of the tokens the tokenizer has put before and behind every text."""
+        """Returns how many of the tokens the tokenizer has put before and after every text."""
         added = self._tokenizer.encode("")
         before = next(
             (n for n, (a, b) in enumerate(zip(added, token_ids, strict=False)) if a != b),
@@ -473,8 +478,8 @@ def mark_final(plain: list[dict[str, Any]]) -> str:
 
 
 def cut_at_mark(rendered: str, final: str) -> str:
-    """Returns a rendered chat up to the end of its last message, as transformers does: without the
-    space at the end of the message where the template removes that."""
+    """Returns a rendered chat up to the end of its last message, like transformers: without the
+    space at the end of the message if the template removes it."""
     before, mark, after = rendered.rpartition(_MARK.rstrip())
     if not mark or final.strip() not in before:
         text = (

@@ -1,8 +1,8 @@
-"""Rates of tenants: calls and tokens a second, by buckets that fill up with time.
+"""Rates of tenants: calls and tokens per second, limited by buckets that fill up with time.
 
-A bucket holds what BURST_S bring. A call takes one from the bucket of calls. Tokens are known when
-they come, so a call needs a bucket of tokens that is not empty; its prompt and its answer then take
-what they are, and may leave a debt. The caller passes the time.
+A bucket holds what `BURST_S` seconds bring. Each call takes one unit from the bucket of calls.
+Tokens are counted when they come, so a call needs a bucket of tokens that is not empty; its prompt
+and its answer then take their tokens, and may leave a debt. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import PRIORITY_RANGE, ProgramContext
 
 BURST_S = 10.0
-"""What a tenant did not use for this long may come at once."""
+"""Most seconds' worth of unused calls or tokens that may come at once."""
 RATE_LIMIT = "rate_limit"
 """The reason of a refusal because a tenant's calls or tokens are used up."""
 
@@ -26,7 +26,7 @@ RATE_LIMIT = "rate_limit"
 @dataclass(slots=True)
 class _Bucket:
     rate: float
-    least: float  # a call needs more than this
+    least: float  # what a bucket must exceed for a call
     level: float
     at_s: float = 0.0
 
@@ -35,7 +35,7 @@ class _Bucket:
         return max(self.rate * BURST_S, 1.0)
 
     def wait_s(self, now: float) -> float:
-        """Returns when a call may come; 0 if now."""
+        """Returns the seconds after which a call may come; 0 means now."""
         self.level = min(self.level + (now - self.at_s) * self.rate, self.capacity)
         self.at_s = now
         lacking = self.least - self.level
@@ -51,7 +51,7 @@ class RateLimits:
         self._tokens = _buckets({name: one.tokens_per_s for name, one in limits.items()}, 0.0)
 
     async def admit(self, tenant: str, now: float) -> None:
-        """Like `begin`. The buckets may be in another process."""
+        """Like `begin`. Checks a call; the buckets may be in another process."""
         self.begin(tenant, now)
 
     def begin(self, tenant: str, now: float) -> None:
@@ -75,7 +75,7 @@ class RateLimits:
 
     @contextmanager
     def prompts(self, tenant: str, num_tokens: int) -> Iterator[None]:
-        """Counts the tokens of a call's prompts, unless the call is refused within it."""
+        """Counts the tokens of a call's prompts, unless the call is refused in this context."""
         self.spend(tenant, num_tokens)
         try:
             yield
@@ -92,7 +92,7 @@ class RateLimits:
         return tenant in self._calls or tenant in self._tokens
 
     def spend(self, tenant: str, num_tokens: int) -> None:
-        """Counts tokens of the tenant; below 0: gives them back."""
+        """Counts tokens of the tenant; a negative number gives tokens back."""
         bucket = self._tokens.get(tenant)
         if bucket is not None:
             bucket.level -= num_tokens
@@ -100,9 +100,10 @@ class RateLimits:
     def priority(
         self, tenant: str, asked: int | None, is_operator: bool, program: ProgramContext | None
     ) -> int:
-        """Returns the priority of a tenant's request: as it asked, else as its program does. Raises
-        ApiError if it asked for a better one than its key has; the operator may ask for any. What a
-        program asks is a hint: a better one has no effect."""
+        """Returns the priority of a tenant's request: the one that it asked for, or else the one of
+        its program. Raises ApiError if the request asked for a better priority than its key has;
+        the operator may ask for any. The priority of a program is only a hint, so a better one has
+        no effect."""
         best = self._limits.get(tenant, NO_LIMITS).priority
         if asked is None:
             least, most = PRIORITY_RANGE

@@ -78,7 +78,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # The program (agent) of the call; see `api.program_identity`.
     vllm_xargs: Any = None
     agent_hint: Any = None
-    # Accepted only with a value that has no effect.
+    # These fields are accepted only with a value that has no effect.
     background: bool | None = None
     conversation: Any = None
     previous_response_id: str | None = None
@@ -140,7 +140,7 @@ def _messages(given: str | list[dict[str, Any]], instructions: str | None) -> li
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    reasoning = ""  # of the assistant's next message or call
+    reasoning = ""  # reasoning for the assistant's next message or call
     for i, item in enumerate(given):
         where, kind = f"input[{i}]", item.get("type", "message")
         if kind == "message":
@@ -166,7 +166,8 @@ def _reasoning_field(reasoning: str) -> dict[str, Any]:
 
 
 def _reasoning_of(item: dict[str, Any], where: str) -> str:
-    """Returns the text of a reasoning item; "" if it has a summary only, as hidden reasoning."""
+    """Returns the text of a reasoning item, or "" if it has only a summary, as hidden reasoning
+    does."""
     parts = item.get("content") or []
     if isinstance(parts, list):
         texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -179,7 +180,7 @@ def _reasoning_of(item: dict[str, Any], where: str) -> str:
 def _add_call(
     messages: list[dict[str, Any]], item: dict[str, Any], where: str, reasoning: str
 ) -> None:
-    """Adds a tool call to the assistant's message before it, as chats represent it."""
+    """Adds a tool call to the assistant's message before it, in the form of chats."""
     if not isinstance(item.get("name"), str):
         raise ApiError(f"'{where}' must have a function name.", param=f"{where}.name")
     function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
@@ -240,11 +241,11 @@ class ResponseWriter:
         self._body = body
         self._choice = choice
         self._created_s = facts.created_s
-        self._next_id = facts.id_source(-1)  # tool calls have the numbers of their choices
+        self._next_id = facts.id_source(-1)  # tool calls use the id sources of their choices
         self._shape = ChatShape(tokenizer)
         self._items: list[Item] = []
-        self._open = False  # the last item may grow
-        self._texts: list[str] = []  # of the last item
+        self._open = False  # whether the last item may grow
+        self._texts: list[str] = []  # texts of the last item
         self._number = 0
 
     def begin(self) -> bytes:

@@ -1,6 +1,6 @@
 """Converts the sampling fields of a body to `SamplingParams` and the rules that end an output.
 
-Owns the ranges: OpenAI's if OpenAI has the field, else vLLM's.
+This module owns the ranges: OpenAI's if OpenAI has the field, else vLLM's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ending:
     stops: tuple[str, ...]
     include_stop: bool
     stop_token_ids: frozenset[int]
-    silent_token_ids: frozenset[int]  # these have no text as the last token
+    silent_token_ids: frozenset[int]  # tokens that have no text if they are the last one
     min_tokens: int
     skip_special_tokens: bool
 
@@ -76,8 +76,8 @@ def check_ranges(body: ChatBody | CompletionBody) -> None:
 
 
 def ending_of(body: GenerationBody, card: ModelCard) -> Ending:
-    """Returns what ends the output. Raises ApiError for too many stop strings, for an empty or too
-    long one, and for a stop token out of the vocabulary."""
+    """Returns the rules that end the output. Raises ApiError for too many stop strings, for an
+    empty or too long one, and for a stop token out of the vocabulary."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stops) > MOST_STOPS:
         raise ApiError(f"'stop' may hold at most {MOST_STOPS} strings.", param="stop")
@@ -118,7 +118,7 @@ def sampling_of(
     vocab_size = card.vocab_size
     top_p = wanted("top_p", 1.0)
     top_k = max(int(wanted("top_k", 0)), 0)
-    if top_p == 0.0:  # allowed by OpenAI: only the most likely token remains
+    if top_p == 0.0:  # OpenAI allows 0: only the most likely token remains
         top_p, top_k = 1.0, 1
     return SamplingParams(
         temperature=wanted("temperature", 1.0),
@@ -144,7 +144,7 @@ def sampling_of(
 
 
 def _token_list(body: GenerationBody, name: str, most: int, vocab_size: int) -> tuple[int, ...]:
-    """Returns the token ids of a field without repetitions; none if the field is absent."""
+    """Returns the token ids of a field without repetitions, or none if the field is absent."""
     given: list[int] | None = getattr(body, name)
     if given is None:
         return ()
@@ -155,7 +155,8 @@ def _token_list(body: GenerationBody, name: str, most: int, vocab_size: int) -> 
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Returns the biases by rising token id. The keys of a JSON object are strings."""
+    """Returns the biases, ordered by token id. The keys of a JSON object are strings, so ids are
+    parsed."""
     if len(biases) > MOST_BIASES:
         raise ApiError(f"'logit_bias' may hold at most {MOST_BIASES} tokens.", param="logit_bias")
     read: dict[int, float] = {}
@@ -230,10 +231,12 @@ def max_tokens_of(
     usual: float | None = None,
     strict: bool = False,
 ) -> int:
-    """Returns the limit on output tokens. One beyond the room in the context is lowered to it, as
-    in vLLM. Raises `ApiError` if there is no room, or if `strict`.
+    """Returns the limit on output tokens. A limit beyond the room in the context is lowered to that
+    room, as in vLLM. Raises `ApiError` if there is no room, or if the limit is too high and
+    `strict` is set.
 
-    `most`: tokens of prompt and output. `usual`: the model's own limit for chats that set none."""
+    `most`: most tokens of prompt and output. `usual`: the model's own limit for chats that set no
+    limit."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     left = most - num_prompt_tokens
     if left < 1:
@@ -254,7 +257,8 @@ def max_tokens_of(
             param=param,
             code="context_length_exceeded",
         )
-    max_tokens = min(max(max_tokens, 1), left)  # 1: the engine's least; `hide_output` drops it
+    # the engine needs at least 1; `hide_output` drops it
+    max_tokens = min(max(max_tokens, 1), left)
     if (body.min_tokens or 0) > max_tokens:
         text = f"'min_tokens' must be at most 'max_tokens' ({max_tokens})."
         raise ApiError(text, param="min_tokens")
@@ -262,8 +266,8 @@ def max_tokens_of(
 
 
 def context_exceeded(num_prompt_tokens: int | None, most: int, param: str) -> ApiError:
-    """Makes the error of a prompt that leaves no room in a context of `most` tokens. The number
-    is None for a prompt that was too long to count."""
+    """Makes the error of a prompt that leaves no room in a context of `most` tokens. The number of
+    tokens is None for a prompt that was too long to count."""
     had = "far more" if num_prompt_tokens is None else f"{num_prompt_tokens} tokens"
     return ApiError(
         f"This model's maximum context length is {most} tokens for prompt and output together. "

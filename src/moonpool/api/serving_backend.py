@@ -1,4 +1,4 @@
-"""What the HTTP layer is built on: the head as a protocol, and the operator's options."""
+"""The protocol by which the HTTP layer uses the head, and the operator's options."""
 
 from __future__ import annotations
 
@@ -30,54 +30,57 @@ class ModelCard(Struct, frozen=True):
 
     model_id: str
     created_s: int
-    max_model_tokens: int  # prompt and output
+    max_model_tokens: int  # most tokens of prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    scores_prompts: bool = False  # the engine can compute the logprobs of a prompt's tokens
-    embedding_size: int = 0  # numbers in an embedding; 0 means that the engine computes none
-    no_embeddings: str = ""  # why it computes none
+    scores_prompts: bool = False  # whether the engine can compute the logprobs of a prompt's tokens
+    embedding_size: int = 0  # numbers in an embedding, or 0 if the engine computes none
+    no_embeddings: str = ""  # why the engine computes no embeddings
     pooling: Pooling = "last"
     grammar_waits: bool = True
-    """A grammar holds what comes behind the reasoning. False: the engine itself decides that."""
+    """Whether a grammar applies only to the text after the reasoning. If False, the engine itself
+    decides that."""
     adapters: tuple[AdapterCard, ...] = ()
-    root: str = ""  # the folder or id of its weights; "" means the `model_id`
-    other_names: tuple[str, ...] = ()  # that clients may use, too
-    aliases: tuple[str, ...] = ()  # likewise, but not listed
+    root: str = ""  # folder or id of the weights, or "" for the `model_id`
+    other_names: tuple[str, ...] = ()  # further names that clients may use
+    aliases: tuple[str, ...] = ()  # further names that are not listed
     generates: bool = True
     forwards: tuple[str, ...] = ()
-    """Endpoints whose calls go to its vLLM servers as they are (see `forwarding`)."""
+    """Endpoints whose calls go unchanged to the model's vLLM servers (see `forwarding`)."""
     forwards_all: bool = False
-    """All calls go to its servers as they are: one takes no token ids, or they are unknown here."""
+    """Whether all calls go unchanged to the servers, because a server takes no token ids, or the
+    tokens are unknown here."""
     parses: tuple[Parsing, ...] = ()
-    """What all its vLLM servers find in their answers; chats with it go to them as they are."""
+    """What all vLLM servers of the model parse in their answers; such chats go to them
+    unchanged."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
-    system_fingerprint: str = ""  # of what answers follow from, beside the request
+    system_fingerprint: str = ""  # identifies what determines answers besides the request
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether the tokenizer is the model's own, and no stand-in."""
+        """Whether the tokenizer is the model's own, and not a stand-in."""
         return self.vocab_size > 0
 
     def adapter_of(self, name: str | None) -> str:
-        """Returns what `Request.adapter` is for a model's name; "" for the model itself."""
+        """Returns the value of `Request.adapter` for a model's name, or "" for the model itself."""
         found = (card.adapter for card in self.adapters if card.name == name)
         return next(found, "")
 
 
 class Output(Struct, frozen=True):
-    """One increment of a response. The last one has a `finish_reason`."""
+    """An `Output` is one increment of a response. The last increment has a `finish_reason`."""
 
     tokens: tuple[Token, ...] = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0  # prompt tokens from the prefix cache; valid from the first output on
-    timings_s: dict[str, float] | None = None  # stage -> seconds, on the last output
+    timings_s: dict[str, float] | None = None  # seconds by stage, in the last output
 
 
 class RequestRefused(Exception):  # noqa: N818 (not a fault)
     """The request was rejected, or failed. Becomes one HTTP error.
 
-    `is_counted`: the head has counted it.
+    `is_counted`: whether the head has counted the refusal.
     """
 
     is_counted = False
@@ -107,7 +110,7 @@ class ModelBackend(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """Replaced by another one when an instance joins that changes it."""
+        """The card is replaced when an instance joins that changes it."""
         ...
 
     @property
@@ -128,13 +131,14 @@ class ModelBackend(Protocol):
     def submit(
         self, request: Request, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
-        """Yields outputs until one has a finish reason. May raise `RequestRefused` at any point.
+        """Yields outputs until an output has a finish reason. May raise `RequestRefused` at any
+        point.
 
         `delivered`: the tokens that the client has from another head, or None if the request is
         new.
 
-        Closing the iterator early (the client is gone) aborts the request everywhere, unless
-        `finish` has ended it.
+        Closing the iterator early (because the client is gone) aborts the request everywhere,
+        unless `finish` has ended it.
         """
         ...
 
@@ -142,29 +146,29 @@ class ModelBackend(Protocol):
         self, request: Request, call: ForwardedCall, delivered: tuple[int, ...] | None = None
     ) -> AsyncGenerator[Output, None]:
         """Submits, as `submit` does, a request that a vLLM server answers from the client's own
-        body. Each token of an output has a part of the response as its `payload`."""
+        body. The `payload` of each token of an output has a part of the response."""
         ...
 
     def why_not_forwarded(self) -> str:
-        """Returns why no call can be forwarded now; "" if calls can."""
+        """Returns why no call can be forwarded now, or "" if calls can."""
         ...
 
     def finish(
         self, request_id: RequestId, reason: FinishReason, num_tokens: int
     ) -> dict[str, float] | None:
-        """The answer is complete after `num_tokens` tokens, because a stop string ends it. The
-        engine need not know of it: it goes on, or has just ended the answer for another reason.
-        Returns the seconds of each stage."""
+        """Notes that the answer is complete after `num_tokens` tokens, because a stop string ends
+        it. The engine need not know about that: it continues, or has just ended the answer for
+        another reason. Returns the seconds of each stage."""
         ...
 
     def abort(self, request_id: RequestId, reason: str = FinishReason.ABORT.value) -> None:
-        """Ends a request early. Its client gets no whole answer, even if it has just ended. Unknown
-        ids are ignored."""
+        """Ends a request early. The client gets no whole answer, even if the answer has just ended.
+        Unknown ids are ignored."""
         ...
 
     def stage(self, request_id: RequestId) -> str:
-        """Returns what a request does now, such as "prefill"; "" if it is not placed yet, and may
-        be refused."""
+        """Returns the present stage of a request, such as "prefill", or "" if it is not placed yet,
+        and may be refused."""
         ...
 
     def note_refused(self, reason: str) -> None:
@@ -172,7 +176,7 @@ class ModelBackend(Protocol):
         ...
 
     def note_answered(self, lengths: Sequence[int]) -> None:
-        """Counts a prompt whose choices all have an answer, of these lengths in tokens."""
+        """Counts a prompt whose choices all have an answer; `lengths` are their tokens."""
         ...
 
 
@@ -193,7 +197,7 @@ class ServingBackend(Protocol):
         ...
 
     def cluster(self, tenant: str | None = None) -> dict[str, Any]:
-        """Describes the cluster; for a tenant only what concerns it."""
+        """Describes the cluster; for a tenant, describes only what concerns this tenant."""
         ...
 
     def live_view(self, tenant: str | None = None) -> dict[str, Any]:
@@ -201,7 +205,7 @@ class ServingBackend(Protocol):
         ...
 
     def is_stopping(self) -> bool:
-        """Whether long streams should end, because the server does."""
+        """Whether long streams should end because the server is stopping."""
         ...
 
     async def hot_prefixes(self, num_prefixes: int) -> list[dict[str, Any]]:
@@ -209,25 +213,26 @@ class ServingBackend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """Like the model's `note_refused`, for a request whose model is not known yet."""
+        """Does what the model's `note_refused` does, for a request whose model is not known yet."""
         ...
 
     def drop_cached_blocks(self) -> None:
-        """Lets all instances forget the cached blocks that no request holds."""
+        """Makes all instances forget the cached blocks that no request holds."""
         ...
 
     def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
-        """Begins to drain an instance. Returns "", or why it cannot be drained. `returns`: another
-        process, from the code on disk, takes its place."""
+        """Begins to drain an instance. Returns "", or the reason why the instance cannot be
+        drained. `returns`: whether another process, which runs the code on disk, takes its
+        place."""
         ...
 
     def upgrade(self) -> None:
-        """Lets a head from the code on disk take this one's place."""
+        """Has a head that runs the code on disk take the place of this one."""
         ...
 
     def beliefs(self, name: str | None = None) -> dict[str, Any]:
-        """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: of a
-        model; None means the default."""
+        """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: the model
+        whose corrections are returned; None means the default."""
         ...
 
     def event_log(self, name: str | None = None) -> bytes | None:
@@ -238,7 +243,7 @@ class ServingBackend(Protocol):
     def server_info(self) -> dict[str, Any]: ...
 
     def not_ready(self) -> str:
-        """Returns why requests are not served now; "" if they are."""
+        """Returns why requests are not served now, or "" if they are."""
         ...
 
     def metrics_text(self) -> bytes:
@@ -250,33 +255,36 @@ class ServingBackend(Protocol):
 class ApiOptions:
     """Settings of the HTTP layer, checked when they are made.
 
-    `api_keys` maps a bearer key to its tenant. If it is empty, the server needs no key.
-    `served_names` are the names that clients may use for the model. If it is empty, only the model
-    card's own id is valid.
+    `api_keys` maps a bearer key to its tenant. If `api_keys` is empty, the server needs no key.
+    `served_names` are the names that clients may use for the model. If `served_names` is empty,
+    only the model card's own id is valid.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)
     operators: frozenset[str] = frozenset()
-    """Tenants that see the whole cluster. Without API keys, every client does."""
+    """Tenants that see the whole cluster. Without API keys, every client sees the whole cluster."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()  # whose web pages may call the API; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names of a server without keys besides its own
+    # origins whose web pages may call the API; "*" allows all
+    allowed_origins: tuple[str, ...] = ()
+    # further host names that are valid at a server without keys
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
-    max_choices: int = 128  # prompts x n of one call
+    max_choices: int = 128  # most answers (prompts x n) of one call
     max_logprobs: int = 20
     thread_above_chars: int = 16_384  # longer texts are tokenised in a thread
     body_timeout_s: float = 30.0
     tokenizer: str = ""
-    """Names the tokenizer for the processes that read bodies; "" means that there are none."""
+    """Name of the tokenizer for the processes that read bodies, or "" without such processes."""
     tokenizer_parts: TokenizerParts | None = None
-    """What it is made from, if its file is not a folder."""
+    """The content of the tokenizer's file, if that is not a folder."""
     keepalive_s: float = 5.0  # how often a silent stream sends a comment; 0 means never
     exports_traces: bool = False
     strict_max_tokens: bool = False
-    """Refuse a limit on output tokens beyond the room in the context, instead of lowering it."""
-    tool_call_parser: str = "auto"  # the format of calls (see `output_text.formats`)
-    reasoning_parser: str = "auto"  # that of reasoning
+    """Whether a limit on output tokens beyond the room in the context is refused instead of
+    lowered."""
+    tool_call_parser: str = "auto"  # format of tool calls (see `output_text.formats`)
+    reasoning_parser: str = "auto"  # format of reasoning
     chat_template: str = ""
     """The source of a template that is used in place of the tokenizer's own."""
 
@@ -286,7 +294,7 @@ class ApiOptions:
         return own + tuple(a.name for a in card.adapters)
 
     def accepted(self, card: ModelCard) -> tuple[str, ...]:
-        """Returns `names`, and those that are not listed."""
+        """Returns `names`, and further names that are not listed."""
         return self.names(card) + (() if self.served_names else card.aliases)
 
     def __post_init__(self) -> None:

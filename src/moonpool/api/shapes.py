@@ -1,7 +1,7 @@
 """The JSON of responses, whole and streamed, in OpenAI's two shapes: chat and completions.
 
-Owns the bytes on the wire. A chunk is built for every token, so it is joined from parts that are
-encoded once per response and the encoded text.
+This module owns the bytes on the wire. A chunk is built for every token, so it is joined from parts
+that are encoded once per response and the encoded text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonpool.types import Token, TokenLogprobs
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 _END = b"}]}\n\n"
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,13 +36,13 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     with_logprobs: bool = False
     with_token_ids: bool = False
     with_prompt_logprobs: bool = False
-    tokens_as_ids: bool = False  # in logprobs, a token is written as token_id:N
+    tokens_as_ids: bool = False  # whether logprobs write a token as token_id:N
     with_usage: bool = False
-    usage_in_chunks: bool = False  # the usage so far, rather than null, in each chunk
+    usage_in_chunks: bool = False  # whether each chunk has the usage so far instead of null
 
 
 class Shape(Protocol):
-    """The format of one of the two endpoints."""
+    """The JSON format of one of the two endpoints."""
 
     object: str
     chunk_object: str
@@ -63,8 +63,8 @@ class Shape(Protocol):
     def logprobs(
         self, tokens: Sequence[Token], offsets: Sequence[int], as_ids: bool = False
     ) -> dict[str, Any]:
-        """`offsets`: where the tokens begin in the text. `as_ids`: a token is written as
-        token_id:N instead of its text."""
+        """`offsets`: the positions in the text at which the tokens begin. `as_ids`: whether a token
+        is written as token_id:N instead of its text."""
         ...
 
     def whole(
@@ -83,18 +83,19 @@ class EventWriter(Protocol):
     def begin(self) -> bytes: ...
 
     def events(self, delta: Delta) -> bytes:
-        """Returns the events of one increment; empty if it has no visible content."""
+        """Returns the events of one increment, or none if it has no visible content."""
         ...
 
     def end(self) -> bytes: ...
 
     def error(self, error: ApiError) -> bytes:
-        """Returns the event that ends the stream instead of `end`."""
+        """Returns the event that ends the stream in place of `end`."""
         ...
 
 
 class ItemWriter(EventWriter, Protocol):
-    """Writes one response as events or as a whole, which the increments passed to `events` make."""
+    """Writes one response, as events or as a whole, from the increments that are passed to
+    `events`."""
 
     def whole(self) -> dict[str, Any]: ...
 
@@ -168,7 +169,8 @@ class ChatShape:
 
 
 def _with_reasoning(message: dict[str, Any], reasoning: str) -> dict[str, Any]:
-    """Under both names that clients know: vLLM's, and the older one of DeepSeek's API."""
+    """Returns the reasoning under both names that clients know: vLLM's, and the older one of
+    DeepSeek's API."""
     return message | {"reasoning": reasoning, "reasoning_content": reasoning}
 
 
@@ -188,7 +190,7 @@ class CompletionShape:
         return b'"text":' + _encode(text)
 
     def calls_field(self, calls: Sequence[ToolCallDelta]) -> bytes:
-        """Raises AssertionError: completions have no tool calls."""
+        """Raises AssertionError, because completions have no tool calls."""
         raise AssertionError("completions have no tool calls")
 
     def closing_field(self) -> bytes:
@@ -204,11 +206,11 @@ class CompletionShape:
             found = _logprobs_of(token)
             text = self._name(token.token_id, as_ids)
             value = max(found.logprob, _LEAST_LOGPROB)
-            likely = {token.token_id: value} | dict(found.top)  # the drawn one first, as at vLLM
+            likely = {token.token_id: value} | dict(found.top)  # the drawn token first, as in vLLM
             top: dict[str, float] = {}
             for token_id, logprob in likely.items():
                 name = self._name(token_id, as_ids)
-                # Two tokens may have the same text; both are named.
+                # Two tokens may have the same text; both of them are listed.
                 top[_id_text(token_id) if name in top else name] = max(logprob, _LEAST_LOGPROB)
             texts.append(text)
             values.append(value)
@@ -265,7 +267,7 @@ class ChunkWriter:
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """Returns the chunks of one increment; empty if it has no visible content."""
+        """Returns the chunks of one increment, or none if it has no visible content."""
         choice = delta.choice
         index = choice.index
         parts: list[bytes] = []
@@ -329,7 +331,8 @@ class ChunkWriter:
             )
 
     def _end(self, beside: bytes = b"", opened: Choice | None = None) -> bytes:
-        """`beside`: fields after the choice. `opened`: none of its tokens is in this chunk."""
+        """`beside`: fields that follow the choice. `opened`: whether the choice begins without any
+        of its tokens in this chunk."""
         if not (beside or self._answer.usage_in_chunks):
             return _END
         usage = b""
@@ -393,8 +396,8 @@ def _top_fields(answer: AnswerFormat, kind: str) -> dict[str, Any]:
 
 
 def _prompt_fields(answer: AnswerFormat, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-    """vLLM's fields about the prompt, which a chat has once and a completion in each choice; null
-    unless asked for, as clients of vLLM read them without a check."""
+    """Returns vLLM's fields about the prompt, which a chat has once and a completion in each
+    choice; they are null unless asked for, because clients of vLLM read them without a check."""
     with_logprobs = answer.with_prompt_logprobs
     return {
         "prompt_logprobs": prompt_logprobs_field(choice, tokenizer) if with_logprobs else None,
@@ -419,7 +422,7 @@ def usage_of(
 ) -> dict[str, Any]:
     """Returns the usage. As at OpenAI, a prompt counts once for all of its choices.
 
-    `opened`: a choice of which nothing is counted yet.
+    `opened`: a choice of which no token is counted yet.
     """
     firsts = choices[::num_per_prompt]
     counted = choices if opened is None else [c for c in choices if c is not opened]

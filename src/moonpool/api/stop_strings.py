@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on, and holds back exactly the part that may still become a stop string.
+    """Passes text on, except for the part that may still become a stop string.
 
-    It runs one Knuth-Morris-Pratt automaton per stop string, so the cost of a character does not
-    depend on the length of the strings.
+    `StopMatcher` runs one Knuth-Morris-Pratt automaton per stop string, so the cost of a character
+    does not depend on the length of the strings.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool):
@@ -23,7 +23,8 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Returns the text that is certainly part of the output. Sets `found` at a stop string."""
+        """Returns the text that is certainly part of the output. Sets `found` when a stop string is
+        complete."""
         assert self.found is None
         if not self._held and self._first_characters.isdisjoint(text):
             return text
@@ -46,7 +47,8 @@ class StopMatcher:
         return held
 
     def _step(self, character: str) -> str | None:
-        """Advances every automaton by one character. Returns the longest stop string that ends."""
+        """Advances every automaton by one character. Returns the longest stop string that ends at
+        this character."""
         ended: str | None = None
         matched = self._matched
         for which, stop in enumerate(self._stops):

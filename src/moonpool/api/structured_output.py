@@ -1,12 +1,12 @@
 """Structured output: converts the client's constraint to a grammar of llguidance.
 
 A constraint comes from `response_format` (OpenAI), `structured_outputs` (vLLM), or tools of which
-one must be called. The grammar travels with the request. Constraints are untrusted: they go to
-llguidance alone, first in a process of its own (`grammars.check`). If llguidance gives up in the
+at least one must be called. The grammar travels with the request. Constraints are untrusted: only
+llguidance reads them, first in a separate process (`grammars.check`). If llguidance gives up in the
 middle of a response, the response ends and becomes an error instead of a 200.
 
-llguidance and numpy are imported with the first constraint: a process that reads bodies starts
-without both, which would take a quarter of its start.
+llguidance and numpy are imported with the first constraint, because importing them would take a
+quarter of the start of a process that reads bodies.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_GRAMMAR_CHARS = 128 << 10
 MOST_CHOICES = 1024
 _INLINE_CHARS = 2048  # longer responses are checked in a thread
 _ANY_OBJECT = {"type": "object"}
-# White space between JSON's tokens is a space or a line with its indentation. Weak models would
-# never leave white space without a bound.
+# White space between JSON's tokens is a space or a line with its indentation. Without this bound,
+# weak models might write white space forever.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": " {1,2}|\\r?\\n[ \\t]{0,12}",
@@ -45,9 +45,9 @@ def grammar_of(
     """Returns the field that asks for structured output, or for tools that must be called, and its
     grammar.
 
-    `must_call` is the schema of the required calls. They are the whole output, so a schema of the
-    answer has no effect then. `can_end` says whether the model has a token
-    that ends its output. Nothing is compiled yet (see `grammars.check`). Raises `ApiError`.
+    `must_call` is the schema of the required calls. The required calls are the whole output, so a
+    schema of the answer has no effect then. `can_end` says whether the model has a token that ends
+    its output. The grammar is not compiled yet (see `grammars.check`). Raises `ApiError`.
     """
     if must_call is not None:
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)
@@ -139,7 +139,8 @@ def _choice_grammar(choices: list[str]) -> str:
     if not 0 < len(choices) <= MOST_CHOICES or not all(choices):
         text = f"'structured_outputs.choice' needs 1 to {MOST_CHOICES} non-empty strings."
         raise ApiError(text, param="structured_outputs.choice")
-    # As one terminal, whose states are those of an automaton: texts that begin alike cost nothing.
+    # As one terminal, whose states are those of an automaton: texts with the same beginning cost
+    # nothing extra.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return _matcher().grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 
@@ -158,7 +159,7 @@ def _regex_grammar(regex: str) -> str:
 
 
 def _written_grammar(text: str) -> str:
-    """Returns the grammar of a text in Lark or GBNF. What is wrong with Lark shows when it is
+    """Returns the grammar of a text in Lark or GBNF. Errors in a Lark grammar show when it is
     compiled."""
     if not text.strip():
         raise _says_nothing("grammar")
@@ -196,8 +197,8 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
 
 
 def unusable(name: str, why: str, grammar: str = "") -> ApiError:
-    """The error of a call whose field `name` has a grammar that cannot be used. `grammar`: as
-    `grammar_of` returned it."""
+    """Returns the error for a call whose field `name` has a grammar that cannot be used. `grammar`:
+    the value that `grammar_of` returned."""
     line = " ".join(why.split())[:300]
     for pattern, words in _IN_WORDS:
         line = pattern.sub(words, line)
@@ -225,4 +226,4 @@ _IN_WORDS = (
     ),
     (re.compile(r"^Unimplemented keys: \[(.*)\]$"), r"these keywords are not supported: \1"),
 )
-"""Texts of llguidance that say nothing to who wrote the schema."""
+"""Messages of llguidance that do not help the author of a schema."""

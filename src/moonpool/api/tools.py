@@ -24,7 +24,7 @@ class Tools:
     """The tool settings of one request."""
 
     def __init__(self, body: ChatBody, num_calls_before: int | None = None) -> None:
-        """`num_calls_before`: calls in the messages, if the body has lost these.
+        """`num_calls_before`: number of calls in the messages, if the body no longer has these.
 
         Raises `ApiError` if the settings contradict each other.
         """
@@ -71,7 +71,7 @@ class Tools:
         return whole | ({"$defs": definitions} if definitions else {})
 
     def rules(self) -> CallRules | None:
-        """Returns what calls an output may have; None if there are none."""
+        """Returns which calls an output may have, or None if it may have none."""
         if not self._may_call and not self.must_call:
             return None
         own = (self._functions, self._one, self.must_call, self._named)
@@ -85,9 +85,10 @@ _SAY_MORE = {
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Copies the schema of a function's parameters, without parameters that it does not name.
+    """Returns a copy of the schema of a function's parameters that allows no further parameters.
 
-    A schema that says nothing of others allows them. A small model then adds some without end.
+    A schema that says nothing about further parameters allows them. A small model then adds
+    parameters without end.
     """
     named, required = parameters.get("properties"), parameters.get("required", [])
     if not isinstance(named, dict) or not named or _SAY_MORE & parameters.keys():

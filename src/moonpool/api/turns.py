@@ -1,4 +1,4 @@
-"""Turns at a resource that serves few calls at a time: the parties take them in turn."""
+"""Turns at a resource that serves few calls at a time: the parties take turns."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ MAX_WAITING = 256
 
 
 class FairTurns:
-    """`async with turns.turn(party)` holds a turn. The queue is bounded."""
+    """`async with turns.turn(party)` holds a turn. The queue of waiting calls is bounded."""
 
     def __init__(
         self, what: str, code: str, places: int = 1, most_waiting: int = MAX_WAITING
     ) -> None:
-        """A call beyond the bound is refused with `code`, and a text with `what`: "large bodies
-        wait". `places`: turns at a time."""
+        """A call beyond the bound is refused with `code`, and a text with `what`, such as "large
+        bodies wait". `places`: number of turns at the same time."""
         self._what = what
         self._code = code
         self._num_free = places
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # next party first
+        # waiting calls by party, the next party first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._places = SharedBuffer(most_waiting)
 
     @contextlib.asynccontextmanager
     async def turn(self, party: str) -> AsyncIterator[None]:
-        """`party`: as in `SharedBuffer`."""
+        """`party`: the tenant or address, as in `SharedBuffer`."""
         if self._num_free:
             self._num_free -= 1
         else:
@@ -50,7 +51,7 @@ class FairTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._pass_on()  # the turn came at the same moment
+                self._pass_on()  # the turn came at the moment of cancellation
             raise
 
     def _pass_on(self) -> None:
@@ -63,5 +64,5 @@ class FairTurns:
                 self._waiting[party] = turns
             if not turn.done():
                 turn.set_result(None)
-                return  # the place stays taken, by that call
+                return  # the call that waits keeps the place
         self._num_free += 1

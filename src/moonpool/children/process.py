@@ -10,7 +10,7 @@ import subprocess
 
 
 class ForkedChild:
-    """A child of this process. `wait` blocks, as that of `subprocess.Popen` does."""
+    """A child of this process. `wait` blocks, like that of `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -29,7 +29,7 @@ class ForkedChild:
         return self.reap()
 
     def poll(self) -> int | None:
-        """Returns the same without waiting; None while the process runs."""
+        """Returns the exit status without waiting, or None while the process runs."""
         try:
             return self.wait(0.0)
         except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
 """Starts commands of moonpool as children of this process.
 
-Each has a session of its own, so that Ctrl-C reaches only whoever started it, and reads nothing
-from the terminal. How it ends with its parent is for the child to settle (`children.parent`).
+Each process has a separate session, so that Ctrl-C reaches only the process that started it, and
+reads nothing from the terminal. How it ends with its parent is for the child to settle
+(`children.parent`).
 """
 
 from __future__ import annotations

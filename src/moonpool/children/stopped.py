@@ -17,7 +17,7 @@ LOOK_S = 0.4
 QUIET_LOOK_S = 5.0
 """The same while nothing runs, and no process was reported as stopped."""
 MOST_LOOKS = 3
-"""A process that is stopped at this many checks in a row is no longer waited for."""
+"""A process that is stopped at this many checks in a row is not waited for any longer."""
 
 
 def process_state(pid: int) -> str:
@@ -40,7 +40,8 @@ class StoppedProcesses:
 
     def __init__(self, state_of: Callable[[int], str] = process_state) -> None:
         self._state_of = state_of
-        self._num_looks: dict[int, int] = {}  # by process, only those that are stopped
+        # number of checks by process, only for stopped processes
+        self._num_looks: dict[int, int] = {}
 
     @property
     def any_stopped(self) -> bool:
@@ -48,7 +49,7 @@ class StoppedProcesses:
         return bool(self._num_looks)
 
     def look(self, pids: Iterable[int]) -> list[int]:
-        """Returns the processes not to wait for any longer. Call it every LOOK_S."""
+        """Returns the processes not to wait for any longer. Must be called every LOOK_S seconds."""
         stopped = [pid for pid in pids if self._state_of(pid) == "T"]
         self._num_looks = {pid: self._num_looks.get(pid, 0) + 1 for pid in stopped}
         return [pid for pid, num_looks in self._num_looks.items() if num_looks >= MOST_LOOKS]
@@ -56,21 +57,21 @@ class StoppedProcesses:
 
 class StopNotice:
     """Says when to check the children of this process. The kernel reports one that was stopped
-    (SIGCHLD), so an idle process need not check. Where the loop or the thread cannot take this
+    (SIGCHLD), so an idle process need not check. If the loop or the thread cannot receive this
     signal, checks stay frequent."""
 
     def __init__(self) -> None:
         self._told = asyncio.Event()
-        self._told.set()  # some may be stopped already
+        self._told.set()  # some processes may be stopped already
         self._quiet_s = QUIET_LOOK_S
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._told.set)
-        except (RuntimeError, ValueError):  # uvloop's, or not the main thread's
+        except (RuntimeError, ValueError):  # raised by uvloop, or outside the main thread
             self._quiet_s = LOOK_S
 
     async def wait(self, any_stopped: bool) -> None:
-        """Returns when the next check is due. `any_stopped`: whether the last check has found
-        one."""
+        """Returns when the next check is due. `any_stopped`: whether the last check has found a
+        stopped process."""
         if not any_stopped and not self._told.is_set():
             try:
                 async with asyncio.timeout(self._quiet_s):

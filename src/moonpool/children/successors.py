@@ -11,7 +11,7 @@ from moonpool.retry_delays import RetryDelays
 
 
 class Next(Enum):
-    """What follows the end of a process."""
+    """Tells what follows the end of a process."""
 
     NONE = auto()
     AT_ONCE = auto()
@@ -23,8 +23,8 @@ class Next(Enum):
 
 
 class Successors:
-    """One process after the other. `live` runs one from its start to its end and returns its exit
-    status; None if none could be started. `after` says what follows."""
+    """Runs one process after another. `live` runs one process from its start to its end and returns
+    its exit status, or None if it could not be started. `after` decides what follows."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Successors:
         delays: RetryDelays,
         log: logging.Logger,
     ) -> None:
-        """`delays`: after deaths in short succession."""
+        """`delays`: the delays after deaths in short succession."""
         self.num_deaths = 0
         """Number of deaths in short succession."""
         self._name = name
@@ -49,7 +49,8 @@ class Successors:
         kept: Callable[[], str] = lambda: "",
     ) -> None:
         """Runs processes one after another until none is wanted. `pause` waits this many seconds,
-        or less if none will be. `kept`: for the log, what the next one goes on with."""
+        or less if no further process will be wanted. `kept`: what the next process continues with,
+        for the log."""
         while True:
             code = await self._live()
             what = await self._after(code)

@@ -1,4 +1,5 @@
-"""`moonpool completion` and `moonpool man`: what a shell and `man` know of the commands."""
+"""`moonpool completion` and `moonpool man`: what a shell and `man` need to know about the
+commands."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def new_file(config: Config) -> str:
 
 
 def _allowed(field: FieldSchema) -> str:
-    """The values that a key may have, as a sentence; "" if its type says it all."""
+    """Returns the values that a key may have, as a sentence, or "" if its type says it all."""
     names = _choices(field)
     if names:
         return f"One of {', '.join(names)}."

@@ -1,7 +1,7 @@
 """Which model a command takes that was given none.
 
 A person at a terminal is told which model there is, its size and its licence, and is asked. Without
-a terminal nobody can be asked, and nothing is fetched.
+a terminal there is no question, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_MODEL = ModelConfig().name
 
 
 class HubModel(msgspec.Struct, frozen=True):
-    """What the Hub says of a model. `num_bytes`: the size of the files that are fetched."""
+    """What the Hub says about a model. `num_bytes`: the size of the files that will be fetched."""
 
     name: str
     num_bytes: int
@@ -89,7 +89,8 @@ def _packaged(command: str, asks: bool) -> str:
 
 
 def _from_hub() -> HubModel | None:
-    """Asks the Hub about the model that it would fetch; None where it cannot be reached."""
+    """Asks the Hub about the model that would be fetched; returns None if the Hub cannot be
+    reached."""
     import httpx
 
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):

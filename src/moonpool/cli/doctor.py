@@ -1,7 +1,7 @@
 """`moonpool doctor`: what this machine has for serving, one line each, and what to set.
 
-It starts nothing, writes nothing, and imports no torch. Packages add lines of their own by the
-entry points of the group `moonpool.checks`: functions that return a list of `MachineCheck`.
+The command starts nothing, writes nothing, and imports no torch. Packages add lines of their own by
+the entry points of the group `moonpool.checks`: functions that return a list of `MachineCheck`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def doctor(json_file: str | None) -> None:
 
 
 def own_checks() -> Iterator[MachineCheck]:
-    """What the base package knows of the machine."""
+    """Returns what the base package knows of the machine."""
     yield from _versions()
     yield _cores()
     yield _instructions()

@@ -212,7 +212,7 @@ def open_sources(
     pool_namespace: str,
     kube_url: str,
 ) -> EndpointSource:
-    """All sources as one. Raises SourceError."""
+    """Returns all sources joined in one. Raises SourceError."""
     from moonpool.discovery.dns_names import DnsName
     from moonpool.discovery.source_text import PodSource, parse_source, read_dns_name
     from moonpool.discovery.sources import Sources, open_source

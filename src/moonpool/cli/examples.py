@@ -42,7 +42,7 @@ EXAMPLES = {
 
 
 def epilog(name: str) -> str | None:
-    """What stands below the options in the help of this command."""
+    """Returns what stands below the options in the help of this command."""
     lines = EXAMPLES.get(name)
     if lines is None:
         return None

@@ -24,8 +24,8 @@ def shows_everything(context: click.Context) -> bool:
 
 
 class ScreenHelp(click.Command):
-    """A command, or a group, with a short help and a full one. `screen` names the flags of the
-    short help in their order. Without it, the help is always full."""
+    """A command, or a group, that has a short help and a full one. `screen` names the flags of the
+    short help, in their order. Without it, the help is always full."""
 
     screen: Sequence[str] = ()
 

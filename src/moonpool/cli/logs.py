@@ -26,7 +26,8 @@ CLEAR_REST = "\x1b[K"
 
 
 def choose_logging(telemetry: TelemetryConfig) -> None:
-    """Puts level and format into the environment, for this process and those that it starts."""
+    """Puts level and format of the log into the environment, for this process and all that it
+    starts."""
     for variable, value in (
         (LEVEL_VARIABLE, telemetry.log_level),
         (FORMAT_VARIABLE, telemetry.log_format),
@@ -104,7 +105,8 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line. Values that a message carries as `fields` stand beside it."""
+    """Writes each log record as a JSON object on one line. Values that a message carries as
+    `fields` stand beside it."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

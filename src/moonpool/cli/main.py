@@ -87,7 +87,7 @@ class SuggestingGroup(ScreenHelp, click.Group):
         return found
 
     def path_of(self, name: str) -> str:
-        """The name of its command without the program's, such as "pool serve"."""
+        """Returns the name of a command without the program's, such as "pool serve"."""
         return f"{self.name} {name}"
 
     def find_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -107,7 +107,7 @@ class SuggestingGroup(ScreenHelp, click.Group):
 
 
 class ExtendedGroup(SuggestingGroup):
-    """A group of commands to which other packages add theirs."""
+    """A group of commands to which other packages add their commands."""
 
     own: ClassVar[CommandTable] = {}
     prefix: ClassVar[str] = ""
@@ -133,7 +133,8 @@ class ExtendedGroup(SuggestingGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         extra = EXTRA_OF_COMMAND.get(f"{self.prefix}{args[0]}")
         if extra is not None and self.get_command(ctx, args[0]) is None:
-            raise ModuleNotFoundError(name=f"moonpool_{extra}")  # `main` makes one line of it
+            # `main` makes one line of this error
+            raise ModuleNotFoundError(name=f"moonpool_{extra}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -141,7 +142,7 @@ class ExtendedGroup(SuggestingGroup):
             formatter.write_dl([*self.rows(ctx).items()])
 
     def rows(self, ctx: click.Context) -> dict[str, str]:
-        """One line of help by the command's name."""
+        """Returns one line of help by the command's name."""
         texts = {name: text for name, (_, _, text) in {**self.own, **self._added()}.items()}
         return {
             name: texts.get(name) or self.commands[name].get_short_help_str(80)

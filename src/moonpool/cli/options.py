@@ -1,4 +1,5 @@
-"""Command-line options: those generated from the configuration, and those that commands share.
+"""Command-line options: options generated from the configuration, and options that several commands
+share.
 
 `ConfigFlags` makes one click option of each key of `Config` that a command names; type, limits,
 flag and help come from the field itself. `SectionedCommand` lists them by config table.
@@ -177,7 +178,8 @@ catalogue_option = click.option(
 
 def pem_options(flag: str, name: str, certificate: str, authority: str) -> Callable[[F], F]:
     """Returns a decorator that adds FLAG-certfile, -keyfile and -ca-certs, as NAMEcertfile,
-    NAMEkeyfile and NAMEca_certs. `certificate` and `authority` are helps."""
+    NAMEkeyfile and NAMEca_certs. `certificate` and `authority` are the help texts of the two
+    options."""
     key = "Key of that certificate (PEM); in the certificate's file unless given."
     helps = {"certfile": certificate, "keyfile": key, "ca-certs": authority}
 
@@ -291,8 +293,8 @@ class SectionedCommand(ScreenHelp):
 class ConfigFlags:
     """The flags by which one command overrides the configuration.
 
-    `keys` are such as "pool.block_tokens". `types` gives the click type of a key that is not to
-    have the one that follows from its field, `helps` another text.
+    `keys` are names such as "pool.block_tokens". `types` gives the click type of a key that is not
+    to have the one that follows from its field, `helps` another text.
     """
 
     def __init__(
@@ -377,6 +379,6 @@ def fail_config(error: ConfigError, text: str, config_file: str | None) -> NoRet
 
 
 def _click_type(kind: Any) -> Any:
-    if get_origin(kind) is UnionType:  # a struct, or None
+    if get_origin(kind) is UnionType:  # the type of a struct, or None
         return JsonObject()
     return click.Choice(get_args(kind)) if get_origin(kind) is Literal else _CLICK_TYPES[kind]

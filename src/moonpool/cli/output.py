@@ -1,4 +1,4 @@
-"""What commands write: errors of one line, and figures with their origin."""
+"""The output of commands: errors of one line, and figures with their origin."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_page(path: str, page: str) -> None:
 
 def need_package(name: str) -> None:
     """Raises ModuleNotFoundError, before the command's work, if a package that it will import is
-    absent; `main` makes one line of it."""
+    absent; `main` prints it as one line."""
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(name=name)
 
@@ -82,7 +82,8 @@ def show_figures(found: dict[str, Any], json_file: str | None) -> None:
 
 
 def origin() -> dict[str, str]:
-    """Returns command, version, commit and machine: figures without them cannot be repeated."""
+    """Returns command, version, commit and machine, because figures without these cannot be
+    repeated."""
     from moonpool.cores import cpu_name
 
     return {

@@ -20,7 +20,8 @@ tls_options = pem_options(
 
 
 def peer_tls(certfile: str, keyfile: str, ca_certs: str) -> PeerTls | None:
-    """Returns the contexts; None without certificates. Ends the command if they cannot be used."""
+    """Returns the TLS contexts, or None without certificates. Ends the command if they cannot be
+    used."""
     from moonpool.link.tls import PeerTls, PeerTlsError
 
     if not (certfile or keyfile or ca_certs):

@@ -250,7 +250,7 @@ def plan(
 
 
 def _given(missing: Missing, config_file: str | None, options: dict[str, Any]) -> Config:
-    """The configuration, with answers for what it lacks."""
+    """Returns the configuration, with answers for missing values."""
     overrides = _FLAGS.overrides(options)
     asked = missing.slo(read_config(config_file, overrides).slo)
     overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
@@ -258,7 +258,7 @@ def _given(missing: Missing, config_file: str | None, options: dict[str, Any]) -
 
 
 class _Job:
-    """One plan, and its check."""
+    """One plan, and the check of it."""
 
     def __init__(self, search: ClusterSearch) -> None:
         self._search = search
@@ -361,8 +361,8 @@ def _check_files(
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of those that simulated for it: they say more than the clock
-    where others use the machine too."""
+    """Returns CPU seconds of this process and of its simulating processes, which tell more than the
+    clock if others use the machine, too."""
     used = os.times()
     return round(used.user + used.system + used.children_user + used.children_system, 1)
 
@@ -373,7 +373,7 @@ LOG_EVERY_S = 15.0
 @contextmanager
 def _progress(total: float) -> Iterator[Report]:
     """On a terminal, a bar of the runs that are expected; elsewhere a line per stage and every
-    LOG_EVERY_S. Both say about how long it will take."""
+    LOG_EVERY_S. Shows the progress of both, and about how long each will take."""
     began_s = last_s = time.monotonic()
     stages: set[str] = set()
     if not sys.stderr.isatty():

@@ -1,4 +1,5 @@
-"""What `moonpool plan` asks for on a terminal where it was not given; elsewhere, what it takes.
+"""What `moonpool plan` asks on a terminal if it was not given; elsewhere, the values that it takes
+instead.
 
 A plan for service levels, nodes or prices that nobody has named answers another question.
 """

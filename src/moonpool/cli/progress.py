@@ -1,4 +1,4 @@
-"""A bar of what is done, on a terminal only."""
+"""A progress bar, which is shown only on a terminal."""
 
 from __future__ import annotations
 

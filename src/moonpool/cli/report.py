@@ -1,4 +1,4 @@
-"""`moonpool report`: a page with several runs beside each other."""
+"""`moonpool report`: a page that compares several runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool rewind`: replays what a server's Conductor decided."""
+"""`moonpool rewind`: replays the decisions of a server's Conductor."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rewind(
 
 
 def _check_policies(config: Any, trusted: bool) -> None:
-    """A log from elsewhere must not choose what is imported here."""
+    """Checks the policies: a log from elsewhere must not choose what is imported here."""
     from moonpool.config.tables import is_own_policy
 
     own = [name for name in (config.placement, config.admission) if is_own_policy(name)]

@@ -202,7 +202,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
     if model is None and config.model.name == NO_MODEL and config.engine.kind != "vllm":
-        need_engine()  # before it asks
+        need_engine()  # checked before any question
         config = _read(config_file, serve_overrides(flags), choose_model("serve"))
     cluster = config.cluster
     if config.engine.kind == "vllm" and not (config.vllm.names_any or config.ray.vllm_command):
@@ -280,8 +280,8 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for it, if there is no server. A server that
-    is too busy to answer is left to its worker."""
+    """Fails here, and not in a worker that would wait for the server, if there is no server. A
+    server that is too busy to answer is left to its worker."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError, VllmSilentError
     from moonpool.vllm.dialect import DialectError
@@ -308,9 +308,9 @@ def _check_vllm(place: str) -> None:
 def _open_fork_server(
     config: Config, secret: bytes, fds: Sequence[int] = (), loads: bool = False
 ) -> ForkServer | None:
-    """Opens a fork server, which imports what head and workers need. It closes `fds`. If it
-    `loads`, it packs weights that all workers share. It forks a head that needs no torch before it
-    imports that itself, so that both read the model at once."""
+    """Opens a fork server, which imports what head and workers need. Closes `fds` in the fork
+    server. If it `loads`, the fork server packs weights that all workers share. A head that needs
+    no torch is forked before the fork server imports torch, so that both read the model at once."""
     shared: list[object] = []
     environment = worker_environment(secret, threads_per_process(config))
     engine = "vllm" if config.engine.kind == "vllm" else "own"
@@ -364,7 +364,7 @@ def _check_start(config: Config) -> None:
             " without it, or use int8 or int4"
         )
     if config.engine.kind != "vllm":
-        need_engine()  # here, and not in each process that needs it
+        need_engine()  # checked here, and not in each process that needs it
     with one_line(*UNPROTECTED):
         check_protection(config)
     choose_logging(config.telemetry)
@@ -459,7 +459,8 @@ async def _supervise(supervisor: Supervisor) -> None:
 
 
 def _signals(stop: asyncio.Event) -> None:
-    """Lets SIGINT and SIGTERM end the cluster in an orderly way, and a second one at once."""
+    """Lets SIGINT and SIGTERM end the cluster in an orderly way, and a second signal end it at
+    once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

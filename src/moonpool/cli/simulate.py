@@ -73,7 +73,7 @@ CLUSTER_KEYS = (
     "hardware.attention_device",
     "hardware.attention_devices_per_node",
 )
-"""What describes a simulated cluster: its instances, policies and hardware."""
+"""Keys that describe a simulated cluster: its instances, policies and hardware."""
 CLUSTER_DEFAULTS = parse_config("", {}, DEFAULTS)
 SIMULATE_FLAGS = ConfigFlags(*CLUSTER_KEYS, "slo.classes", "conductor.seed")
 MAX_INSTANT_S = 1e9

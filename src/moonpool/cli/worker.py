@@ -245,7 +245,7 @@ def _run(work: Coroutine[Any, Any, None], is_launched: bool) -> None:
     except HungError as error:
         sys.stderr.write(f"moonpool: {error}\n")
         sys.stderr.flush()
-        os._exit(HUNG_STATUS)  # an exit in order would wait for the thread that hangs
+        os._exit(HUNG_STATUS)  # an orderly exit would wait for the hanging thread
     except WorkerError as error:
         if is_launched and isinstance(error, ToldError):
             raise SystemExit(1) from None
@@ -275,7 +275,7 @@ def head_place(text: str, option: str) -> tuple[str, int]:
 def _end_in_order(running: RunnableWorker, drain_seconds: float) -> None:
     """Sets what signals do to the current task.
 
-    SIGTERM drains the instance first, if it can be drained; a second one ends it at once.
+    The first SIGTERM drains the instance, if it can be drained; a second one ends it at once.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None

@@ -25,8 +25,8 @@ class InstanceLost(msgspec.Struct, frozen=True):
 
 
 class InstanceCrashed(msgspec.Struct, frozen=True):
-    """The process of an instance has crashed: it was not killed from outside. The loss of the
-    instance may be reported before or after this."""
+    """The process of an instance has crashed, and nobody killed it from outside. The loss of the
+    instance may be reported before or after the crash."""
 
     instance_id: InstanceId
 
@@ -46,7 +46,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
 
 
 class InstancesExpected(msgspec.Struct, frozen=True):
-    """An earlier head had these instances. Requests may wait until they join this head."""
+    """An earlier head had these instances. Requests may wait until these instances join the present
+    head."""
 
     roles: dict[InstanceId, Role]
 
@@ -92,7 +93,7 @@ class DrainRequested(msgspec.Struct, frozen=True):
 
 
 class CacheDropRequested(msgspec.Struct, frozen=True):
-    """An operator wants all instances to forget the cached blocks that no request holds."""
+    """An operator wants all instances to drop the cached blocks that no request holds."""
 
 
 class HotRequested(msgspec.Struct, frozen=True):
@@ -133,7 +134,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """More tokens of an answer, for its client."""
+    """Passes more tokens of an answer to its client."""
 
     request_id: RequestId
     tokens: tuple[Token, ...]
@@ -149,15 +150,15 @@ class Refuse(msgspec.Struct, frozen=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """Comes exactly once for each request that arrived. Its record is complete except for the
-    explanation, which `Explanation.lines` formats on demand."""
+    """This action comes exactly once for each request that arrived. Its record is complete except
+    for the explanation, which `Explanation.lines` formats on demand."""
 
     record: RequestRecord
     explanation: Explanation
 
 
 class Announce(msgspec.Struct, frozen=True):
-    """A line for the operator's log."""
+    """Asks the driver to write a line to the operator's log."""
 
     text: str
     is_warning: bool = False

@@ -1,6 +1,6 @@
 """Plans attempts: applies the placement and admission policies and writes the first commands.
 
-Books nothing: `RequestLifecycle` books what was planned.
+Books no load: `RequestLifecycle` books what was planned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
 RECHECK_TOLERANCE = 1.1
 """The decode instance rejects a prefilled request only if its load is this far above the limit.
-Below that, the first check was as precise as a projection can be, and the prefill is already spent.
+Below that, the check at arrival was as precise as a projection can be, and the prefill is already
+spent.
 """
 
 
@@ -63,14 +64,14 @@ class AttemptPlanner:
         output_predictor: OutputPredictor,
         admission: AdmissionCheck,
     ) -> None:
-        self.max_attempts = config.max_attempts  # of a request, without a new token
+        self.max_attempts = config.max_attempts  # attempts of a request without a new token
         self._config = config
         self._policies = policies
         self._cluster_state = cluster_state
         self._table, self._instances = cluster_state.instance_table, cluster_state.instances
         self._output_predictor = output_predictor
         self._admission = admission
-        self._numbers = count(1)  # a client may reuse its request id
+        self._numbers = count(1)  # attempts are numbered because a client may reuse its request id
 
     @property
     def rejects_late(self) -> bool:
@@ -108,8 +109,8 @@ class AttemptPlanner:
     def _with_need(
         self, rejection: Rejection, footprint: RequestFootprint, match: PrefixMatch
     ) -> Rejection:
-        """States what the request needs. A request that waits for room, or for the prompts before
-        it, must be placed early enough for its prefill."""
+        """Adds to the context what the request needs. A request that waits for room, or for the
+        prompts before it, must be placed early enough for its prefill."""
         least_s = 0.0
         if rejection.reason in TIMED_REASONS:
             table, held = self._table, np.minimum(match.hits, footprint.usable_blocks)
@@ -159,7 +160,7 @@ class AttemptPlanner:
             expected = min(expected, max(self._table.most_decode_tokens, num_tokens + 1))
         context, whole = expected, num_tokens + left
         if _stays(tracked.request) and whole < self._table.most_decode_tokens:
-            context = whole  # else it may fill the server's whole context
+            context = whole  # the answer may otherwise fill the server's whole context
         return RequestFootprint(
             number=next(self._numbers),
             num_tokens=num_tokens,
@@ -210,13 +211,14 @@ def _found_tokens(
 
 
 def name_blocks(tracked: TrackedRequest, tokens: Sequence[int], layout: BlockLayout) -> None:
-    """Names the blocks of its prompt and its answer so far."""
+    """Names the blocks of the request's prompt and of its answer so far."""
     request = tracked.request
     if not request.use_cache or tracked.num_named_tokens == len(tokens):
         return
     tracked.num_named_tokens = len(tokens)
     if request.keys is not None:
-        tracked.keys = request.keys  # of the prompt only: generated tokens have no keys
+        # keys of the prompt's blocks only: generated tokens have no keys
+        tracked.keys = request.keys
     else:
         root = root_key(layout.fingerprint, request.tenant, request.adapter)
         tracked.keys = block_keys(tokens, layout.block_tokens, root)
@@ -254,7 +256,7 @@ def _spec(
 
 def _local_slo(tracked: TrackedRequest, config: ConductorConfig, waits: bool) -> Slo:
     """The SLO that the decode instance checks again, or by which it tells requests apart that wait
-    for different steps (`waits`). It knows no classes."""
+    for different steps (`waits`). The decode instance knows no service classes."""
     slo, limit = tracked.request.slo.limits, config.load_limit
     if goes_on(tracked) or (config.admission == "none" and not waits):
         return UNLIMITED

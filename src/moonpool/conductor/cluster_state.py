@@ -1,7 +1,8 @@
 """The load that the Conductor has booked on instances for each attempt.
 
 A booked attempt counts in the sums of the instance table, in the blocks that the index expects and
-in the forecast; `validate` compares them. Nothing here chooses, sends or answers.
+in the forecast; `validate` compares them. This module chooses no instance, sends no command and
+answers no client.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ClusterState:
         incarnation: str = "",
     ) -> None:
         """`incarnation`: part of all attempt ids, as of `Conductor`."""
-        self.layout: BlockLayout | None = None  # of all instances, once one has joined
+        # the block layout of all instances, known once one has joined
+        self.layout: BlockLayout | None = None
         self.token_bytes = 0  # likewise
         self._incarnation = f"{incarnation}." if incarnation else ""
         self.instance_table = InstanceTable(tbt_slo_s, sizes_chunks)
@@ -40,7 +42,7 @@ class ClusterState:
 
     @property
     def answer_s(self) -> float:
-        """Mean duration of a decode."""
+        """Mean duration of an answer's decode."""
         mean_s = self.forecast.mean_s
         return FIRST_ANSWER_S if mean_s is None else mean_s
 
@@ -53,8 +55,8 @@ class ClusterState:
         return state
 
     def leave(self, instance_id: InstanceId) -> InstanceState | None:
-        """Removes the instance and all sums booked on it. Its attempts keep their own fields until
-        they are placed again."""
+        """Removes the instance and all sums booked on it. The attempts on that instance keep their
+        own fields until they are placed again."""
         state = self.instances.pop(instance_id, None)
         if state is None:
             return None
@@ -66,7 +68,7 @@ class ClusterState:
         self.instance_table.leave(state.row)
         for attempt in state.serving.values():
             attempt.fetch_from = (
-                None  # the fetch fails, and the instance computes the prefix instead
+                None  # no source: the fetch fails, and the instance computes the prefix instead
             )
         return state
 
@@ -224,7 +226,8 @@ class ClusterState:
             assert table.decodes[row] == (serves and role.decodes)
             assert load.prefills == set(state.prefills)
             assert load.decodes == set(state.decodes)
-            assert load.handed_over >= set(state.handed_over)  # others: from before it rejoined
+            # other ids are from before the instance rejoined
+            assert load.handed_over >= set(state.handed_over)
             assert load.serving == set(state.serving)
             assert load.serving_count == table.num_serving[row]
             assert load.waiting_ns == table.waiting_ns[row]

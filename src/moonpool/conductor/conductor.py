@@ -82,12 +82,13 @@ class PoolLoads(NamedTuple):
     """Predicted latency over the default SLO, as the mean over a pool's instances."""
 
     prefill: float
-    decode: float  # of the requests that decode now
-    decode_projected: float  # after the mean TTFT, when a prefill that is placed now should end
+    decode: float  # load of the requests that decode now
+    # load after the mean TTFT, when a prefill that is placed now should end
+    decode_projected: float
 
 
 class Conductor:
-    """Global state machine of the cluster."""
+    """The Conductor is the global state machine of the cluster."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Conductor:
         sizes_chunks = config.inline_chunks
         state = ClusterState(self.forecast, default_slo.tbt_s, sizes_chunks, incarnation)
         self.cluster_state = state
-        # All parts change these three, and drivers read them.
+        # All parts of the Conductor change these three objects, and drivers read them.
         self.index = state.index
         self.instance_table = state.instance_table
         self.instances = state.instances
@@ -156,9 +157,9 @@ class Conductor:
         self._launched: set[InstanceId] = set()
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
-        """`on_work` is called with a request before it is planned, and with None after that. It
-        must change nothing here. A driver uses it to note the request that it is processing, in
-        case the process crashes.
+        """`on_work` is called with a request before it is planned, and with None after that.
+        `on_work` must change nothing here. A driver uses it to note the request that it is
+        processing, in case the process crashes.
         """
         self._lifecycle.on_work = on_work
 
@@ -189,13 +190,13 @@ class Conductor:
 
     @property
     def num_pauses(self) -> int:
-        """Answers that gave way to another tenant's."""
+        """Number of answers that were paused in favour of another tenant's request."""
         return self._lifecycle.num_pauses
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request or the drain of an instance is under way. If not, a tick may be
-        late."""
+        """Whether a request or the drain of an instance is under way. If neither is under way, a
+        tick may be late."""
         states = self.instances.values()
         return bool(self.requests) or any(state.drain is not None for state in states)
 
@@ -352,8 +353,8 @@ class Conductor:
                 self._lifecycle.on_report(report, instance_id, now)
 
     def _on_leave_requested(self, state: InstanceState, within_s: float, now: float) -> None:
-        """Lets an instance leave whose process received a signal to end. The last one of its role
-        is replaced, if whoever launched it can do that."""
+        """Lets an instance leave whose process received a signal to end. The last instance of its
+        role is replaced, if its launcher can do that."""
         name, what = state.info.instance_id, self.drains.sole_work(state)
         returns = bool(what) and name in self._launched
         if state.drain is None and what:
@@ -397,6 +398,6 @@ class Conductor:
 
 
 def _how_to_start(what: str) -> str:
-    """`what`: "prefills" or "decodes"."""
+    """`what`: the missing work, "prefills" or "decodes"."""
     role = what.removesuffix("s")
     return f"start one: moonpool worker --role {role} --head HOST:PORT, or list a server for it"

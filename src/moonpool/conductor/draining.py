@@ -63,17 +63,19 @@ class _Unavailable(Enum):
 @dataclass(slots=True, eq=False)
 class _Departure:
     state: InstanceState
-    move_s: float  # then its attempts are placed elsewhere
-    until_s: float  # then it leaves, whatever remains
+    move_s: float  # time at which the instance's attempts are placed elsewhere
+    until_s: float  # time at which the instance leaves, whatever it still holds
     num_blocks: int  # limit of the blocks still to hand over
     num_handed: int = 0
-    list_number: int = 0  # number of its requested lists of prefixes
-    requested_s: float | None = None  # when the list was requested that has not arrived yet
-    final: bool = False  # the last list, requested after its attempts ended
+    list_number: int = 0  # number of the last list of prefixes that was requested
+    requested_s: float | None = None  # when the outstanding list of prefixes was requested
+    final: bool = False  # whether the list is the last one, requested after the attempts ended
     moved: bool = False
-    waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)  # with number of tries
+    # (prefix, number of takers tried)
+    waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)
     num_fetches: int = 0
-    full: set[InstanceId] = field(default_factory=set)  # had no room for a prefix as cold
+    # instances that had no room for a prefix as cold
+    full: set[InstanceId] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +90,7 @@ class _PrefixTransfer:
 
 
 class Draining(ClusterObserver):
-    """Owns the drains that end with a departure. Books roles and room only."""
+    """Owns the drains that end with a departure. Books only roles and room."""
 
     def __init__(self, cluster_state: ClusterState) -> None:
         self.num_left = self.num_handed_blocks = 0
@@ -99,8 +101,8 @@ class Draining(ClusterObserver):
         self._numbers = count(1)
 
     def why_not(self, instance_id: InstanceId, returns: bool = False) -> str:
-        """Why the instance must not leave; "" if it may. The last instance of its role may leave if
-        it `returns`."""
+        """Returns why the instance must not leave, or "" if it may leave. The last instance of its
+        role may leave if it is about to return."""
         state = self._instances.get(instance_id)
         if state is None:
             known = ", ".join(self._instances) or "none"
@@ -111,7 +113,7 @@ class Draining(ClusterObserver):
         return ""
 
     def num_handed(self, instance_id: InstanceId) -> int:
-        """Blocks that other instances have taken from it so far."""
+        """Number of blocks that other instances have taken from the leaving one so far."""
         departure = self._departures.get(instance_id)
         return 0 if departure is None else departure.num_handed
 
@@ -124,8 +126,9 @@ class Draining(ClusterObserver):
         returns: bool = False,
     ) -> list[ConductorAction]:
         """Starts a departure that ends within `within_s` seconds. A second call may shorten the
-        time. The instance must not drain for another reason. If it is the last one of its role
-        and returns, its attempts move at once: new requests would wait for them, too."""
+        time. The instance must not drain for another reason. If the instance is the last one of its
+        role and will return, its attempts move at once, because new requests would wait for them,
+        too."""
         until_s = now + within_s
         known = self._departures.get(state.info.instance_id)
         if known is not None:
@@ -148,7 +151,7 @@ class Draining(ClusterObserver):
         ]
 
     def to_move(self, now: float) -> list[TrackedRequest]:
-        """Takes the requests that are to be placed elsewhere now: each once, even if both of its
+        """Returns the requests that must be placed elsewhere now, each once, even if both of its
         instances leave."""
         found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():
@@ -251,7 +254,8 @@ class Draining(ClusterObserver):
         if state.drained and not state.serving:
             if departure.final:
                 return [*actions, *self._leave(departure, drain)]
-            departure.final = True  # its last attempts have added blocks
+            # the last attempts have added blocks, so one more list is requested
+            departure.final = True
             return [*actions, *self._request_list(departure, now)]
         return actions
 
@@ -268,8 +272,8 @@ class Draining(ClusterObserver):
         return [Send(departure.state.info.instance_id, LeaveCluster())]
 
     def _hand_over(self, departure: _Departure, now: float) -> list[ConductorAction]:
-        """Starts as many fetches as may run at a time. A prefix without room does not block colder
-        ones, and is tried again later."""
+        """Starts as many fetches as may run at a time. A prefix that finds no room is tried again
+        later, and colder prefixes are tried meanwhile."""
         actions: list[ConductorAction] = []
         later: list[tuple[HotPrefix, int]] = []
         while departure.waiting and departure.num_fetches < MAX_FETCHES:
@@ -358,8 +362,8 @@ class Draining(ClusterObserver):
 
 
 def _needs(state: InstanceState, tracked: TrackedRequest) -> bool:
-    """Whether the request needs this instance. It no longer needs an instance that has handed it
-    over once the decode instance has accepted it."""
+    """Whether the request needs this instance. The request no longer needs an instance that has
+    handed it over once the decode instance has accepted it."""
     attempt = tracked.attempt
     if attempt is None:
         return False

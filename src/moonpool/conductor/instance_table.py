@@ -3,8 +3,8 @@
 A placement policy reads all instances at once from these arrays. Each event updates the sums that
 it changes, in constant time; `Conductor.validate` recomputes them from the requests to compare.
 Sums are whole numbers (durations are in nanoseconds), so that additions and subtractions leave no
-rounding error. They are stored as float64, exact up to 2**53, so that no prediction has to convert
-an array. The table makes no decision.
+rounding error. The numbers are stored as float64, exact up to 2**53, so that no prediction has to
+convert an array. The table makes no decision.
 """
 
 from __future__ import annotations
@@ -38,51 +38,61 @@ class InstanceTable:
         self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
-        self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # accepts new prefills
-        self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # accepts new decodes
+        # whether the instance accepts new prefills
+        self.prefills: Bools = np.zeros(0, dtype=np.bool_)
+        # whether the instance accepts new decodes
+        self.decodes: Bools = np.zeros(0, dtype=np.bool_)
 
         # Booked load.
-        self.waiting_ns: Floats = np.zeros(0)  # predicted prefill time of booked, unstarted prompts
-        self.busy_until_s: Floats = np.zeros(0)  # when the started prefills should be over
+        # predicted time of prefills that are booked and not started
+        self.waiting_ns: Floats = np.zeros(0)
+        self.busy_until_s: Floats = np.zeros(0)  # time at which the started prefills should be over
         self.last_placed_s: Floats = np.zeros(0)
-        self.room_tokens: Floats = np.zeros(0)  # KVCache that is not booked
-        self.booked_batch: Floats = np.zeros(0)  # booked decodes, those still in prefill included
-        self.booked_context: Floats = np.zeros(0)  # tokens of context of the booked decodes
-        self.decoding_batch: Floats = np.zeros(0)  # requests that produce tokens now
+        self.room_tokens: Floats = np.zeros(0)  # tokens of KVCache that are not booked
+        # number of booked decodes, including requests that are still in prefill
+        self.booked_batch: Floats = np.zeros(0)
+        self.booked_context: Floats = np.zeros(0)  # tokens of context of all booked decodes
+        self.decoding_batch: Floats = np.zeros(0)  # number of requests that produce tokens now
         self.decoding_context: Floats = np.zeros(0)
-        self.num_serving: Floats = np.zeros(0)  # prefix fetches by other instances
-        self.num_chunked: Floats = np.zeros(0)  # prompts in chunks beside decodes (`inline_chunks`)
+        # number of prefix fetches from this instance by others
+        self.num_serving: Floats = np.zeros(0)
+        # number of prompts computed in chunks beside decodes (`inline_chunks`)
+        self.num_chunked: Floats = np.zeros(0)
 
         # Properties of the instance.
-        self.capacity_tokens: Floats = np.zeros(0)  # KVCache of the whole pool
-        self.context_tokens: Floats = np.zeros(0)  # most of one prompt and its answer
-        self.engine_tokens: Floats = np.zeros(0)  # KVCache that the engine's own memory holds
-        self.chunk_tokens: Floats = np.zeros(0)  # prompt tokens in one step
-        self.host: Floats = np.zeros(0)  # equal numbers share memory; 0 means unknown
+        self.capacity_tokens: Floats = np.zeros(0)  # KVCache tokens of the whole pool
+        self.context_tokens: Floats = np.zeros(0)  # most tokens of one prompt and its answer
+        # KVCache tokens that the engine's own memory holds
+        self.engine_tokens: Floats = np.zeros(0)
+        self.chunk_tokens: Floats = np.zeros(0)  # most prompt tokens in one step
+        # instances with equal numbers share a host's memory; 0 means unknown
+        self.host: Floats = np.zeros(0)
 
         # Cost coefficients, see `FittedCost`: n new and p cached tokens of a prompt, B decodes.
         self.prefill_base_s: Floats = np.zeros(0)
         self.prefill_s_per_token: Floats = np.zeros(0)  # times n
-        self.prefill_s_per_token_squared: Floats = np.zeros(0)  # times n * n
-        self.prefill_s_per_new_x_cached: Floats = np.zeros(0)  # times n * p
+        self.prefill_s_per_token_squared: Floats = np.zeros(0)  # coefficient of n * n
+        self.prefill_s_per_new_x_cached: Floats = np.zeros(0)  # coefficient of n * p
         self.decode_base_s: Floats = np.zeros(0)
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
-        self.prefill_factor: Floats = np.zeros(0)  # by which the profile's prefills are multiplied
+        # factor by which the profile's prefill times are multiplied
+        self.prefill_factor: Floats = np.zeros(0)
         self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
         # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
         # unknown.
         self.prompt_stall_s: Floats = np.zeros(0)
-        self.latency_s: Floats = np.zeros(0)  # of a fetch
+        self.latency_s: Floats = np.zeros(0)  # latency of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
         self.s_per_net_byte: Floats = np.zeros(0)
-        self.s_per_ssd_byte: Floats = np.zeros(0)  # without an SSD: prohibitively long
+        # time to read a byte from the SSD; prohibitively long without an SSD
+        self.s_per_ssd_byte: Floats = np.zeros(0)
 
         # Derived when an instance joins, leaves or changes its role.
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.least_context_tokens = 0.0
-        self.infinite: Floats = np.zeros(0)  # a template to copy
+        self.infinite: Floats = np.zeros(0)  # a template array to copy
         self.mixed: Bools | None = None  # instances of both roles; None means that there are none
         # Those of them that fill their steps with prompts, whatever the TBT SLO; None means none.
         self.fills_steps: Bools | None = None
@@ -96,8 +106,8 @@ class InstanceTable:
 
         # Sums and estimates over all instances.
         self.total_decoding = self.total_decoding_context = 0
-        self.tbt_tail = 1.0  # the longest tenth of a request's token gaps, over its mean gap
-        self.ttft_tail = 1.0  # the 90th percentile of measured over predicted TTFT
+        self.tbt_tail = 1.0  # longest tenth of a request's token gaps, divided by its mean gap
+        self.ttft_tail = 1.0  # 90th percentile of the ratio of measured to predicted TTFT
 
     def __len__(self) -> int:
         return len(self.prefills)
@@ -158,7 +168,7 @@ class InstanceTable:
         self._count_roles()
 
     def set_role(self, row: int, prefills: bool, decodes: bool) -> None:
-        """Sets what the instance accepts from now on; existing bookings remain."""
+        """Sets which work the instance accepts from now on; existing bookings remain."""
         self.prefills[row], self.decodes[row] = prefills, decodes
         self._count_roles()
 
@@ -186,8 +196,8 @@ class InstanceTable:
         self.num_chunked[row] += num
 
     def grow(self, row: int, num_tokens: int, extra_room_tokens: int) -> None:
-        """Lengthens the contexts decoded here by `num_tokens` in total. `extra_room_tokens`: the
-        KVCache that they need beyond what was booked for them."""
+        """Lengthens the contexts decoded on this instance by `num_tokens` in total.
+        `extra_room_tokens`: the KVCache that they need beyond what was booked for them."""
         self.booked_context[row] += num_tokens
         self.decoding_context[row] += num_tokens
         self.total_decoding_context += num_tokens
@@ -218,8 +228,8 @@ class InstanceTable:
         return seconds
 
     def rest_prefill_s(self, num_tokens: int, cached_tokens: float) -> Floats:
-        """Like `prefill_s`, for idle instances: by the costs measured at rest or by those learned
-        since, whichever is shorter."""
+        """Returns the same as `prefill_s` for idle instances: by the costs measured at rest or by
+        those learned since, whichever is shorter."""
         seconds = self._alone_prefill_s(num_tokens - cached_tokens, cached_tokens)
         seconds /= np.maximum(self.prefill_factor, 1.0)
         return seconds
@@ -234,7 +244,7 @@ class InstanceTable:
 
     def chunked_prefill_s(self, rows: Rows, alone_s: Floats, new_tokens: Floats | float) -> Floats:
         """Prefill times in `rows` where prompts share each step with the decodes, in chunks that
-        keep the TBT SLO. `alone_s`: the times without decodes."""
+        keep the TBT SLO. `alone_s`: the prefill times without decodes."""
         batch, decodes_s = self.booked_batch[rows], self.decodes_s(rows)
         s_per_token = np.maximum(self.prefill_s_per_token[rows], LEAST_STEP_S)
         room_s = CHUNKED_STEP_SHARE * self.tbt_slo_s - decodes_s
@@ -247,11 +257,11 @@ class InstanceTable:
         self, rows: Rows, alone_s: Floats, new_tokens: Floats | float, now: bool = False
     ) -> Floats:
         """Prefill times of mixed instances (`rows`), when each chunk is a whole number of tiles
-        small enough to keep the TBT SLO of the decodes in the same step. `alone_s`: the times
-        without decodes. Counts the booked decodes, or with `now` those that produce tokens.
+        small enough to keep the TBT SLO of the decodes in the same step. `alone_s`: the prefill
+        times without decodes. Counts the booked decodes, or with `now` the decodes under way.
 
-        Uses profiled times only: learned factors are ratios to them. Each step takes a prompt's
-        fixed time.
+        Uses profiled times only, because learned factors are ratios to profiled times. Each step
+        includes a prompt's fixed time.
         """
         batch = (self.decoding_batch if now else self.booked_batch)[rows]
         context = (self.decoding_context if now else self.booked_context)[rows]
@@ -299,11 +309,11 @@ class InstanceTable:
         return float(self.room_tokens[self.holds_answers].max(initial=0.0))
 
     def decodes_remain(self, row: int) -> bool:
-        """Whether an instance without that role still has decodes."""
+        """Whether an instance that no longer has the decode role still has decodes."""
         return row in self.remainders and self.booked_batch.item(row) > 0
 
     def without_remainders(self, batch: float, context_tokens: float) -> tuple[float, float]:
-        """The part of all decodes that the instances of that role have."""
+        """Returns the part of the batch and of its context that runs on decode instances."""
         for row in self.remainders:
             batch -= self.decoding_batch.item(row)
             context_tokens -= self.decoding_context.item(row)
@@ -324,20 +334,20 @@ class InstanceTable:
         return seconds + self.shared_chunk_s.item(row) if self.num_chunked[row] else seconds
 
     def fills(self, row: int) -> bool:
-        """Whether an instance fills its steps with prompts."""
+        """Whether the instance fills its steps with prompts, whatever the TBT SLO."""
         return self.fills_steps is not None and bool(self.fills_steps.item(row))
 
     def decodes_beside_s(self, row: int, placed_s: float | None) -> float:
         """Returns the longest time that a step of decodes alone should have taken during an answer
         that ends: the prediction of when it was placed (`placed_s`) or the present one, whichever
-        is longer. With the present one alone, time of answers that have ended since would be
-        attributed to prompts."""
+        is longer. The present prediction alone would attribute the time of answers that have ended
+        since to prompts."""
         now_s = self.tbt_s(row, self.decoding_batch.item(row), self.decoding_context.item(row))
         return max(placed_s or 0.0, now_s)
 
     def tbt_tail_of(self, row: int) -> float:
-        """`tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps follow from
-        the chunks of its prompts."""
+        """Returns `tbt_tail` for a decode instance, and 1 for a mixed one, whose longest gaps
+        follow from the chunks of its prompts."""
         mixed = self.mixed is not None and self.mixed.item(row)
         return 1.0 if mixed else self.tbt_tail
 
@@ -345,7 +355,7 @@ class InstanceTable:
         """Step time if `batch` decodes are spread so that it is equal on all decode instances.
 
         Slower instances then take fewer decodes, and an instance whose empty step takes longer than
-        that takes none.
+        the equal step time takes none.
         """
         base_s = self.decode_base_s[self.decodes]
         per_sequence_s = self.decode_s_per_sequence[self.decodes]
@@ -354,7 +364,8 @@ class InstanceTable:
         each_s = np.maximum(per_sequence_s + per_token_s * mean_context, LEAST_STEP_S)
         order = np.argsort(base_s, kind="stable")
         rates = 1.0 / each_s[order]
-        # With the first 1, 2, ... instances; a sum in one order is the same on every machine.
+        # Sums over the first 1, 2, ... instances; a sum in a fixed order is the same on every
+        # machine.
         levels_s = (batch + np.cumsum(base_s[order] * rates)) / np.cumsum(rates)
         next_s = np.append(base_s[order][1:], np.inf)
         return float(levels_s[int(np.argmax(levels_s <= next_s))])
@@ -378,7 +389,7 @@ class InstanceTable:
         return self._mean_of_decodes(loads)
 
     def spread_decode_load(self, slo: Slo, count: float, context_tokens: float) -> float:
-        """`decode_load` if `count` decodes were spread evenly over the decode instances."""
+        """Returns `decode_load` if `count` decodes were spread evenly over the decode instances."""
         if not self.num_decodes or not count:
             return 0.0
         num = self.num_decodes
@@ -400,7 +411,7 @@ class InstanceTable:
         return loads
 
     def _mean_of_decodes(self, loads: Floats) -> float:
-        # A sum of whole numbers has no order that could differ between machines.
+        # Adding whole numbers gives the same sum in any order, so all machines agree.
         billionths = np.rint(loads[self.decodes] * 1e9).astype(np.int64)
         return int(billionths.sum()) / self.num_decodes * 1e-9
 

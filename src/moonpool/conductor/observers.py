@@ -16,29 +16,29 @@ from moonpool.types import BlockKey
 
 class ClusterObserver:
     """The events of a cluster, in the order of a request's life. An observer overrides the events
-    that it needs. The others cost nothing."""
+    that it needs. Events that an observer does not override cost nothing."""
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
-        """A request has come. Nothing is decided about it yet."""
+        """Called when a request has arrived. No decision about the request is made yet."""
 
     def considered(self, tracked: TrackedRequest, now: float) -> None:
-        """The request was planned for the first time. `tracked.found_tokens` of its prompt are
-        cached where it goes."""
+        """Called when the request was planned for the first time. `tracked.found_tokens` of its
+        prompt are cached on the instance for which it was planned."""
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """A new request is placed or waits, and was not refused."""
+        """Called when a new request is placed or waits, so it was not refused."""
 
     def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
-        """An attempt is booked, which is `tracked.attempt` now."""
+        """Called when an attempt is booked; it is now `tracked.attempt`."""
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
-        """The first chunk of a prompt is computed."""
+        """Called when the first chunk of a prompt is computed."""
 
     def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
-        """A prompt is computed. Its prefill is still booked."""
+        """Called when a prompt is computed. The prefill of the prompt is still booked."""
 
     def decode_started(self, tracked: TrackedRequest, now: float) -> None:
-        """An attempt is in the batch of its decode instance."""
+        """Called when an attempt has joined the batch of its decode instance."""
 
     def step(
         self,
@@ -47,31 +47,35 @@ class ClusterObserver:
         attempts: Mapping[AttemptId, TrackedRequest],
         now: float,
     ) -> None:
-        """Steps of an instance have ended. Their tokens are not added yet. `attempts`: all that are
-        under way."""
+        """Called when steps of an instance have ended. The tokens of these steps are not added yet.
+        `attempts`: all attempts that are under way."""
 
     def tokens(self, tracked: TrackedRequest, now: float) -> None:
-        """Tokens of a step were added to an answer that decodes."""
+        """Called when tokens of a step were added to an answer that decodes."""
 
     def first_token(self, tracked: TrackedRequest, now: float) -> None:
-        """A request has its first token. Not told of forwarded ones, whose tokens are estimates."""
+        """Called when a request has its first token. Not called for forwarded requests, whose
+        tokens are estimates."""
 
     def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
-        """A request has ended, as a complete answer or not. Its attempt is still booked."""
+        """Called when a request has ended, as a complete answer or not. The request's attempt is
+        still booked."""
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        """A request has ended as a complete answer; told after `ended`, and not of forwarded ones.
-        `decoder`: the instance that made the last tokens, if it is still there."""
+        """Called when a request has ended as a complete answer, after `ended`, and not for
+        forwarded requests. `decoder`: the instance that produced the last tokens, if it is still in
+        the cluster."""
 
     def blocks_demoted(self, keys: Iterable[BlockKey], now: float) -> None:
-        """Blocks have left the DRAM of an instance for its SSD."""
+        """Called when blocks have moved from the DRAM of an instance to its SSD."""
 
     def prefix_taken(self, report: PrefixTakenOver, now: float) -> Sequence[ConductorAction]:
-        """An instance has taken over a prefix, as it was told to. Returns what is to be done."""
+        """Called when an instance has copied a prefix from another one, as the Conductor told it.
+        Returns the actions to perform."""
         return ()
 
     def tick(self, now: float) -> Iterable[ConductorAction]:
-        """Time has passed. Returns what is to be done."""
+        """Called when time has passed. Returns the actions to perform."""
         return ()
 
     def validate(self) -> None:
@@ -79,7 +83,8 @@ class ClusterObserver:
 
 
 class Observers:
-    """The list of observers. For each event it has the methods of those that override it."""
+    """The Conductor's list of observers. For each event it keeps the methods of the observers that
+    override the event."""
 
     def __init__(self, observers: Sequence[ClusterObserver]) -> None:
         told = ClusterObserver
@@ -121,6 +126,7 @@ _Notes = list[Callable[[TrackedRequest, float], None]]
 
 
 def _overrides(observers: Sequence[ClusterObserver], event: Callable[..., Any]) -> list[Any]:
-    """The bound methods of the observers that hear of an event, in their order."""
+    """Returns the bound methods of the observers that override an event, in the order of the
+    list."""
     name = event.__name__
     return [getattr(each, name) for each in observers if getattr(type(each), name) is not event]

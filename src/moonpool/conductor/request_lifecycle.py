@@ -53,14 +53,14 @@ from moonpool.request_record import RequestRecord
 from moonpool.types import FinishReason, InstanceId, Request, RequestId, Token, payer_of
 
 TBT_SLO_LATE = "tbt_slo_late"
-"""The reason of a rejection by the decode instance's own check: its prefill was for nothing."""
+"""The reason of a rejection by the decode instance's own check, which makes the prefill useless."""
 REFUSED = "refused_by_engine"
 ASSUMED_TIMES = "too few prompts have ended there to check its profile; these times are assumed"
 POLICY_ERROR_TEXT = "a placement or admission policy of this server failed; see its log"
 
 
 def _note_nothing(request_id: RequestId | None) -> None:
-    """Nothing needs to know which request is being processed."""
+    """Default listener, which ignores the request that is being processed."""
 
 
 AttemptReport = (
@@ -75,8 +75,8 @@ AttemptReport = (
 
 
 class RequestLifecycle:
-    """All requests under way. Appends what is to be done to `actions`, and tells `observers` what
-    has happened."""
+    """Owns all requests under way. Appends the actions to perform to `actions`, and tells
+    `observers` what has happened."""
 
     NOT_STORED = ("on_work",)
     on_work: Callable[[RequestId | None], None] = staticmethod(_note_nothing)
@@ -94,8 +94,9 @@ class RequestLifecycle:
         self.wait_rules, self.keeper = wait_rules, keeper
         self.shares, self.waiting = wait_rules.shares, wait_rules.waiting
         self._preemption = Preemption(cluster_state, self.shares)
-        self.num_pauses = 0  # of answers that gave way to another tenant's
-        self._has_room = False  # an answer has ended since the last look at waiting requests
+        self.num_pauses = 0  # number of answers that gave way to another tenant's request
+        # whether an answer has ended since waiting requests were last placed
+        self._has_room = False
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
         self._deadlines = Deadlines(self.requests)
@@ -112,7 +113,7 @@ class RequestLifecycle:
     def arrive(
         self, request: Request, now: float, delivered: tuple[int, ...] | None = None
     ) -> None:
-        """`delivered`: as in `RequestArrived`."""
+        """`delivered`: see `RequestArrived`."""
         assert request.request_id not in self.requests
         record = RequestRecord(
             request.request_id,
@@ -125,7 +126,7 @@ class RequestLifecycle:
             trace=request.trace,
         )
         tracked = TrackedRequest(request, record)
-        if delivered is not None:  # an earlier head admitted it and made attempts
+        if delivered is not None:  # an earlier head admitted the request and made attempts
             tracked.generated.extend(delivered)
             record.tokens_before = len(delivered)
             record.attempts = tracked.num_attempts = 1
@@ -176,7 +177,8 @@ class RequestLifecycle:
         the load, and in the room of answers that give way."""
         if not self.wait_rules.may_claim(tracked, rejection, now):
             return rejection
-        tracked.has_waited = True  # others cause the load, so it is not rejected for that
+        # other tenants cause the load, so the request is not rejected for it
+        tracked.has_waited = True
         planned = self._planner.plan(tracked, now) if rejection.reason != NO_ROOM else rejection
         if not isinstance(planned, Rejection) or planned.reason != NO_ROOM:
             return planned
@@ -270,7 +272,8 @@ class RequestLifecycle:
                 if record.first_token_s is None:
                     record.transfer_done_s = now
                 record.corrupt_slices += report.corrupt_slices
-                if report.error:  # the decode waits: an attempt that has ended gets no answer
+                # the decode waits for an answer, which an ended attempt does not get
+                if report.error:
                     self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
                     record.note_span(
@@ -319,7 +322,7 @@ class RequestLifecycle:
             self._deadlines.add_joining(tracked)
 
     def _end_prefill(self, tracked: TrackedRequest, attempt: Attempt, now: float) -> None:
-        """The prefill has succeeded."""
+        """Handles a prefill that has succeeded."""
         attempt.prefilled_s = now
         tracked.record.end_prefill(now)
         for done in self._observers.prefill_done:
@@ -345,7 +348,7 @@ class RequestLifecycle:
                 continue
             attempt = tracked.attempt
             if attempt.phase is AttemptPhase.PREFILL:
-                # A mixed instance: the first token ends the prefill.
+                # On a mixed instance, the first token ends the prefill.
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
             tokens = item.tokens
@@ -384,7 +387,7 @@ class RequestLifecycle:
         else:
             tracked.generated.extend([token.token_id for token in tokens])
         if self._suspects.line and self._suspects.note_tokens(tracked):
-            self._has_room = True  # for the next one
+            self._has_room = True  # the next waiting request may find room
         tracked.account.charge(num_tokens, now)
         is_first = tracked.record.first_token_s is None
         if is_first and tracked.request.is_embedding:
@@ -405,13 +408,15 @@ class RequestLifecycle:
     ) -> None:
         tracked.failed_on.add(instance_id)
         text = f"{instance_id}: {report.message}"
-        if report.reason == REFUSED:  # another engine of that kind would refuse it, too
+        # another engine of the same kind would refuse the request, too
+        if report.reason == REFUSED:
             status = report.engine_status or 400
             self._reject(tracked, Rejection(status, REFUSED, report.message, 0.0), now)
         elif report.reason != "tbt_slo":
             self._retry(tracked, 503, report.reason, text, now)
         else:
-            # Not placed again: the pool is full, and more wasted prefills would not empty it.
+            # The request is not placed again: the pool is full, and more wasted prefills would not
+            # empty it.
             wait_s = self._cluster_state.answer_s
             self._reject(tracked, Rejection(429, TBT_SLO_LATE, text, wait_s), now)
 
@@ -432,7 +437,8 @@ class RequestLifecycle:
             self.on_instance_crashed(instance_id, now)
 
     def on_instance_crashed(self, instance_id: InstanceId, now: float) -> None:
-        """The instance ended by itself, so one of its requests may be the cause (`Suspects`)."""
+        """Handles an instance whose process ended without being killed, so that one of its requests
+        may be the cause (`Suspects`)."""
         culprit, others = self._suspects.accuse(instance_id)
         if culprit is not None:
             self._reject(culprit, culprit_rejection(instance_id), now)
@@ -444,7 +450,7 @@ class RequestLifecycle:
 
     def _hold_back(self, tracked: TrackedRequest, now: float) -> None:
         """Lets the request wait while another one runs alone."""
-        tracked.has_waited = True  # so it is not rejected for the time that this takes
+        tracked.has_waited = True  # the request is not rejected for the time that this wait takes
         self.waiting.add(tracked, now)
 
     def move(self, tracked: TrackedRequest, now: float) -> None:
@@ -471,8 +477,9 @@ class RequestLifecycle:
         now: float,
         at_fault: bool = True,
     ) -> None:
-        """Places the request again. After too many faults without a token, rejects it with the
-        last reason. A forwarded answer that has begun cannot go on elsewhere."""
+        """Places the request again after a failed attempt. After too many faults without a token,
+        rejects the request with the last reason. A forwarded answer that has begun cannot continue
+        on another instance."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
         tracked.num_faults += at_fault
@@ -481,7 +488,7 @@ class RequestLifecycle:
             self._reject(tracked, Rejection(status, reason, text, 1.0), now)
             return
         delay_s = RETRIES.after(tracked.num_faults)
-        if delay_s:  # after two failures in a row the cause may need a moment to pass
+        if delay_s:  # after two failures in a row the cause may need a moment to disappear
             self.waiting.add(tracked, now + delay_s)
         else:
             self.place(tracked, now)
@@ -497,7 +504,8 @@ class RequestLifecycle:
         self, request_id: RequestId, reason: FinishReason, num_tokens: int, now: float
     ) -> None:
         """Ends a complete answer whose engine goes on. Tokens after `num_tokens` are not part of
-        it; some before may not be reported yet, because they went to a front directly."""
+        the answer; some tokens before it may not be reported yet, because they went to a front
+        directly."""
         tracked = self.requests.get(request_id)
         if tracked is None:
             return
@@ -523,9 +531,9 @@ class RequestLifecycle:
     def end(
         self, tracked: TrackedRequest, outcome: str, now: float, engine_goes_on: bool = False
     ) -> None:
-        """Removes all bookings, whatever the stage, and completes the record. `engine_goes_on`: the
-        answer is complete, but its engine still computes. The engine of an incomplete answer is
-        always told to stop."""
+        """Removes all bookings of the request, whatever its stage, and completes its record.
+        `engine_goes_on`: whether the answer is complete while its engine still computes. The engine
+        of an incomplete answer is always told to stop."""
         finished = outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
         self._tell_end(tracked, finished, now)
         self._unbook(tracked, now, abort=engine_goes_on or not finished, answered=finished)

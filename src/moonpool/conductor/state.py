@@ -1,5 +1,5 @@
-"""The Conductor's state of instances, of tenants and of requests under way. All of it is soft
-state."""
+"""The Conductor's state of instances, of tenants and of requests under way. All state in this
+module is soft."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from moonpool.types import BlockKey, InstanceId, Request, Role, Token
 
 
 class AttemptPhase(Enum):
-    """Progress of an attempt."""
+    """How far an attempt has come."""
 
     PREFILL = "prefill"
-    HANDOVER = "handover"  # the first token is drawn, the decode instance has not accepted yet
+    # the first token is drawn, and the decode instance has not accepted the request yet
+    HANDOVER = "handover"
     DECODE = "decode"
 
 
 MAX_STALLS = 64
-"""The recent answers from which the time that prompts add to gaps is learned."""
+"""Number of recent answers from which the time that prompts add to gaps is learned."""
 HALF_LIFE_S = 20.0
-"""What was computed for a tenant counts half after this time."""
+"""Half-life of the weight of tokens that were computed for a tenant."""
 FOLD_S = 0.5
-"""Tokens decay in steps of this time: there are many of them."""
+"""The weight of tokens decays in steps of this time, because tokens come often."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,26 +44,29 @@ class Attempt:
     decode: InstanceId | None
     fetch_from: InstanceId | None
     prefill_ns: int
-    num_tokens: int  # context: prompt and answer so far
-    booked_tokens: int  # KVCache booked on the decoder; 0 means that none is needed there
-    decodes: bool  # False if the first token is also the last
+    num_tokens: int  # context length: tokens of the prompt and of the answer so far
+    booked_tokens: int  # KVCache tokens booked on the decoder; 0 means that none are needed there
+    decodes: bool  # whether it decodes: False if the first token is also the last
     tbt_s: float  # predicted
-    expected_keys: Sequence[BlockKey]  # blocks that its prefill adds to the prefill instance
-    begins_at: int = 0  # tokens of the answer before it
-    waits: bool = False  # to join the batch of its decode instance
-    in_chunks: bool = False  # its decode instance computes the prompt in chunks beside others
+    # keys of the blocks that its prefill adds to the prefill instance
+    expected_keys: Sequence[BlockKey]
+    begins_at: int = 0  # number of tokens of the answer before this attempt
+    waits: bool = False  # whether it waits to join the batch of its decode instance
+    # whether its decode instance computes the prompt in chunks beside other decodes
+    in_chunks: bool = False
     interval: DecodeInterval | None = None
-    interval_tokens: int = 0  # answer length that the interval's end is based on; 0 means none
+    interval_tokens: int = 0  # answer length on which the predicted end is based; 0 means none
     phase: AttemptPhase = AttemptPhase.PREFILL
     started_s: float | None = None
     prefilled_s: float | None = None
-    expected_s: float = 0.0  # prefill time by the profile, with the tokens actually cached
+    # prefill time by the profile, with the tokens that were actually cached
+    expected_s: float = 0.0
     decoding_since_s: float | None = None
     first_token: Token | None = None
 
     @property
     def decoder(self) -> InstanceId:
-        """The instance that produces the tokens."""
+        """Returns the instance that produces the tokens."""
         return self.decode if self.decode is not None else self.prefill
 
 
@@ -71,9 +75,9 @@ class ShareAccount:
     """What one tenant has and had lately, by which `waiting.fair_share` compares tenants."""
 
     weight: float = 1.0
-    given: float = 0.0  # computed tokens over the weight, decayed up to `at_s`
+    given: float = 0.0  # computed tokens over the tenant's weight, decayed up to `at_s`
     at_s: float = 0.0
-    held_tokens: int = 0  # of KVCache, by its requests that are under way
+    held_tokens: int = 0  # KVCache tokens that its requests under way hold
     num_under_way: int = 0
     seen_s: float = 0.0
 
@@ -99,38 +103,41 @@ class TrackedRequest:
     keys: Sequence[BlockKey] = ()
     attempt: Attempt | None = None
     account: ShareAccount = field(default_factory=ShareAccount)
-    share: float = 1.0  # of its tenant
+    share: float = 1.0  # weight of the request's tenant
     cache_share: float = 1.0  # likewise
-    competes: bool = False  # with those of other tenants, when it arrived
+    competes: bool = False  # whether other tenants had requests when it arrived
     num_attempts: int = 0
-    num_decisions: int = 0  # on its admission
-    predicted_step_s: float = 0.0  # of its decode instance, when it was admitted
-    num_faults: int = 0  # since the last token
-    has_waited: bool = False  # for an instance or for room, which is not its fault
-    call_has_begun: bool = False  # another choice of its call was admitted before
-    found_tokens: int | None = None  # cached where it was first considered; None before that
-    num_named_tokens: int = -1  # `keys` are those of this many tokens
+    num_decisions: int = 0  # number of decisions about its admission
+    predicted_step_s: float = 0.0  # step time of its decode instance, as predicted at admission
+    num_faults: int = 0  # faults since its last token
+    # whether it had to wait for an instance or for room, which is not its fault
+    has_waited: bool = False
+    call_has_begun: bool = False  # whether another choice of its call was admitted before
+    # prompt tokens cached where it was first considered; None before that
+    found_tokens: int | None = None
+    num_named_tokens: int = -1  # number of tokens from which `keys` were computed
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
-    num_turns: int = 0  # of its session before this one
-    pause_s: float | None = None  # since the turn before
-    program: Program | None = None  # that it is a call of
+    num_turns: int = 0  # turns of its session before this one
+    pause_s: float | None = None  # time since the previous turn of its session
+    program: Program | None = None  # the program that it is a call of
     crowded: list[int] = field(default_factory=list)  # rows to which its program should not move
-    failed_on: set[InstanceId] = field(default_factory=set)  # other instances are preferred
+    # instances where it failed; others are preferred
+    failed_on: set[InstanceId] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class Drain:
-    """An instance that gets no new work. When its present work has ended, it changes its role or
-    leaves."""
+    """An instance that gets no new work. When the instance's present work has ended, it changes its
+    role or leaves."""
 
     reason: str  # for people
     since_s: float
-    until_s: float  # a role change is given up then; a departure takes place
-    becomes: Role | None  # None: it leaves
-    commanded: bool = False  # the instance has received the command
-    returns: bool = False  # another process takes its place
+    until_s: float  # time at which a role change is given up, or a departure takes place
+    becomes: Role | None  # the new role, or None if the instance leaves
+    commanded: bool = False  # whether the instance has received the command
+    returns: bool = False  # whether another process takes the place of the instance
 
 
 @dataclass(slots=True, eq=False)
@@ -139,24 +146,26 @@ class InstanceState:
 
     info: InstanceInfo
     row: int
-    role: Role  # its own, or the one that a mixed instance is given (`roles.mixed_split`)
+    role: Role  # its own role, or the role that a mixed instance is given (`roles.mixed_split`)
     prefills: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     started: dict[AttemptId, Attempt] = field(
         default_factory=dict
-    )  # the running ones of `prefills`
+    )  # the running attempts among `prefills`
     decodes: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     handed_over: dict[AttemptId, TrackedRequest] = field(
         default_factory=dict
-    )  # prefilled here, decoded elsewhere
-    serving: dict[AttemptId, Attempt] = field(default_factory=dict)  # they fetch a prefix from here
-    handover_tokens: dict[int, int] = field(default_factory=dict)  # booked, by fetch
+    )  # requests that are prefilled here and decoded elsewhere
+    # attempts that fetch a prefix from here
+    serving: dict[AttemptId, Attempt] = field(default_factory=dict)
+    # booked tokens by number of the fetch
+    handover_tokens: dict[int, int] = field(default_factory=dict)
     freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
     # Before then, its first prefills teach nothing new (`CostEstimator.learn_first_prefills`).
     teaches_at_s: float = NEVER_S
     load: InstanceLoad | None = None
-    resyncing: bool = False  # a snapshot of its blocks was requested
+    resyncing: bool = False  # whether a snapshot of its blocks was requested
     drain: Drain | None = None
-    hot: HotPrefixes | None = None  # its most used prefixes, if requested
+    hot: HotPrefixes | None = None  # the most used prefixes of the instance, if requested
     prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)
     decode_factor: LearnedFactor = field(default_factory=LearnedFactor)
     transfer_factor: LearnedFactor = field(default_factory=LearnedFactor)
@@ -164,20 +173,20 @@ class InstanceState:
 
     @property
     def drained(self) -> bool:
-        """No attempt needs the instance any more. A request that it handed over no longer needs it
-        once the decode instance has accepted; fetches are served in any role."""
+        """No attempt needs the instance any more. A request that the instance handed over no longer
+        needs it once the decode instance has accepted; fetches are served in any role."""
         return not self.decodes and self.prefilled
 
     @property
     def prefilled(self) -> bool:
-        """No attempt needs it as a prefill instance any more."""
+        """No attempt needs the instance for its prefill any more."""
         if self.prefills:
             return False
         attempts = [tracked.attempt for tracked in self.handed_over.values()]
         return all(attempt is None or attempt.phase is AttemptPhase.DECODE for attempt in attempts)
 
     def busy_until_s(self) -> float:
-        """When the started prefills, which run one after another, should be over."""
+        """Returns when the started prefills, which run one after another, should be over."""
         until_s = self.freed_s if self.started else NEVER_S
         for attempt in self.started.values():
             assert attempt.started_s is not None

@@ -11,12 +11,12 @@ Parallelism = Literal["tp", "tp+sp", "pp", "cpp"]
 
 
 class HardwareConfig(Struct, frozen=True):
-    """The hardware of simulated instances. `cost` is the cost model that the simulation runs on: a
+    """The hardware of simulated instances. `cost` is the cost model that the simulation uses: a
     calibrated model of the catalogue, "roofline" (of `device` and `shape`), or the file of a
     measured profile. `nodes_per_prefill` nodes form one prefill (or mixed) instance, joined by
     `parallelism`. Decode instances may run on other nodes, and may keep KVCache and attention on
-    `attention_devices_per_node` additional devices (Lamina). Their own devices then hold weights
-    only, and serve `decode_batches` staggered batches on one replica fewer."""
+    `attention_devices_per_node` additional devices (Lamina). Their own devices then only hold
+    weights, and serve `decode_batches` staggered batches on one replica fewer."""
 
     cost: Annotated[
         str, about("Source of step times: a800-llama3-70b, roofline, or the file of a profile.")

@@ -20,11 +20,11 @@ def parse_config(
     own_name: Callable[[str, str], str] = lambda key, name: name,
 ) -> Config:
     """Reads TOML text, lays `overrides` (table -> key -> value) over it, and checks the result.
-    A key in neither has its value from `defaults`, else that of the tables above. `own_name`
+    A key in neither gets its value from `defaults`, or else from the tables above. `own_name`
     returns the "module:Class" of a policy that a package installed under a name, by key.
 
-    Raises ConfigError: bad TOML; else all unknown names, wrong types and values out of range; else
-    all values that contradict each other.
+    Raises ConfigError for bad TOML; otherwise for all unknown names, wrong types and values out of
+    range; otherwise for all values that contradict each other.
     """
     tables = load_toml(text)
     problems = name_problems(tables, Config)
@@ -44,8 +44,8 @@ def parse_config(
 
 
 def _settle_vllms(tables: dict[str, Any]) -> None:
-    """Sets the numbers of instances to those of the named vLLM servers, and their models as the
-    ones to serve unless one is named."""
+    """Sets the numbers of instances to the numbers of named vLLM servers, and serves their models
+    unless one is named."""
     named = tables.get("vllm")
     roles = ("prefill", "decode", "mixed")
     names_any = isinstance(named, dict) and any(named.get(key) for key in (*roles, "endpoints"))
@@ -77,8 +77,8 @@ def toml_value(value: Any) -> str:
 
 
 def write_toml(config: msgspec.Struct) -> str:
-    """Returns all values that are not the default, secrets included, as `parse_config` reads
-    them."""
+    """Returns all values that differ from the defaults, secrets included, in the form that
+    `parse_config` reads."""
     lines = []
     for table, default in msgspec.structs.asdict(type(config)()).items():
         values = getattr(config, table)

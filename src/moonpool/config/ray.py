@@ -9,8 +9,8 @@ from moonpool.types import Struct
 
 
 class RayConfig(Struct, frozen=True):
-    """What each instance asks of Ray, and how many there may be (docs/ray.md). The counts of
-    `[cluster]` are the least; `conductor.autoscale` adds to them and takes back."""
+    """What each instance asks of Ray, and how many instances there may be (docs/ray.md). The counts
+    in `[cluster]` are minimums; `conductor.autoscale` adds instances and removes them again."""
 
     address: Annotated[
         str,

@@ -21,8 +21,8 @@ from moonpool.config.vllm import split_rank
 
 
 def check_values(config: Config) -> None:
-    """Raises ConfigError for all values out of range, and for those that contradict each other: one
-    problem of each part."""
+    """Raises ConfigError for all values out of range, and for values that contradict each other,
+    with one problem for each part."""
     check_ranges(config)
     check_all(_PARTS, config)
 

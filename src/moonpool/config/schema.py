@@ -1,7 +1,7 @@
-"""How a configuration of msgspec structs describes itself, is read from TOML and is range-checked.
+"""Describes how a configuration of msgspec structs is documented, read from TOML and range-checked.
 
 Each field carries one description, its limits and the name of its flag (see `about`). The TOML
-reader, the range check and the command line all work from these, so none of them can differ.
+reader, the range check and the command line all use these descriptions, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Values = dict[str, dict[str, Any]]
 
 
 BAD_TOML = (tomllib.TOMLDecodeError, RecursionError)
-"""What tomllib raises for text that is no TOML, or that nests too deeply."""
+"""Errors that tomllib raises for text that is not TOML, or that nests too deeply."""
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. Each of `problems` is one line, which says what is wrong
-    and what to do."""
+    """The configuration cannot be used. Each of `problems` is one line that says what is wrong and
+    what to do."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -41,9 +41,9 @@ def about(
 ) -> Meta:
     """Metadata of one field: a full sentence with its unit, and the limits `ge`, `gt`, `le`, `lt`.
 
-    `flag` is needed only where it is not the key with dashes; `metavar` where the type's name says
-    too little. `protects`: a value that is given and empty is a mistake, such as a variable that is
-    not set, and must not leave the server open.
+    `flag` is needed only if it is not the key with dashes; `metavar` if the type's name says too
+    little. `protects`: whether a value that is given and empty is a mistake, such as an unset
+    variable, which must not leave the server open.
     """
     extra = {"flag": flag, "metavar": metavar, "protects": protects}
     return Meta(description=description, extra=extra, **limits)
@@ -68,7 +68,8 @@ class FieldSchema(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """The limits in words, such as "0 to 64" or "> 0 seconds"; "" where there are none."""
+        """Returns the limits in words, such as "0 to 64" or "> 0 seconds", or "" if there are
+        none."""
         meta = self.meta
         unit = " seconds" if self.key.endswith("_s") and not self.key.endswith("_per_s") else ""
         if meta.ge is not None and meta.le is not None:
@@ -90,7 +91,7 @@ class FieldSchema(NamedTuple):
 
 @cache
 def schema_of(config: type[msgspec.Struct]) -> Mapping[str, FieldSchema]:
-    """Every key of every table, by "table.key"."""
+    """Returns every key of every table, by "table.key"."""
     return {field.name: field for field in _fields(config)}
 
 
@@ -126,7 +127,7 @@ def load_toml(text: str) -> Values:
 
 def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
     """Returns a line for each unknown table and key, with the nearest known one, and for each value
-    that protects and is empty. Takes them out of `tables`."""
+    that protects and is empty. Removes the unknown names from `tables`."""
     hints = get_type_hints(config)
     problems = []
     for table, values in list(tables.items()):
@@ -145,8 +146,8 @@ def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
 
 
 def _empty_protections(tables: Values, config: type[msgspec.Struct]) -> list[str]:
-    """Returns a line for each value that protects, is given, and is empty. Takes them out of
-    `tables`."""
+    """Returns a line for each value that protects, is given, and is empty. Removes the empty values
+    from `tables`."""
     problems = []
     for field in schema_of(config).values():
         given = tables.get(field.table, {}).get(field.key)

@@ -15,12 +15,12 @@ ASSUMED_TBT_S = 0.5
 DEFAULT_CLASS = "default"
 """Names the levels of requests without a class. A request that names it leaves its tenant's."""
 MAX_CLASSES = 64
-"""Each has series of its own in `/metrics`."""
+"""Each class has separate series in `/metrics`."""
 
 
 class SloClass(Struct, frozen=True):
-    """The service levels of a class of requests: those that name it (by the header `x-slo-class`,
-    or as rows of a trace in `slo_class`), or else whose tenant has its name."""
+    """The service levels of a class of requests: requests that name it (by the header
+    `x-slo-class`, or in `slo_class` of a trace's row), or whose tenant has its name."""
 
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     ttft_s: Annotated[float, Meta(gt=0)]
@@ -32,8 +32,9 @@ class SloClass(Struct, frozen=True):
 
 
 class SloConfig(Struct, frozen=True):
-    """The service levels of requests without one of their own. Nothing is refused for a level that
-    is not set. In its place, 30 s and 0.5 s are a yardstick for placement, chunks and reports."""
+    """The service levels of requests without one of their own. No request is refused for a level
+    that is not set. In place of a missing level, 30 s and 0.5 s are a yardstick for placement,
+    chunks and reports."""
 
     ttft_s: (
         Annotated[
@@ -61,7 +62,7 @@ class SloConfig(Struct, frozen=True):
     ] = ()
 
     def class_of(self, slo_class: str, tenant: str) -> SloClass | None:
-        """Returns the class that a request's row names, or that of its tenant. None means the
+        """Returns the class that a request's row names, or the class of its tenant. None means the
         default SLOs."""
         if not self.classes or slo_class == DEFAULT_CLASS:
             return None
@@ -69,8 +70,8 @@ class SloConfig(Struct, frozen=True):
         return named.get(slo_class) or named.get(tenant)
 
     def slo_of(self, slo_class: str, tenant: str) -> Slo:
-        """Returns the SLOs of a request from the class that it names. `class_name` says which they
-        are, where there are classes."""
+        """Returns the SLOs of a request from the class that it names. `class_name` says which
+        levels these are, if there are classes."""
         found = self.class_of(slo_class, tenant)
         if found is not None:
             return found.slo
@@ -82,7 +83,7 @@ class SloConfig(Struct, frozen=True):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """All that `Slo.class_name` may be, where there are classes."""
+        """Returns all values of `Slo.class_name`, if there are classes."""
         return (*(one.name for one in self.classes), DEFAULT_CLASS) if self.classes else ()
 
     @property

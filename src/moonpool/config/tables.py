@@ -71,8 +71,8 @@ LOG_FORMATS: tuple[str, ...] = get_args(LogFormat)
 
 
 class TelemetryConfig(Struct, frozen=True):
-    """What the cluster reports beside `/metrics`. Local workers take over the level and
-    the format of the head's log lines."""
+    """What the cluster reports in addition to `/metrics`. Local workers take over the level and the
+    format of the head's log lines."""
 
     log_level: Annotated[
         LogLevel,
@@ -123,11 +123,12 @@ POLICY_KEYS = (("conductor", "placement"), ("conductor", "admission"), ("pool", 
 _OWN_POLICY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 ATTENTION_SEGMENT_TOKENS = 2048
-"""Size of a segment. The segments of one request may lie at several attention workers."""
+"""Number of tokens in a segment. The segments of one request may lie at several attention
+workers."""
 
 
 class ModelConfig(Struct, frozen=True):
-    """`name` "": in front of vLLM servers, all models that these serve."""
+    """An empty `name` means, in front of vLLM servers, all models that these serve."""
 
     name: Annotated[str, about("The model: a Hugging Face folder or id, or a built-in.")] = (
         "moonpool/induction"
@@ -216,9 +217,9 @@ class ClusterConfig(Struct, frozen=True):
 
 
 class AttentionConfig(Struct, frozen=True):
-    """How KVCache is divided among an instance's attention workers. "request": whole requests;
-    "head": by KV heads (Lamina); "tokens": whole short requests, and segments of long ones. The
-    instance itself keeps, and attends to, `own_tokens`."""
+    """How KVCache is divided among an instance's attention workers. "request": a worker holds whole
+    requests; "head": some KV heads (Lamina); "tokens": whole short requests, and segments of long
+    ones. The instance itself keeps `own_tokens`, and attends to them."""
 
     partition: Annotated[
         AttentionPartition,
@@ -238,10 +239,10 @@ class AttentionConfig(Struct, frozen=True):
 
 
 class PoolConfig(Struct, frozen=True):
-    """The KVCache pool. `dram_tokens_per_instance == 0`: a quarter of the machine's free memory,
-    divided among its instances, at most 65,536 tokens each. There is an SSD tier if
-    `ssd_tokens_per_instance` or `ssd_bytes_per_instance` is above 0. `ssd_admission`: which blocks
-    are written to the SSD."""
+    """The KVCache pool. `dram_tokens_per_instance == 0` means a quarter of the machine's free
+    memory, divided among its instances, with at most 65,536 tokens each. An SSD tier is used if
+    `ssd_tokens_per_instance` or `ssd_bytes_per_instance` is above 0. `ssd_admission`: the rule that
+    decides which blocks are written to the SSD."""
 
     block_tokens: Annotated[
         int, about("Tokens of one KVCache block, a multiple of 16.", "--block-size")
@@ -296,7 +297,7 @@ class PoolConfig(Struct, frozen=True):
 
 class MooncakeConfig(Struct, frozen=True):
     """A Mooncake Store that replaces the SSD tier. The keys are those of Mooncake's own
-    configuration. Without an address there is no store."""
+    configuration. Without an address, no store is used."""
 
     master_server_address: Annotated[
         str,
@@ -321,8 +322,8 @@ class MooncakeConfig(Struct, frozen=True):
 
 
 class NetworkConfig(Struct, frozen=True):
-    """Where the head listens for workers, and how they exchange blocks. A worker's default address
-    for its peers is the one by which it reaches the head."""
+    """`NetworkConfig` says where the head listens for workers, and how they exchange blocks. A
+    worker's default address for its peers is the address by which it reaches the head."""
 
     head_host: Annotated[
         str, about("Address at which the head listens for workers.", protects=True)
@@ -451,11 +452,12 @@ class ParallelConfig(Struct, frozen=True):
 
 
 class SpeculativeConfig(Struct, frozen=True):
-    """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are found
-    earlier in it, or in what cached blocks of the same tenant say came next. "draft_model": where
-    these find nothing, or are right less often, `model` guesses: a smaller one with the same
-    tokenizer. Its weights may be quantized, and its own KVCache holds `draft_kv_tokens`; 0 means
-    what an eighth of the pool's bytes holds, and no more than the pool does."""
+    """How tokens are guessed ahead, with vLLM's names. "ngram": the last tokens of a text are
+    searched for earlier in it, or in what followed cached blocks of the same tenant. "draft_model":
+    if these find nothing, or are right less often, `model`, a smaller model with the same
+    tokenizer, guesses. The draft model's weights may be quantized, and its KVCache holds
+    `draft_kv_tokens`; 0 means as many as fit in an eighth of the pool's bytes, and no more than the
+    pool holds."""
 
     method: SpeculativeMethod
     model: str = ""
@@ -467,13 +469,13 @@ class SpeculativeConfig(Struct, frozen=True):
 
 
 class EngineConfig(Struct, frozen=True):
-    """`kind`: the engine of the instances; "vllm": running vLLM servers, each behind one instance
-    (see `VllmConfig`). `device`: on "cuda", weights and KVCache are in the memory of the first GPU
-    visible to the worker; its stages use one GPU each. The arena, from which blocks are
-    transferred, stays in host memory. "auto" is "cuda" if the head finds a GPU.
-    `pipeline_parallel_size`: stages of a prefill or mixed instance, each a process (in a simulation
-    a node) with a share of the layers. `tensor_parallel_size`: its ranks, each with a share of
-    every layer."""
+    """`kind`: the engine of the instances; "vllm" means running vLLM servers, each behind one
+    instance (see `VllmConfig`). `device`: with "cuda", weights and KVCache are in the memory of the
+    first GPU that the worker sees; each of its stages uses one GPU. The arena, from which blocks
+    are transferred, stays in host memory. "auto" means "cuda" if the head finds a GPU.
+    `pipeline_parallel_size`: number of stages of a prefill or mixed instance, each a process (in a
+    simulation a node) with a share of the layers. `tensor_parallel_size`: number of its ranks, each
+    with a share of every layer."""
 
     kind: Annotated[
         EngineKind,

@@ -20,7 +20,7 @@ def split_rank(address: str) -> tuple[str, int | None]:
 
 class VllmAddress(Struct, frozen=True):
     """Addresses of a server: HTTP, its KV events and their replay. `slots`: the folder in which a
-    llama-server saves slots. "": it has none."""
+    llama-server saves slots, or "" if it saves none."""
 
     url: str
     events: str = ""
@@ -87,7 +87,7 @@ class VllmConfig(Struct, frozen=True):
 
     @property
     def first(self) -> str:
-        """The instance of the first server; "" means that none is named."""
+        """The instance of the first server; "" means that no server is named first."""
         return next((f"{role}-0" for role, named in self.places.items() if named), "")
 
     @property

@@ -1,4 +1,4 @@
-"""A cost model fitted to measurements of a running engine. All times in seconds.
+"""A cost model fitted to measurements of a running engine. All times are in seconds.
 
     prefill(n, p)   = a + b (n-p) + c (n-p)^2 + d (n-p) p     n prompt tokens, p of them cached
     decode(B, ctx)  = e + f B + g ctx                         ctx = sum of the B contexts, in tokens
@@ -15,12 +15,13 @@ every Python gives the same bits: LAPACK's results differ, and so does `sum` of 
 As the ground truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it
 adds to its prompt's total, with `a` in the first chunk, so every chunking of a prompt costs
 prefill(n, p). Prompts that begin in one step share one `a`. A mixed step reads the weights once,
-hence the floor e. It has f' and g' of its own where mixed steps were measured: beside a chunk that
-fills the device, a decode's row is no longer free, as it is while only reading the weights takes
-time. A step without decodes has no such floor, which would break the sum.
+hence the floor e. The mixed form has its own f' and g' if mixed steps were measured: beside a chunk
+that fills the device, a decode's row is no longer free, as it is while only reading the weights
+takes time. A step without decodes has no such floor, because that would break the sum.
 
-`domain` says what was measured. Beyond it the formulas go on as a roofline does, at the device's
-rates. Only f may be 0 in small batches; beyond the largest measured one a row costs at least b.
+`domain` states what was measured. Outside the domain the formulas continue like a roofline, at the
+device's rates. In small batches only f may be 0; beyond the largest measured batch, a row costs at
+least b.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class DecodeSample(Struct, frozen=True):
 
 class MixedSample(Struct, frozen=True):
     """A measured step of one chunk and `batch` decodes whose contexts sum to `context_tokens`.
-    `chunk_s`: the time of the chunk alone, if measured. It matters, because the decodes add only a
-    small difference."""
+    `chunk_s`: the time of the chunk alone, if it was measured. This time matters, because the
+    decodes add only a small difference."""
 
     num_tokens: int
     cached_tokens: int
@@ -71,13 +72,12 @@ class OffloadParts(Struct, frozen=True):
     """Parts of a decode step with one attention worker, in seconds for all layers together, as
     measured on one machine.
 
-    `model`: what the model worker computes, by batch size; piecewise linear between these points.
-    `attention`: (e, f, g), the worker is busy for e + f batch + g context_tokens.
-    `message_s`: what a step takes beyond these two.
-    `cores`: number of cores that computed.
-    `seen_workers`, `seen_own_tokens`: attention workers of the instance in the profile that
-    contains this, and KVCache tokens that it kept itself. 0 workers means that it computed
-    attention itself.
+    `model`: the model worker's computing time by batch size; piecewise linear between these points.
+    `attention`: (e, f, g), where the worker is busy for e + f batch + g context_tokens.
+    `message_s`: the time of a step in addition to these two. `cores`: number of cores that computed
+    the step. `seen_workers`, `seen_own_tokens`: number of attention workers of the instance in the
+    profile that contains this, and number of KVCache tokens that it kept itself. 0 workers means
+    that the instance computed attention itself.
     """
 
     model: tuple[tuple[int, float], ...]
@@ -91,20 +91,19 @@ class OffloadParts(Struct, frozen=True):
 class FittedCost(Struct, frozen=True):
     """Coefficients of the formulas above; implements `CostModel` and `StepCost`.
 
-    The fields from `contention` on are measured on a serving machine, for its simulation. 0, empty
-    or None: not measured.
+    The fields from `contention` on are measured on a serving machine, for its simulation. The
+    values 0, empty and None mean that a quantity was not measured.
 
     `contention`: factors by which a step with prompts, and a step of decodes alone, takes longer
     while other instances of the machine compute.
     `control_latency_s`: the latency of one message between head and worker.
-    `front_s`: what HTTP adds to a first token.
-    `token_bytes`: KVCache bytes of one token.
-    `decode_curve`: (batch, seconds) of decode steps without g ctx. It replaces e + f B: linear
-    between the points, and f for each request above the last.
+    `front_s`: the time that HTTP adds to a first token. `token_bytes`: number of KVCache bytes of
+    one token. `decode_curve`: (batch, seconds) of decode steps, without the part g ctx. The curve
+    replaces e + f B: linear between the points, and f for each request above the last point.
     `decode_spread`: equally likely ratios of the times of single decode steps to the predicted
     time: while no other instance computes, while one does, and where an answer has just begun.
-    `offload`: parts of steps with attention workers.
-    `domain`: what was measured, or None if it is not stated.
+    `offload`: the parts of steps with attention workers. `domain`: the measured range, or None if
+    it is not stated.
     """
 
     prefill: tuple[float, float, float, float]
@@ -112,8 +111,8 @@ class FittedCost(Struct, frozen=True):
     transfer_latency_s: float = 0.002
     shared_memory_bytes_per_s: float = 4e9
     network_bytes_per_s: float = 1e9
-    ssd_read_bytes_per_s: float = 0.0  # 0: there is no SSD tier
-    mixed: tuple[float, float] | None = None  # f' and g'; None means f and g
+    ssd_read_bytes_per_s: float = 0.0  # 0 means that there is no SSD tier
+    mixed: tuple[float, float] | None = None  # f' and g'; None means the same as f and g
     tile_tokens: int = 1
     contention: tuple[float, float] = (1.0, 1.0)
     control_latency_s: float = 0.0
@@ -211,18 +210,18 @@ class ChunkChoice(Struct, frozen=True):
 
     tbt_s: float
     decodes: int
-    context_tokens: int  # of each decode
-    chunk_tokens: int  # without the decodes
+    context_tokens: int  # context tokens of each decode
+    chunk_tokens: int  # tokens of the chunk, without the decodes
     step_s: float  # predicted
     holds: bool  # False: even the smallest chunk misses the SLO
 
 
 class Profile(FittedCost, frozen=True):
-    """What `moonpool profile` writes: fitted costs, the curve of chunk sizes, and the chunks they
-    recommend. A file of it is accepted wherever fitted costs are (`hardware.cost`)."""
+    """What `moonpool profile` writes: fitted costs, the curve of chunk sizes, and the recommended
+    chunks. Such a file is accepted wherever fitted costs are (`hardware.cost`)."""
 
     step_s_by_tokens: dict[int, float] = msgspec.field(default_factory=dict)  # nothing cached
-    saturation_tokens: int = 0  # the smallest chunk with nearly the highest throughput
+    saturation_tokens: int = 0  # smallest chunk that has nearly the highest throughput
     chunks: tuple[ChunkChoice, ...] = ()
 
 
@@ -234,10 +233,10 @@ def fit_cost(
 ) -> FittedCost:
     """Fits all formulas; `mixed` may be empty. Raises ValueError without prefill or decode samples.
 
-    `single_steps`: each prefill sample is one chunk, while prompts will have several. The quadratic
-    part is attention, which costs the same over tokens of an earlier chunk as over cached ones, and
-    half as much over the chunk's own: c = d/2. A separate c would be fitted to differences between
-    chunks, and a prompt ten times as long be predicted by its square."""
+    `single_steps`: whether each prefill sample is one chunk, while prompts will have several
+    chunks. The quadratic part is attention, which costs the same over tokens of an earlier chunk as
+    over cached ones, and half as much over the chunk's own: c = d/2. A separate c would be fitted
+    to differences between chunks, and a prompt ten times as long be predicted by its square."""
     if not prefills or not decodes:
         raise ValueError("a cost model needs at least one prefill and one decode measurement")
     prefill_rows = []
@@ -261,9 +260,10 @@ def _token_s(
     """Splits a prefill's time into a fixed part and a part per token, where the fit took all of it
     as fixed.
 
-    Other work on the machine distorts such times: a short step took as long as a longer one.
-    Taken as they are, they make every prefix free to compute, so none would be loaded. The decode
-    of one request is a step of one token: the fixed part does not exceed the fastest of these."""
+    Other work on the machine distorts such times, so that a short step took as long as a longer
+    one. Taken as they are, they make every prefix free to compute, so none would be loaded. The
+    decode of one request is a step of one token: the fixed part does not exceed the fastest of
+    these."""
     alone_s = min((s.seconds for s in decodes if s.batch == 1), default=fixed_s)
     most = max(s.num_tokens - s.cached_tokens for s in prefills)
     longest = [s.seconds for s in prefills if s.num_tokens - s.cached_tokens == most]
@@ -284,7 +284,7 @@ def _domain_of(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample
 
 
 def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float, float] | None:
-    """f' and g': what decodes add to a chunk's time; None if they add nothing."""
+    """Returns f' and g', which decodes add to a chunk's time, or None if they add nothing."""
     rows, added_s = [], []
     for sample in samples:
         chunk_s = sample.chunk_s
@@ -301,8 +301,8 @@ def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float
 
 
 def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Least squares of relative errors with coefficients >= 0. `rows` has one tuple of terms for
-    each sample. With at most four terms, all subsets of them are tried."""
+    """Least squares of relative errors with coefficients >= 0. `rows` has a tuple of terms for each
+    sample. With at most four terms, all subsets of the terms are tried."""
     num_terms = len(rows[0])
     columns, magnitudes = [], []
     for term in range(num_terms):
@@ -325,7 +325,7 @@ def _fit_non_negative(rows: Sequence[tuple[float, ...]], seconds: Sequence[float
 
 def _least_squares(columns: Sequence[list[float]]) -> tuple[list[float], float] | None:
     """Solves `columns` x = 1 by modified Gram-Schmidt. Returns the coefficients and the squared
-    error; None if the columns are linearly dependent."""
+    error, or None if the columns are linearly dependent."""
     basis: list[list[float]] = []
     upper: list[list[float]] = []  # column j of R: the products with basis 0..j
     target: list[float] = []
@@ -390,8 +390,8 @@ def fit_to_ground_truth(
 
 
 def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
-    """The cost of an instance with `num_stages` equal stages, from `whole`, the cost of one step
-    through all of them; counted as in `fit_to_ground_truth`."""
+    """Returns the cost of an instance with `num_stages` equal stages, from `whole`, the cost of one
+    step through all stages; counted as in `fit_to_ground_truth`."""
     if num_stages == 1:
         return whole
     a, b, c, d = (x / num_stages for x in whole.prefill)
@@ -411,8 +411,8 @@ def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
 def scaled(
     cost: FittedCost, prefill_factor: float, decode_factor: float, transfer_factor: float = 1.0
 ) -> FittedCost:
-    """`cost` with its times multiplied: by factors learned online, or to make it wrong on purpose
-    in a simulation. Raises ValueError unless all factors are above 0."""
+    """Returns `cost` with its times multiplied: by factors learned online, or to make it wrong on
+    purpose in a simulation. Raises ValueError unless all factors are above 0."""
     if min(prefill_factor, decode_factor, transfer_factor) <= 0:
         raise ValueError("cost factors must be above 0")
     a, b, c, d = (x * prefill_factor for x in cost.prefill)
@@ -472,7 +472,7 @@ def _mixed_samples(ground_truth: StepCost, chunk_tokens: int) -> list[MixedSampl
         chunk = Chunk(num_tokens=new, start=0, cached_tokens=0, last=False)
         for context in MIXED_CONTEXTS:
             seconds = ground_truth.step_s((chunk,), batch, batch * context)
-            if ground_truth.num_stages > 1:  # the decodes add their part in each stage
+            if ground_truth.num_stages > 1:  # the decodes add their time in each stage
                 added_s = seconds - ground_truth.step_s((chunk,), 0, 0)
                 seconds += (ground_truth.num_stages - 1) * added_s
             samples.append(

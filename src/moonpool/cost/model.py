@@ -1,7 +1,7 @@
 """How long steps, transfers and loads take: the protocols.
 
-The Conductor predicts with a `CostModel`; a simulator takes a `StepCost` as ground truth. Both are
-deterministic and without state: equal arguments give equal results on every machine.
+The Conductor predicts with a `CostModel`; a simulator takes a `StepCost` as ground truth. Both
+models are deterministic and without state: equal arguments give equal results on every machine.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from math import fsum
 from typing import NamedTuple, Protocol
 
-# The scheduler of an instance plans steps that mix prefill chunks with decodes by these limits, and
-# the Conductor predicts by them.
+# The scheduler of an instance uses these limits to plan steps that mix prefill chunks with decodes,
+# and the Conductor uses them to predict.
 CHUNKED_STEP_SHARE = 0.85
-"""Share of the TBT SLO that such a step is planned for: not all of the longest tenth of the gaps
-lies at its lower edge."""
+"""Share of the TBT SLO for which such a step is planned, because not all of the longest tenth of
+the gaps lies at its lower edge."""
 LEAST_CHUNK_TOKENS = 4
-"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case. It is
-small: on a device without tiles, 32 tokens can take most of the SLO, and with a few decodes more
-than that."""
+"""A prefill's chunk where the decodes leave no room, so that the prefill ends in any case. The
+number is small: on a device without tiles, 32 tokens can take most of the SLO, and with a few
+decodes more than that."""
 SHARED_CHUNK_TOKENS = 128
 """The least chunk for which a decode instance takes prompts: a tile of most devices. The Conductor
 counts it in the step time of an instance that computes prompts so."""
@@ -28,10 +28,10 @@ class Chunk(NamedTuple):
     """A run of one prompt's tokens computed in one step."""
 
     num_tokens: int
-    start: int  # context tokens before it, cached or computed earlier
-    cached_tokens: int  # cached tokens of its prompt: where computing began
-    last: bool  # it ends the prompt, so its last token needs logits
-    prompt_tokens: int = 0  # of the whole prompt; 0 if unknown
+    start: int  # number of context tokens before the chunk, cached or computed earlier
+    cached_tokens: int  # number of cached tokens of its prompt, where computing began
+    last: bool  # whether it ends the prompt, so that its last token needs logits
+    prompt_tokens: int = 0  # tokens of the whole prompt; 0 if unknown
 
     @property
     def first(self) -> bool:
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 class CostModel(Protocol):
-    """All durations in seconds. Deterministic, without side effects."""
+    """A cost model, with all durations in seconds. Deterministic, without side effects."""
 
     @property
     def tile_tokens(self) -> int:
@@ -101,8 +101,8 @@ class StepCost(Protocol):
 
 
 def prompt_chunks(num_tokens: int, cached_tokens: int, chunk_tokens: int) -> tuple[Chunk, ...]:
-    """Cuts a prompt into chunks of at most `chunk_tokens`. At least its last token is computed, for
-    the logits."""
+    """Cuts a prompt into chunks of at most `chunk_tokens`. At least the last token of the prompt is
+    computed, for its logits."""
     start = min(cached_tokens, num_tokens - 1)
     assert start >= 0 and chunk_tokens >= 1
     return tuple(

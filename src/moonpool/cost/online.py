@@ -1,8 +1,8 @@
-"""Learns online by what factor observed times depart from those of a profile.
+"""Learns online by what factor observed times differ from those of a profile.
 
-A profile is measured once, on an idle machine. Other load, temperature and a different machine show
-only later. The Conductor keeps one factor for each kind of work of each instance, and an instance
-keeps one for its own steps. Nothing here predicts: callers multiply their predictions by the
+A profile is measured once, on an idle machine. Other load, temperature and a different machine only
+show later. The Conductor keeps one factor for each kind of work of each instance, and an instance
+keeps one for its own steps. This module predicts nothing: callers multiply their predictions by the
 factor.
 
     sample = sum of observed seconds / sum of expected seconds, over STEPS_PER_SAMPLE steps
@@ -10,14 +10,14 @@ factor.
 
 The factor is the median, or a higher quantile where most samples should lie below it, so neither a
 burst of slow steps nor a single hiccup moves it far. A sample spans several steps because requests
-that share a step share its time: one of them is observed to take all of it, the others none.
+that share a step share its time: one of them seems to take all of it, and the others none.
 
 Before there are enough samples, `begin` sets the factor by the ratio of all steps so far and
 PRIOR_STEPS more that took what was expected, if that is far from 1. So the first prompt of a cold
 cluster corrects a profile that is off by much, and noise changes nothing.
 
-Samples are weighted because a queue is a sum of times, and long requests make up most of it. Only
-sums, ratios and comparisons are used, so every machine gets the same factor.
+Samples are weighted because a queue is a sum of times, most of which come from long requests. Only
+sums, ratios and comparisons are used, so that every machine gets the same factor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ STEPS_PER_SAMPLE = 4
 WINDOW = 31
 """Samples remembered."""
 MIN_SAMPLES = 3
-"""With fewer samples, the factor stays 1."""
+"""With fewer samples than this, the factor stays 1."""
 MIN_CHANGE = 0.02
-"""Relative change below which the factor stays as it is; else it would move with every sample."""
+"""Smallest relative change of the factor; smaller changes are ignored, so that it does not move
+with every sample."""
 PRIOR_STEPS = 1
 """Steps as expected that count with the first ones."""
 EARLY_CHANGE = 1.25
@@ -44,18 +45,20 @@ MAX_FACTOR = 4.0
 factor should not hide it."""
 
 FORGOTTEN_AFTER = 300
-"""Steps of other sizes after which the ratios of a size are forgotten. Otherwise a size that was
-slow once would never be tried again."""
+"""Steps of other sizes after which the ratios of a size are forgotten. A size that was slow once
+would otherwise never be tried again."""
 
 ROUNDING = 1e-9
-"""More than the error of the few floating-point operations here, relative to what they add."""
+"""Tolerance above the error of the few floating-point operations here, relative to the numbers
+added."""
 
 MAX_SECONDS = 1e9
 """Longer observations are ignored, so that sums stay finite."""
 
 
 class LearnedFactor:
-    """The factor for one kind of work of one instance. `value` begins at 1."""
+    """The learned factor of one kind of work of one instance. `value` is 1 before the first
+    measurement."""
 
     __slots__ = (
         "_all_expected_s",
@@ -72,10 +75,10 @@ class LearnedFactor:
     )
 
     def __init__(self, share: float = 0.5, summed: int = STEPS_PER_SAMPLE) -> None:
-        """`share`: the quantile, as the share of samples below the factor. `summed`: steps of one
-        sample."""
+        """`share`: the quantile, given as the share of samples below the factor. `summed`: number
+        of steps in one sample."""
         self.value = 1.0
-        self._all_s = self._all_expected_s = 0.0  # until it is learned
+        self._all_s = self._all_expected_s = 0.0  # sums over all steps until the factor is learned
         self._num_steps = 0
         self._prior = 1.0
         self._share = share
@@ -87,7 +90,7 @@ class LearnedFactor:
 
     @property
     def is_learned(self) -> bool:
-        """Whether there are enough samples; else the profile's times are taken as they are."""
+        """Whether there are enough samples; if not, the profile's times are used unchanged."""
         return len(self._recent) >= MIN_SAMPLES
 
     @property
@@ -102,8 +105,8 @@ class LearnedFactor:
 
     def observe(self, seconds: float, expected_s: float) -> bool:
         """Adds an observation: the work took `seconds`; the profile predicted `expected_s`. 0
-        seconds means that it ended together with the observation before it. Returns True if the
-        factor changed. Invalid times (negative, infinite, NaN) are ignored."""
+        seconds means that the step ended together with the previous observation. Returns True if
+        the factor changed. Invalid times (negative, infinite, NaN) are ignored."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 < expected_s < MAX_SECONDS):
             return False
         whole = self._num_summed >= self._summed and seconds > 0.0
@@ -128,7 +131,7 @@ class LearnedFactor:
     def begin(self, seconds: float = 0.0, expected_s: float = 0.0) -> bool:
         """Takes the first steps as they are, before they make enough samples. `seconds`: time since
         the step under way began, if there is one; the profile predicts `expected_s` for the whole
-        step, so it takes at least that long. Returns True if the factor changed."""
+        step, so that it takes at least that long. Returns True if the factor changed."""
         if not (0.0 <= seconds < MAX_SECONDS and 0.0 <= expected_s < MAX_SECONDS):
             return False
         is_under_way = expected_s > 0.0 and seconds > 0.0
@@ -149,7 +152,7 @@ class LearnedFactor:
 
     def begins_after_s(self, expected_s: float) -> float:
         """Until when the step under way says nothing: `begin` returns False for fewer seconds of
-        the same step, after it did so once. Infinite without a step (`expected_s` 0)."""
+        the same step, after it did so once. Returns infinity without a step (`expected_s` 0)."""
         if expected_s <= 0.0:
             return inf
         num_steps = self._num_steps + 1
@@ -197,12 +200,13 @@ class FactorsBySize:
     __slots__ = ("_all", "_num_observed", "_ratios", "_seen", "_share", "_values")
 
     def __init__(self, share: float) -> None:
-        """`share`: the quantile, as in `LearnedFactor`."""
+        """`share`: the quantile, defined as in `LearnedFactor`."""
         self._share = share
-        self._all: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # with the class of size
+        # recent samples with their class of size
+        self._all: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._ratios: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
-        self._values: dict[int, float] = {}  # by class of size, since the last observation
+        self._values: dict[int, float] = {}  # factor by class of size, since the last observation
         self._num_observed = 0
 
     def value(self, size: int) -> float:

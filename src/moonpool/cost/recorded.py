@@ -13,8 +13,8 @@ from moonpool.types import MALFORMED, InstanceId, Role, Struct
 
 
 class InstanceRecord(Struct, frozen=True):
-    """One instance's cost. `prefill`, `decode` and `transfer` are the recent ratios of observed to
-    predicted seconds; empty where nothing was observed."""
+    """The cost of one instance, as recorded. `prefill`, `decode` and `transfer` are the recent
+    ratios of observed to predicted seconds; a list is empty if nothing was observed."""
 
     instance_id: InstanceId
     role: Role
@@ -24,11 +24,12 @@ class InstanceRecord(Struct, frozen=True):
     transfer: tuple[float, ...] = ()
     factors: dict[str, float] = msgspec.field(
         default_factory=dict
-    )  # the Conductor's `LearnedFactor`s
+    )  # the `LearnedFactor` objects of the Conductor
 
 
 class CostEstimatorRecord(Struct, frozen=True):
-    """All instances' costs. `errors` are the errors of predictions, by predicted quantity."""
+    """The costs of all instances, as recorded. `errors` are the prediction errors, by predicted
+    quantity."""
 
     instances: tuple[InstanceRecord, ...]
     errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)

@@ -34,8 +34,8 @@ _BAD = (struct.error, IndexError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class DnsSettings:
-    """Settings of /etc/resolv.conf. `ndots`: a name with fewer dots is looked for in the domains of
-    `search` first."""
+    """Settings of /etc/resolv.conf. `ndots`: a name with fewer dots is first looked up in the
+    domains of `search`."""
 
     nameservers: tuple[tuple[str, int], ...] = ()
     search: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def system_settings() -> DnsSettings:
 
 
 def parse_settings(text: str) -> DnsSettings:
-    """Reads a resolv.conf. What is unknown in it is left out."""
+    """Reads a resolv.conf. Unknown lines of the file are ignored."""
     nameservers: list[tuple[str, int]] = []
     search: tuple[str, ...] = ()
     ndots = 1
@@ -86,7 +86,7 @@ async def ask_srv(name: str, settings: DnsSettings) -> list[tuple[str, int]]:
                 if found:
                     return found
             return []
-        except (OSError, SourceError) as error:  # also a timeout
+        except (OSError, SourceError) as error:  # includes timeouts
             problem = f"{host}: {error or 'no answer'}"
     raise SourceError(f"no SRV records of {name} from DNS: {problem}")
 
@@ -128,7 +128,8 @@ async def _ask(query: bytes, host: str, port: int) -> tuple[bytes, bytes]:
         transport.close()
     if len(data) < 4 or not struct.unpack(">H", data[2:4])[0] & _CUT:
         return query, data
-    reader, writer = await asyncio.open_connection(host, port)  # the answer is long: by TCP
+    # the answer is long, so it is fetched by TCP
+    reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(struct.pack(">H", len(query)) + query)
         (size,) = struct.unpack(">H", await reader.readexactly(2))
@@ -160,7 +161,7 @@ def parse_srv(query: bytes, data: bytes) -> list[tuple[str, int]]:
             if kind == _SRV:
                 (port,) = struct.unpack(">H", data[at + 4 : at + 6])
                 target, _ = _name(data, at + 6)
-                if target and port:  # "." says that there is none
+                if target and port:  # the target "." means that there is no server
                     found.append((target, port))
             at += size
         return found
@@ -174,7 +175,7 @@ def _name(data: bytes, at: int) -> tuple[str, int]:
     """Reads a name. Returns it, and where the next field begins."""
     labels: list[str] = []
     end = 0
-    for _ in range(128):  # a name may point to itself
+    for _ in range(128):  # a name may refer to itself
         size = data[at]
         if size & 0xC0 == 0xC0:
             end = end or at + 2
@@ -192,11 +193,11 @@ log = limited_logger("moonpool.discovery")
 
 LEAST_S, MOST_S = 2.0, 10.0
 LOOKUPS_PER_S = 100.0
-"""The most lookups of one source. Each target of an SRV record is a lookup of its own."""
+"""The most lookups of one source. Each target of an SRV record needs a separate lookup."""
 
 
 class DnsName:
-    """`settings`: in place of the machine's own, for SRV records."""
+    """`settings`: DNS settings used for SRV records in place of the machine's own."""
 
     def __init__(self, source: DnsSource, settings: DnsSettings | None = None) -> None:
         self._source = source
@@ -243,7 +244,7 @@ def _pause_s(num_found: int) -> float:
 
 async def addresses(name: str) -> set[str]:
     """Returns the addresses of a host as the system resolves them, or none. IPv6 addresses count
-    only if there are no others, because both kinds would list one server twice. Raises
+    only if there are no others, because with both kinds one server would be listed twice. Raises
     SourceError."""
     loop = asyncio.get_running_loop()
     try:

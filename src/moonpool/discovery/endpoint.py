@@ -40,21 +40,21 @@ _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,253}", re.ASCII)
 
 
 class SourceError(ValueError):
-    """A source cannot be read; one line. What it listed last holds on."""
+    """A source cannot be read; one line. What the source listed last remains valid."""
 
 
 class EndpointError(ValueError):
-    """One endpoint cannot be used; one line says why. The others of its source can."""
+    """One endpoint cannot be used; one line gives the reason. Other endpoints of its source can be
+    used."""
 
 
 class Endpoint(Struct, frozen=True):
-    """One server. `name` is unique among those of a source. Ports are 0 where there are no KV
-    events. `num_ranks`: its data-parallel ranks, of which each is an instance (see `ranks`); 0: as
-    many as it says.
-    `rank`: which one of them this is, or None if it has no others."""
+    """One server. `name` is unique within a source. Ports are 0 without KV events. `num_ranks`:
+    number of its data-parallel ranks, each of which is an instance (see `ranks`); 0 means as many
+    as the server says. `rank`: the number of this rank, or None if there are no others."""
 
     name: str
-    host: str  # an IP address or a host name
+    host: str  # an IP address or host name
     port: int
     role: Role = Role.MIXED
     events_port: int = 0
@@ -64,7 +64,7 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        """Host and port, as a gateway takes them."""
+        """Returns host and port, in a gateway's notation."""
         return f"{bracketed(self.host)}:{self.port}"
 
     @property
@@ -84,8 +84,9 @@ class Endpoint(Struct, frozen=True):
         return True
 
     def ranks(self, found: int = 1) -> tuple[Endpoint, ...]:
-        """One for each of its data-parallel ranks: rank N of vLLM has the Nth port after that of
-        the first for its events. `found`: how many it says that it has."""
+        """Returns one endpoint for each of its data-parallel ranks: rank N of vLLM uses the Nth
+        port after the first rank's for its events. `found`: the number of ranks that the server
+        states."""
         if self.num_ranks == 1:
             return (self,)
         return tuple(
@@ -103,11 +104,11 @@ class Endpoint(Struct, frozen=True):
 
 class Listing(Struct, frozen=True):
     """What a source knows: its endpoints, and the priority of each objective by name. `is_whole`:
-    whether all that it is made of has been read once."""
+    whether all parts of the source have been read once."""
 
     endpoints: tuple[Endpoint, ...] = ()
     objectives: dict[str, int] = msgspec.field(default_factory=dict)
-    fails_open: bool | None = None  # None: it does not say
+    fails_open: bool | None = None  # None means that the source does not say
     is_whole: bool = True
 
 
@@ -195,7 +196,7 @@ def read_ranks(value: object, what: str) -> int:
 
 
 def _label(labels: Mapping[str, Any], key: str, otherwise: object) -> object:
-    """Returns the label, or the one with its former name."""
+    """Returns the label, or the label with its former name."""
     older = OLDER_PREFIX + key.removeprefix(PREFIX)
     return labels.get(key, labels.get(older, otherwise))
 

@@ -9,8 +9,8 @@ time.
     objectives:
       - {name: premium, priority: 5}
 
-llm-d needs name, IP address and port. Here the address may be a host name, too, and `objectives` is
-an addition. The file is looked at twice a second. A changed file is read once it has stayed the
+llm-d requires name, IP address and port. Here the address may be a host name, too, and `objectives`
+is an addition. The file is looked at twice a second. A changed file is read once it has stayed the
 same from one look to the next, so that it is not read while it is written.
 """
 
@@ -101,8 +101,8 @@ class EndpointsFile:
 
 
 def parse_endpoints(data: bytes) -> tuple[Listing, list[str]]:
-    """Reads such a file. Returns also why entries are left out: a wrong one leaves out no other.
-    Raises SourceError."""
+    """Parses the text of such a file. Returns also why entries are left out: a wrong one leaves out
+    no other. Raises SourceError."""
     found = _plain(data)
     entries = found.get("endpoints", ()) if isinstance(found, dict) else ()
     if not isinstance(found, dict) or "endpoints" not in found:
@@ -118,7 +118,7 @@ def parse_endpoints(data: bytes) -> tuple[Listing, list[str]]:
                 continue
             if endpoint.name in endpoints:
                 raise EndpointError(f"a second {endpoint.name!r}")
-        except ValueError as error:  # also for a number with too many digits for str()
+        except ValueError as error:  # also raised for a number with too many digits for str()
             problems.append(f"entry {number} is left out: {error}")
         else:
             endpoints[endpoint.name] = endpoint
@@ -140,12 +140,13 @@ def _plain(data: bytes) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise SourceError(f"bad YAML{where}") from None
-    except (ValueError, RecursionError):  # a date that is none, or lists within lists
+    except (ValueError, RecursionError):  # an invalid date, or lists nested too deeply
         raise SourceError("bad YAML") from None
 
 
 def _endpoint(entry: Any) -> Endpoint | None:
-    """Returns None for a kind that computes no text, such as an encoder. Raises EndpointError."""
+    """Returns None for a kind of server that computes no text, such as an encoder. Raises
+    EndpointError."""
     if not isinstance(entry, dict):
         raise EndpointError("not a mapping with name, address and port")
     name, address = entry.get("name"), entry.get("address")
@@ -164,7 +165,7 @@ def _labels(entry: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _objectives(given: Any, problems: list[str]) -> dict[str, int]:
-    """The priorities by name. Adds what is wrong to `problems`."""
+    """The priorities by name. Appends faults to `problems`."""
     found: dict[str, int] = {}
     for each in given if isinstance(given, list) else ():
         name, priority = (

@@ -31,7 +31,7 @@ from moonpool.types import MALFORMED
 log = limited_logger("moonpool.discovery")
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds the token, the CA and the namespace of its service account."""
+"""Folder in which a pod finds the token, the CA and the namespace of its service account."""
 WATCH_S = 300
 """Time after which the server is asked to end a watch, and another one continues."""
 SILENCE_S = WATCH_S + 30.0
@@ -46,7 +46,7 @@ Object = dict[str, Any]
 
 
 class ApiServer:
-    """Where the API is, and how its clients prove who they are. The token is read for each call,
+    """The address of the API, and how its clients authenticate. The token is read for each call,
     because it is replaced every hour."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
@@ -132,7 +132,7 @@ def own_namespace(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class KubernetesError(Exception):
-    """A call of the API failed; one line says why. `status`: the HTTP status, 0 without a
+    """A call of the API failed; one line says why. `status`: the HTTP status, or 0 without a
     response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -141,7 +141,7 @@ class KubernetesError(Exception):
 
 
 class ObjectList:
-    """Follows the objects of one path. `selector`: a selector of labels; "" means all."""
+    """Follows the objects of one path. `selector`: a label selector; "" means all objects."""
 
     def __init__(self, server: ApiServer, path: str, selector: str = "", field: str = "") -> None:
         self._server = server
@@ -156,7 +156,7 @@ class ObjectList:
         self, update: Callable[[Mapping[str, Object]], None], optional: bool = False
     ) -> None:
         """Calls `update` with all objects by name, at first and after each change, until cancelled.
-        `optional`: where the API has no such kind, there are none."""
+        `optional`: whether a kind that the API does not have counts as a list without objects."""
         pause_s, said = AGAIN_S, ""
         while True:
             try:
@@ -222,10 +222,10 @@ class ObjectList:
                 elif kind in ("ADDED", "MODIFIED"):
                     objects[_name(found)] = found
                 else:
-                    continue  # a bookmark: only the version
+                    continue  # a bookmark, which has only the version
                 update(objects)
         if asyncio.get_running_loop().time() - began_s < 1.0:
-            await asyncio.sleep(1.0)  # a server that ends each watch at once
+            await asyncio.sleep(1.0)  # the server ends each watch at once, so this must wait
         return version
 
 

@@ -14,8 +14,8 @@ async def follow_looks(
     update: Callable[[Listing], None],
     notice: Notice,
 ) -> None:
-    """Like `EndpointSource.follow`. `look`: the servers that there are now; it raises SourceError.
-    `pause_s`: of the number that was found, the time to the next look."""
+    """Like `EndpointSource.follow`. `look`: returns the present servers, or raises SourceError.
+    `pause_s`: returns the time to the next look for the number of servers that was found."""
     seen = Looks()
     while True:
         wait_s = pause_s(0)

@@ -9,7 +9,8 @@ from moonpool.discovery.endpoint import Endpoint
 from moonpool.retry_delays import RetryDelays
 
 HOLD_OFFS = RetryDelays((0.0, 5.0, 15.0, 60.0, 300.0), steady_s=60.0)
-"""After short stays in a row: a first one costs nothing, for servers restart."""
+"""Hold-offs after short stays in a row; the first short stay costs nothing, because servers
+restart."""
 
 
 class HoldOff:
@@ -34,14 +35,14 @@ class JoinServer:
 
 @dataclass(frozen=True, slots=True)
 class DrainServer:
-    """It gets no more requests, and ends when it has none."""
+    """The server gets no more requests, and ends when it has none."""
 
     server: Endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class HoldServerOff:
-    """It comes and goes; it joins after `for_s`, if it is then listed."""
+    """The server comes and goes, so it joins after `for_s`, if it is then still listed."""
 
     server: Endpoint
     for_s: float
@@ -60,17 +61,17 @@ class _Known:
     server: Endpoint
     joined_s: float | None = None
     seen_s: float = 0.0
-    free_s: float = 0.0  # it may not join before
-    is_told: bool = False  # that it is held off
+    free_s: float = 0.0  # time before which it may not join
+    is_told: bool = False  # whether it was reported that the server is held off
     hold_off: HoldOff = field(default_factory=HoldOff)
 
 
 class Membership:
-    """`see` takes what the sources list now. A server is known by its name: if its address or role
+    """`see` gets what the sources list now. A server is known by its name: if its address or role
     changes, it is another server, which joins when the former has left."""
 
     def __init__(self, most: int | None = None) -> None:
-        """`most`: servers that may serve at a time, or None if there is no limit."""
+        """`most`: the most servers that may serve at a time, or None without a limit."""
         self._most = most
         self._known: dict[str, _Known] = {}
         self._num_left_out = 0
@@ -80,7 +81,7 @@ class Membership:
         return [each.server for each in self._known.values() if each.joined_s is not None]
 
     def adopt(self, servers: Iterable[Endpoint], now_s: float) -> None:
-        """These serve already."""
+        """Adds servers that serve already."""
         for server in servers:
             self._known[server.name] = _Known(server, now_s, now_s)
 

@@ -62,7 +62,7 @@ class LabelledPods:
 
 
 def read_pods(pods: Mapping[str, Object], ports: Sequence[int]) -> tuple[list[Endpoint], list[str]]:
-    """The servers in those that are ready, one for each port, and why others are left out. A pod
+    """Returns the servers in ready pods, one for each port, and why other pods are left out. A pod
     with the name of one that has ended, at another address, is another server."""
     endpoints: list[Endpoint] = []
     problems: list[str] = []

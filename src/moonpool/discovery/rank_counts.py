@@ -1,5 +1,5 @@
-"""How many data-parallel ranks listed vLLM servers have. They are asked again and again: an elastic
-one (`/scale_elastic_ep`) has other ranks later."""
+"""How many data-parallel ranks listed vLLM servers have. The servers are asked repeatedly, because
+an elastic server (`/scale_elastic_ep`) has other ranks later."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def engines_in(metrics: str) -> tuple[str, ...]:
 
 
 class RankCounts:
-    """What the servers said last."""
+    """The numbers of ranks that the servers stated last."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}  # by address
         self._notice = Notice(log)
 
     def ranks_of(self, server: Endpoint) -> Sequence[Endpoint] | None:
-        """None: it has not told yet."""
+        """Returns None if the server has not told it yet."""
         if server.num_ranks:
             return server.ranks()
         found = self._found.get(server.address)
@@ -43,12 +43,12 @@ class RankCounts:
     async def follow(
         self, listed: Callable[[], Iterable[Endpoint]], changed: Callable[[], None]
     ) -> None:
-        """Asks those of the `listed` servers whose ranks no source says, until cancelled."""
+        """Asks the `listed` servers whose ranks no source states, until cancelled."""
         gate = asyncio.Semaphore(AT_ONCE)
         while True:
             asked = sorted({each.address for each in listed() if not each.num_ranks})
             counts = await asyncio.gather(*(_count(address, gate) for address in asked))
-            # One that does not answer now has the ranks that it had.
+            # A server that does not answer now keeps the ranks that it had.
             pairs = zip(asked, counts, strict=True)
             found = {at: count or self._found.get(at) for at, count in pairs}
             before = self._found
@@ -62,13 +62,13 @@ class RankCounts:
 
 
 async def _count(address: str, gate: asyncio.Semaphore) -> int:
-    """0: it does not answer. A server of another make has one."""
+    """Returns 0 if the server does not answer. A server of another make has one."""
     async with gate:
         http = HttpClient(f"http://{address}", connect_s=ASK_S)
         try:
             async with asyncio.timeout(ASK_S), http.stream("GET", "/metrics") as response:
                 body = await response.read(MAX_METRICS_BYTES)
-                if response.status >= 500:  # such as while it is scaled
+                if response.status >= 500:  # the server's state while it is being scaled
                     return 0
                 return max(len(engines_in(body.decode(errors="replace"))), 1)
         except (ConnectionFailedError, TooLargeError, TimeoutError):

@@ -44,8 +44,9 @@ Row = Mapping[str, Any]
 
 
 class RayApi:
-    """The HTTP API of a Ray cluster's dashboard, so that a front needs no Ray. It proves who it is
-    as Ray's own programs do. `url`: "" is that of `RAY_API_SERVER_ADDRESS`, or of this machine."""
+    """The HTTP API of a Ray cluster's dashboard, so that a front needs no Ray. The client
+    authenticates like Ray's own programs. `url`: the address of Ray's API; "" means that of
+    `RAY_API_SERVER_ADDRESS`, or of this machine."""
 
     def __init__(self, url: str = "", environment: Mapping[str, str] = os.environ) -> None:
         """Raises SourceError."""
@@ -57,7 +58,7 @@ class RayApi:
         self._environment = environment
 
     async def rows(self, kind: str, **wanted: str) -> list[Row]:
-        """The rows of a table, such as "actors", whose columns have these values. Raises
+        """Returns the rows of a table, such as "actors", whose columns have these values. Raises
         SourceError."""
         asked: list[tuple[str, str]] = [("limit", str(MOST_ROWS)), ("timeout", str(int(ANSWER_S)))]
         for column, value in wanted.items():
@@ -68,7 +69,7 @@ class RayApi:
             raise SourceError(f"Ray's dashboard at {self.url}, its {kind}: {error}") from None
 
     async def described(self, path: str) -> Row:
-        """The object at a path. Raises SourceError."""
+        """Returns the object at a path of the API. Raises SourceError."""
         try:
             return read_object(await self._get(path))
         except SourceError as error:
@@ -125,8 +126,8 @@ def read_object(data: bytes) -> Row:
 
 
 def read_rows(data: bytes) -> list[Row]:
-    """The rows of a table, as `ray list` gets them. Raises SourceError; also where some are left
-    out."""
+    """Returns the rows of a table, as `ray list` gets them. Raises SourceError; also where some are
+    left out."""
     found = read_object(data)
     try:
         if not found["result"]:
@@ -168,11 +169,11 @@ _OWN_PORT = re.compile(r"(?P<name>.+):(?P<port>\d{1,5})", re.ASCII)
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 
 Place = tuple[str, str, object]
-"""Name, host and port of a server."""
+"""The name, host and port of a server."""
 
 
 class RayServers:
-    """What a source on a Ray cluster lists. An actor that moves is another server."""
+    """The servers that a source on a Ray cluster lists. An actor that moves is another server."""
 
     def __init__(self, source: RayActorSource | RayServeSource) -> None:
         """Raises SourceError."""
@@ -214,8 +215,9 @@ async def actor_places(source: RayActorSource, api: RayApi) -> list[Place]:
 
 
 def read_replicas(details: Row, application: str) -> list[Place]:
-    """The replicas of an application, as Ray Serve describes itself. Raises SourceError."""
-    if not details.get("controller_info"):  # also while Ray's own state is being restored
+    """Returns the replicas of an application, from Ray Serve's own description. Raises
+    SourceError."""
+    if not details.get("controller_info"):  # also the case while Ray's state is being restored
         raise SourceError("Ray Serve does not run there")
     try:
         groups = [one for one in details["target_groups"] if one["app_name"] == application]

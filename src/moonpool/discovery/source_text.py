@@ -1,4 +1,4 @@
-"""The sources of endpoints by their texts, as commands take them."""
+"""Parses the sources of endpoints from the texts that commands take."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class DnsSource:
-    """A name whose records are the servers. `port` is None for SRV records, which have one each.
-    `events`, `replay`: ports of KV events and their replay; 0 means none. `ranks`: data-parallel
-    ranks of each server; 0 means that each is asked."""
+    """A name whose records are the servers. `port` is None for SRV records, each of which has a
+    port. `events`, `replay`: ports of KV events and their replay; 0 means that there are none.
+    `ranks`: number of data-parallel ranks of each server; 0 means that each server is asked."""
 
     name: str
     port: int | None
@@ -48,8 +48,9 @@ class DnsSource:
 
 @dataclass(frozen=True, slots=True)
 class PodSource:
-    """The ready pods of a Kubernetes cluster that have these labels. `namespace` "": that of this
-    pod. `api`: address of the API; "" means that of the cluster in which this is a pod."""
+    """The ready pods of a Kubernetes cluster that have these labels. An empty `namespace` means
+    that of this pod. `api`: address of the API; "" means the cluster in which this process runs as
+    a pod."""
 
     namespace: str
     selector: str
@@ -60,9 +61,9 @@ class PodSource:
 @dataclass(frozen=True, slots=True)
 class RayActorSource:
     """The actors of a Ray cluster that are alive and have such a name, in which * stands for any
-    text. `namespace` "": in all. `port`: the port of names that do not end with one (vllm-0:8001
-    does), or None if all names do. `api`: address of Ray's dashboard; "" finds it like Ray's own
-    programs find it. Others: as in `DnsSource`."""
+    text. An empty `namespace` means all namespaces. `port`: the port for names that do not end with
+    one (as vllm-0:8001 does), or None if all names do. `api`: address of Ray's dashboard; if it is
+    "", it is found as Ray's own programs find it. Others: as in `DnsSource`."""
 
     namespace: str
     name: str
@@ -90,7 +91,7 @@ class RayServeSource:
 def server_of(
     source: DnsSource | RayActorSource | RayServeSource, name: str, host: str, port: object
 ) -> Endpoint:
-    """One of a source's servers. Raises EndpointError as `endpoint_at`."""
+    """Returns one server of a source. Raises EndpointError as `endpoint_at`."""
     return replace(
         endpoint_at(name, host, port, source.role),
         events_port=source.events,
@@ -122,7 +123,7 @@ def parse_source(text: str) -> Source:
     try:
         split, asked = _split(text)
         source = _SOURCES[scheme](split, asked)
-        is_right = not asked  # each option was of use
+        is_right = not asked  # whether each option was used
     except EndpointError as error:
         raise SourceError(f"{text!r} is no source: {error}") from None
     except (ValueError, KeyError):
@@ -159,8 +160,8 @@ def _split(text: str) -> tuple[SplitResult, dict[str, str]]:
 
 
 def _dns_source(split: SplitResult, asked: dict[str, str]) -> DnsSource:
-    """Takes the options that it knows out of `asked`, as the others below do. Raises ValueError and
-    KeyError."""
+    """Takes the options that it knows out of `asked`, as the functions below also do. Raises
+    ValueError and KeyError."""
     name, port = split.hostname or "", split.port
     if not _DNS_NAME.fullmatch(name) or (port is None) is not (split.scheme == "srv") or split.path:
         raise ValueError("no name")
@@ -176,7 +177,7 @@ def _pod_source(split: SplitResult, asked: dict[str, str]) -> PodSource:
 
 def _actor_source(split: SplitResult, asked: dict[str, str]) -> RayActorSource:
     name, namespace = unquote(split.path.removeprefix("/")), unquote(split.netloc)
-    if not name or ":" in split.netloc:  # the address of a client of Ray has this form
+    if not name or ":" in split.netloc:  # the address of a Ray client has this form
         raise ValueError("no actor")
     port = _port(asked.pop("port")) if "port" in asked else None
     return RayActorSource(namespace, name, port, **_of_each_server(asked), api=_api(asked))
@@ -211,7 +212,7 @@ def _of_each_server(asked: dict[str, str]) -> dict[str, Any]:
 
 
 def _api(asked: dict[str, str]) -> str:
-    """The address of an API; "" if none is named. Raises ValueError."""
+    """Returns the address of an API, or "" if none is named. Raises ValueError."""
     url = asked.pop("api", "")
     if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
         raise ValueError("no address")

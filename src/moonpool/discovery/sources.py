@@ -1,4 +1,4 @@
-"""Where endpoints come from: what every source is, and several of them as one."""
+"""Sources of endpoints: the interface of every source, and several sources joined as one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AGAIN_S = 1.0
 class EndpointSource(Protocol):
     async def follow(self, update: Callable[[Listing], None]) -> None:
         """Calls `update` with all that there is, at first and after each change, until cancelled.
-        Where the source fails for a time, what it said last holds. Raises SourceError if it
+        If the source fails for a time, what it listed last remains valid. Raises SourceError if it
         cannot begin."""
         ...
 
@@ -55,7 +55,8 @@ def open_source(source: Source) -> CheckedSource:
 
 
 class Sources:
-    """Several sources as one. Of two endpoints with one name, that of the earlier source counts."""
+    """Follows several sources as one. Of two endpoints with the same name, the one of the earlier
+    source counts."""
 
     def __init__(self, sources: Sequence[EndpointSource], names: Sequence[str]) -> None:
         """`names`: what was written for each."""
@@ -63,8 +64,8 @@ class Sources:
         self._heard: dict[int, Listing] = {}
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """Like `EndpointSource.follow`. A source that cannot begin is tried again, while the others
-        count."""
+        """Like `EndpointSource.follow`. A source that cannot begin is tried again, while the other
+        sources count."""
 
         notices = [Notice(log) for _ in self._sources]
 

@@ -22,9 +22,9 @@ from moonpool.discovery.sources import Sources, open_source
 log = logging.getLogger("moonpool.discovery")
 
 LOOK_S = 1.0
-"""How often those that were held off are looked at again."""
+"""How often servers that were held off are looked at again."""
 MAX_SERVERS = 64
-"""Each has a process of some 60 MB on this machine."""
+"""Each server takes a process of some 60 MB on this machine."""
 
 
 class Discovery:
@@ -60,7 +60,8 @@ class Discovery:
 
     def _step(self) -> None:
         listed = [rank for each in self._listing.endpoints for rank in self._ranks_of(each)]
-        if not self._listing.is_whole:  # those of an earlier supervisor would seem to be gone
+        # otherwise the servers of an earlier supervisor would seem to be gone
+        if not self._listing.is_whole:
             known = {each.name for each in listed}
             listed += [each for each in self.membership.joined if each.name not in known]
         for action in self.membership.see(listed, time.monotonic()):
@@ -80,7 +81,8 @@ class Discovery:
         found = self._rank_counts.ranks_of(server)
         if found is not None:
             return found
-        joined = self.membership.joined  # those of an earlier supervisor, until it has told
+        # the servers of an earlier supervisor, until the source has listed
+        joined = self.membership.joined
         return [each for each in joined if each.name.rpartition(".")[0] == server.name]
 
 

@@ -1,4 +1,4 @@
-"""What the headers of a call say to the picker. Names of llm-d come first, older ones after."""
+"""Reads what the headers of a call tell the picker. Names of llm-d come first, older ones after."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 PREFILL = "x-prefiller-host-port"
 RANK = "x-data-parallel-rank"
 OWN = (DESTINATION, PREFILL, RANK, "x-encoder-hosts-ports", "x-data-parallel-host-port")
-"""Headers that steer a call: if a client sends them, they never reach a server."""
+"""Headers that steer a call; if a client sends them, they never reach a server."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Which of the addresses in DESTINATION the gateway has used, where it had several."""
 DROPPED = "x-llm-d-request-dropped-reason"
@@ -40,7 +40,8 @@ _REASONS = {
 
 class CallTerms(Struct, frozen=True):
     """The service levels of a call, its time limit, and its priority: lower ones go first. `payer`:
-    the tenant whose share of the endpoints it takes; "" means that of all who name none."""
+    the tenant whose share of the endpoints the call takes; "" means the common tenant of all calls
+    without a name."""
 
     slo: Slo
     timeout_s: float
@@ -51,8 +52,8 @@ class CallTerms(Struct, frozen=True):
 def read_terms(
     headers: Mapping[str, str], levels: SloConfig, timeout_s: float, objectives: Mapping[str, int]
 ) -> CallTerms:
-    """`levels` and `timeout_s` hold unless the headers say otherwise. `objectives`: priorities by
-    name, of which higher ones go first. Raises ApiError."""
+    """`levels` and `timeout_s` apply unless the headers state others. `objectives`: priorities by
+    name; calls with a higher one go first. Raises ApiError."""
     objective, payer = (_first(headers, names)[1] or "" for names in (OBJECTIVE, FAIRNESS))
     usual = levels.slo_of(_class_name(headers, levels, objective), payer)
     slo = usual.with_own(_seconds(headers, TTFT), _seconds(headers, TPOT))

@@ -1,7 +1,8 @@
 """The instance of one endpoint, in the picker's own process.
 
-It is the instance of a vLLM server as any other: it asks the server what it serves, measures it,
-watches its health and follows its cache. Only its requests take another path: see `routed_call`.
+The worker is the instance of a vLLM server like any other: it asks the server what it serves,
+measures it, watches its health and follows its cache. Only its requests take another path (see
+`routed_call`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SOON_S = 0.1
 
 
 class PickerShared:
-    """What the instances of one picker share."""
+    """State that the instances of one picker share."""
 
     def __init__(self, owner: LinkOwner, api_key: str, now: Callable[[], float]) -> None:
         self.owner = owner
@@ -63,7 +64,7 @@ class PickerShared:
 
 
 class EndpointWorker(VllmWorker):
-    """`run` serves until the instance is drained. Its task may be cancelled."""
+    """`run` serves until the instance is drained. The task that runs it may be cancelled."""
 
     def __init__(self, endpoint: Endpoint, shared: PickerShared) -> None:
         """Raises WorkerError."""
@@ -99,7 +100,7 @@ class EndpointWorker(VllmWorker):
             await super()._profile(engine, instance)
 
     async def _pause(self) -> None:
-        if self._look_now.is_set():  # a second look
+        if self._look_now.is_set():  # a second check was requested
             await asyncio.sleep(SOON_S)
             self._look_now.clear()
             return
@@ -116,4 +117,4 @@ class EndpointWorker(VllmWorker):
         self._shared.desk.on_submit(self, submit)
 
     def _cancel(self, attempt_id: AttemptId) -> None:
-        """The call's own connections end by themselves."""
+        """Does nothing, because the call's own connections end without it."""

@@ -1,7 +1,7 @@
 """One HTTP request and its response, as Envoy shows them over a stream of external processing.
 
 The whole body is awaited, the call is placed, and then headers and body are sent on together. The
-response goes on as it comes, and is watched on its way.
+response is passed on as it comes, and is watched on its way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BODIES = 16
 
 class BodyRoom:
     """The bodies that are held until their calls are placed, within a bound for all together.
-    `share` gives a body its part. `max_body_bytes`: the limit of one body."""
+    `share` gives each body its part of the room. `max_body_bytes`: the size limit of one body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
@@ -43,7 +43,7 @@ class BodyRoom:
 
 
 class HeldParts:
-    """The parts of one body. `close` gives back what they take."""
+    """The parts of one body. `close` gives back the room that the parts take."""
 
     def __init__(self, room: BodyRoom) -> None:
         self._room = room
@@ -76,8 +76,8 @@ EVENTS = "text/event-stream"
 
 
 class Exchange:
-    """`answers` reads the messages to their end. `fails_open`: whether the gateway may choose by
-    itself if no endpoint here can be chosen."""
+    """`answers` reads all messages of a stream. `fails_open`: whether the gateway may choose an
+    endpoint itself if none can be chosen here."""
 
     def __init__(self, picker: Picker, room: BodyRoom, fails_open: bool) -> None:
         self._picker = picker
@@ -151,7 +151,7 @@ class Exchange:
             self._response_mode = message.protocol_config.response_body_mode
         if not headers.end_of_stream:
             if self._request_mode == wire.DUPLEX:
-                return []  # until the body is here
+                return []  # sends nothing until the body is here
             if self._request_mode == wire.BUFFERED:
                 return [wire.GO_ON_REQUEST]
         self._is_routed = True
@@ -248,7 +248,8 @@ class Exchange:
         if watch is None or self._picked is None:
             return
         number = watch.end()
-        if not watch.is_done:  # cut in the middle: closed as one whose client has left
+        # the stream was cut in the middle, so the call is closed like one whose client has left
+        if not watch.is_done:
             self._picked.fail("the response ended in the middle", 502)
             return
         self._picked.note(number, FinishReason.STOP)
@@ -261,11 +262,11 @@ TAIL_BYTES = 16 << 10
 """vLLM writes the usage last."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
 _DONE = (DONE, b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
-_EMPTY = b'"content":""'  # the role comes before the first token
+_EMPTY = b'"content":""'  # the role comes before the first token, with this content
 
 
 class ResponseWatch:
-    """Watches one successful response. `is_stream`: whether it is a stream of server-sent
+    """Watches one successful response. `is_stream`: whether the response is a stream of server-sent
     events."""
 
     def __init__(self, is_stream: bool) -> None:
@@ -276,7 +277,7 @@ class ResponseWatch:
         self.is_done = False
 
     def feed(self, data: bytes) -> int:
-        """Takes the next bytes; returns how many tokens came with them."""
+        """Takes the next bytes, and returns how many tokens came with them."""
         if not self._is_stream:
             self._rest = (self._rest + data)[-TAIL_BYTES:]
             return 0

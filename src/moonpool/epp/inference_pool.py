@@ -95,14 +95,15 @@ class InferencePool:
                 changed.cancel()
 
     def _read_pool(self, pool: Object | None) -> None:
-        """If a pool is gone, its endpoints stay as they were: it may be written again."""
+        """If a pool is gone, its endpoints stay unchanged, because the pool may be written
+        again."""
         if pool is None:
             where = f"in namespace {self._namespace}"
             self._pool_notice.say(f"there is no InferencePool {self._name} {where}")
             return
         spec = pool.get("spec") or {}
         labels = (spec.get("selector") or {}).get("matchLabels") or {}
-        if not labels:  # would select all pods of the namespace
+        if not labels:  # no labels would select all pods of the namespace
             self._pool_notice.say(f"the InferencePool {self._name} selects no pods")
             return
         self._pool_notice.say("")

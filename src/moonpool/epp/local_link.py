@@ -26,7 +26,7 @@ AGAIN_S = 1.0
 
 
 class _LocalChannel(Channel[UpFrame, DownFrame]):
-    """The head's end."""
+    """The head's end of the local connection."""
 
     def __init__(
         self, link: WorkerLink, take: Callable[[DownFrame], None], end: Callable[[str], None]
@@ -97,7 +97,8 @@ class LocalLink(HeadLink):
             head_end.on_closed(reason)
 
     def _on_down(self, frame: DownFrame) -> None:
-        if self.channel is not None and not isinstance(frame, Leadership):  # there is one head
+        # there is only one head, so Leadership is not needed
+        if self.channel is not None and not isinstance(frame, Leadership):
             self.on_frame(frame)
 
     def _flush(self) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints that a picker uses: those that come are served, those that leave are drained."""
+"""The endpoints that a picker uses: new endpoints are served, and leaving endpoints are drained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AGAIN_S = 30.0
 """
 GRACE_S = 2.0
 LATER_S = 0.05
-"""So that one that was held off is free when it is looked at."""
+"""Chosen so that an endpoint that was held off is free when it is looked at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class _Member:
 
 class Members:
     """The endpoints by name. `drain_s`: how long the calls of a leaving endpoint may take. `make`:
-    makes the instance of an endpoint."""
+    creates the instance of an endpoint."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Members:
                         for_s + LATER_S, self._step
                     )
                 case TooManyServers():
-                    pass  # there is no limit
+                    pass  # there is no limit of servers
 
     async def stop(self) -> None:
         for handle in self._held.values():
@@ -117,7 +117,8 @@ class Members:
         last = ""
         while not member.leaves:
             try:
-                async with self._making:  # one in a turn of the loop: calls are placed meanwhile
+                # one in each turn of the loop, so that calls are placed meanwhile
+                async with self._making:
                     member.worker = self._make(member.endpoint, self._shared)
                     await asyncio.sleep(0)
                 await member.worker.run("", 0)

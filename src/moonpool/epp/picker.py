@@ -45,7 +45,8 @@ SETTLE_S = 5.0
 
 
 class BookedAnswer:
-    """One answer, which is a request to the Conductor. It is booked as soon as it is made."""
+    """One answer of a call, which is a request to the Conductor. The answer is booked as soon as it
+    is made."""
 
     def __init__(
         self, picker: Picker, model: ServedModel, request: Request, call: ForwardedCall
@@ -91,8 +92,8 @@ class BookedAnswer:
 
 
 class Picked:
-    """`close` it when the gateway is done with it. What is seen of the response is of all answers
-    together, and counts for each of them in turn."""
+    """Call `close` when the gateway is done with it. What is seen of the response belongs to all
+    answers together, and counts for each of them in turn."""
 
     def __init__(self, picker: Picker, route: Route, answers: Sequence[BookedAnswer]) -> None:
         self._picker, self._answers = picker, tuple(answers)
@@ -123,14 +124,14 @@ class Picked:
             answer.call.fail(message, status)
 
     def note_served(self, address: str) -> None:
-        """Notes which endpoint responds, as the gateway says. Another one than the first has no
-        booking, and the first has failed."""
+        """Notes which endpoint responds, as the gateway says. Only the first server of a call has a
+        booking; if another one serves it, the first has failed."""
         if address != self._route.endpoint.address:
             self.fail(f"the gateway went on to {address}", 502)
             self.close()
 
     def finish(self) -> None:
-        """Notes that the response was whole: closes it when the Conductor has heard of its last
+        """Notes that the response was complete: closes it when the Conductor has received its last
         token."""
         if not self._is_closed:
             self._is_closed = True
@@ -161,7 +162,7 @@ class NoEndpointError(RequestRefused):
 
 
 class Picker:
-    """`start`, then `update` with what a source lists, and `pick`. `stop` ends it."""
+    """Call `start`, then `update` with what a source lists, and `pick`. `stop` ends the picker."""
 
     def __init__(
         self,
@@ -171,9 +172,9 @@ class Picker:
         num_fallbacks: int = 0,
         loaded: ApiModel | None = None,
     ) -> None:
-        """`num_fallbacks`: further endpoints that the gateway is told with each. `loaded`: the
-        model that the configuration names, which alone is then served, or None if its servers bring
-        theirs."""
+        """`num_fallbacks`: number of further endpoints that the gateway is told with each choice.
+        `loaded`: the only model to serve, which the configuration names, or None if the servers
+        bring theirs."""
         self._num_fallbacks = num_fallbacks
         self.head = ClusterHead(config, loaded, b"")
         self.models = ModelApis(self.head, options)
@@ -242,7 +243,7 @@ class Picker:
         subset: Sequence[str] | None = None,
     ) -> tuple[Route, Picked | None]:
         """Decides where a call goes. `subset`: the addresses that the gateway allows, or None if it
-        allows all. A call that computes nothing is not booked (None).
+        allows all addresses. A call that computes nothing is not booked (None).
 
         Raises ApiError and RequestRefused.
         """
@@ -296,10 +297,10 @@ class Picker:
     def _fallbacks(
         self, model: ServedModel, route: Route, within: Sequence[InstanceId] | None
     ) -> tuple[Endpoint, ...]:
-        """Returns the endpoints where the gateway may go if the chosen one does not respond: those
-        with the least work."""
+        """Returns the endpoints to which the gateway may go if the chosen one does not respond:
+        those with the least work."""
         if not self._num_fallbacks or route.endpoint.rank is not None:
-            return ()  # the number of a rank would go along
+            return ()  # the number of a rank would be sent along
         fitting = [
             (len(state.prefills) + len(state.decodes), name)
             for name, state in model.conductor.instances.items()
@@ -351,14 +352,14 @@ class Picker:
             tenant=paying(terms.payer),
             adapter=model.card.adapter_of(body.model),
             priority=terms.priority,
-            # What is learned from an answer is of use if its prompt and its first token are known.
+            # An answer teaches something only if its prompt and its first token are known.
             forwarded=not (call.is_exact and call.tells_first_token),
         )
 
     # Endpoints
 
     def _within(self, subset: Sequence[str] | None) -> tuple[InstanceId, ...] | None:
-        """The instances that may serve a call; None means all. Raises RequestRefused."""
+        """Returns the instances that may serve a call; None means all. Raises RequestRefused."""
         suspects = self.shared.suspects
         if subset is None and not suspects:
             return None
@@ -380,7 +381,7 @@ class Picker:
         return self._next(self._within(subset))
 
     def _next(self, within: Sequence[InstanceId] | None) -> Route:
-        """An endpoint that is up, one after the other."""
+        """Returns an endpoint that is up, one after another."""
         up = [
             name
             for model in self.head.served
@@ -395,8 +396,8 @@ class Picker:
 
 
 def _read(chosen: asyncio.Future[Route]) -> None:
-    """Where a further answer goes is known, and its refusal does not concern a call that goes
-    on."""
+    """The destination of a further answer is known, and its refusal does not concern a call that
+    continues."""
     if not chosen.cancelled():
         chosen.exception()
 

@@ -1,11 +1,11 @@
-"""A call that goes through the gateway: where it goes, and what is seen of its response.
+"""A call that goes through the gateway: its destination, and what is seen of its response.
 
-The Conductor's commands reach the instances of this process as for any vLLM server. The difference:
-to submit a request to its server means here to tell the gateway where it goes, and its outputs are
-what is seen of the response on its way back.
+The Conductor's commands reach the instances of this process as for any vLLM server. The difference
+is that submitting a request to its server means to tell the gateway where it goes, and its outputs
+are what is seen of the response on its way back.
 
-Where prefill and decode are separate, the decode server's sidecar asks the prefill server itself.
-So the prefill has ended when the response begins.
+If prefill and decode are separate, the decode server's sidecar itself asks the prefill server. So
+the prefill has ended by the time the response begins.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HANDLE = b"through the gateway"
 
 
 class Route(Struct, frozen=True):
-    """Where a call goes. `prefill`: the endpoint that computes the prompt, or None if `endpoint`
-    computes it. `fallbacks`: where it may go if the endpoint does not respond."""
+    """The destination of a call. `prefill`: the endpoint that computes the prompt, or None if
+    `endpoint` computes it. `fallbacks`: the endpoints to use if the endpoint does not respond."""
 
     endpoint: Endpoint
     prefill: Endpoint | None = None
@@ -36,7 +36,7 @@ class Route(Struct, frozen=True):
 
     @property
     def destinations(self) -> str:
-        """The addresses, the first choice first, as the gateway takes them."""
+        """Returns the addresses, the first choice first, in the gateway's notation."""
         return ",".join(each.address for each in (self.endpoint, *self.fallbacks))
 
 
@@ -52,12 +52,12 @@ class ServingEndpoint(Protocol):
     def post_output(self, output: EngineOutput | SubmitFailed) -> None: ...
 
     def look(self) -> None:
-        """Looks at the server's health at once."""
+        """Checks the server's health at once."""
         ...
 
 
 class _Leg:
-    """An attempt at one endpoint."""
+    """An attempt of a request at one endpoint."""
 
     def __init__(self, server: ServingEndpoint, attempt_id: AttemptId) -> None:
         self.server = server
@@ -72,20 +72,20 @@ class _Leg:
 
 
 class RoutedCall:
-    """`chosen` is the route, or a RequestRefused."""
+    """`chosen` becomes the route, or a RequestRefused."""
 
     def __init__(self, partner: Callable[[], Endpoint], abandon: Callable[[str], None]) -> None:
         """`partner`: the endpoint that decodes a request whose prompt is computed elsewhere.
-        `abandon` ends the request, whose response cannot be followed any more."""
+        `abandon` ends the request if its response cannot be followed any more."""
         self.chosen: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
         self._partner, self._abandon = partner, abandon
-        self._prefill: _Leg | None = None  # until the response begins
+        self._prefill: _Leg | None = None  # set until the response begins
         self._decode: _Leg | None = None
-        self._num_unposted = 0  # tokens that came before the decode leg
+        self._num_unposted = 0  # number of tokens that came before the decode leg
         self._finish: FinishReason | None = None
         self._over = False
 
-    # From the Conductor
+    # Methods called by the Conductor
 
     def on_refused(self, refuse: Refuse) -> None:
         self._over = True
@@ -94,11 +94,11 @@ class RoutedCall:
 
     def on_submit(self, server: ServingEndpoint, submit: SubmitRequest) -> None:
         leg = _Leg(server, submit.attempt.attempt_id)
-        if submit.handle:  # the decode of a pair, to which the response belongs already
+        if submit.handle:  # the pair's decode server, whose response the client already gets
             self._decode = leg
             self._post()
             return
-        if self.chosen.done():  # it was to go elsewhere: its endpoint is gone
+        if self.chosen.done():  # the call should go elsewhere, because its endpoint is gone
             self._abandon("instance_lost")
             return
         if submit.hands_over:
@@ -108,10 +108,10 @@ class RoutedCall:
             self._decode = leg
             self.chosen.set_result(Route(server.endpoint))
 
-    # From the gateway
+    # Methods called by the gateway
 
     def begin(self) -> None:
-        """Notes that the response has begun, so what was to be prefilled elsewhere is done."""
+        """Notes that the response has begun, so that a separate prefill has ended."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None and not self._over:
             prefill.post(1, FinishReason.LENGTH, HANDLE)
@@ -124,8 +124,8 @@ class RoutedCall:
         self._post()
 
     def fail(self, message: str, status: int) -> None:
-        """Notes that the endpoint refused the call, or failed. Neither is tried again: the gateway
-        has answered."""
+        """Notes that the endpoint refused the call, or failed. Neither leg is tried again, because
+        the gateway has answered."""
         leg = self._prefill or self._decode
         if leg is None or self._over:
             return
@@ -145,7 +145,7 @@ class RoutedCall:
 
 
 class CallDesk:
-    """All calls under way, by request."""
+    """All calls under way, keyed by request."""
 
     def __init__(self) -> None:
         self._calls: dict[RequestId, RoutedCall] = {}

@@ -29,7 +29,7 @@ LOOK_S = 0.25
 MAX_CALLS = 16_384
 """Streams at a time."""
 MAX_MESSAGE_BYTES = 4 << 20
-"""Envoy sends pieces of at most 64 KiB, and whole bodies only if it is told to hold them."""
+"""Envoy sends pieces of at most 64 KiB, and whole bodies only if it is configured to hold them."""
 OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
@@ -72,7 +72,7 @@ class _Processor(ExternalProcessorServicer):  # type: ignore[misc]
 
 
 class GrpcServer:
-    """`start`, then `run` until cancelled. `port` is the one that it listens on."""
+    """Call `start`, then `run` until cancelled. `port` is the port on which it listens."""
 
     def __init__(self, picker: Picker, place: GrpcPort, fails_open: bool) -> None:
         self._picker = picker

@@ -22,7 +22,7 @@ from moonpool.head.models.model_loading import ApiModel, load_offered, named_off
 from moonpool.head.serving import resolved
 
 log = logging.getLogger("moonpool")
-logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # it would log its own start
+logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # uvicorn would log its own start
 
 LAST_S = 1.0
 
@@ -88,8 +88,8 @@ async def serve_picker(
 
 
 async def _named_model(config: Config) -> ApiModel | None:
-    """Reads the model that the configuration names. Where its tokens are unknown here, they are
-    estimated. Raises ClusterError."""
+    """Reads the model that the configuration names. If the tokens of the model are unknown here,
+    they are estimated. Raises ClusterError."""
     name = config.model.name
     if not name:
         return None

@@ -50,7 +50,8 @@ GO_ON_RESPONSE_BODY = ProcessingResponse(response_body=BodyResponse())
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """Returns the headers by name, in lower case. Of equal names the last one counts."""
+    """Returns the headers by name, in lower case. Of headers with equal names the last one
+    counts."""
     return {
         each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value
         for each in headers.headers
@@ -72,7 +73,7 @@ def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def read_served(message: ProcessingRequest) -> str:
-    """The address that responds, of several; "" means that the gateway does not say."""
+    """Returns the responding address, if there are several, or "" if the gateway does not say."""
     spaces = message.metadata_context.filter_metadata
     return spaces[LB_SPACE].fields[SERVED].string_value if LB_SPACE in spaces else ""
 
@@ -132,7 +133,7 @@ def _name_destination(answer: ProcessingResponse, route: Route | None) -> None:
 
 
 def body_sent_on(parts: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
-    """The whole body of the request. `ends`: no trailers follow."""
+    """Forwards the whole body of the request. `ends`: whether no trailers follow."""
     whole = b"".join(parts)
     starts = range(0, len(whole), CHUNK_BYTES) if whole else (0,)
     for start in starts:

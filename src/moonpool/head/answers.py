@@ -32,7 +32,7 @@ STOPPING_RETRY_S = 5.0
 
 
 def stopping() -> RequestRefused:
-    """The refusal of a head that is stopping, which has counted it."""
+    """The refusal of a head that is stopping; that head has counted the refusal."""
     text = "The server is stopping. Send the request again, to another server if there is one."
     refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
     refused.is_counted = True
@@ -91,7 +91,7 @@ class ResponseStream:
         if self._refused is not None and not self._tokens:
             raise self.refusal()
         if self._refused is not None:
-            self._wakeup.set()  # the tokens before it go first
+            self._wakeup.set()  # wakes the reader, so that earlier tokens are sent first
         assert self._last is not None
         tokens = tuple(self._tokens)
         self._tokens.clear()
@@ -103,18 +103,19 @@ class ResponseStream:
         )
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Where the tokens of an attempt go directly, or None if they go to the head."""
+        """Returns where the tokens of an attempt go directly, or None if they go to the head."""
         return None
 
     def refusal(self) -> RequestRefused:
-        """The refusal of a refused answer."""
+        """Returns the refusal of a refused answer."""
         assert self._refused is not None
-        return RequestRefused.of(self._refused.refusal, is_counted=True)  # by the request's record
+        # the request's record has counted the refusal
+        return RequestRefused.of(self._refused.refusal, is_counted=True)
 
 
 class WorkWatch:
-    """Marks the call whose request a Conductor plans, as its watch. Without a mark it does
-    nothing."""
+    """Marks the call whose request a Conductor plans; a Conductor calls it as its watch. Without a
+    mark, the watch does nothing."""
 
     def __init__(self, answers: Mapping[RequestId, ResponseStream]) -> None:
         self.mark: WorkMark | None = None
@@ -123,11 +124,11 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """The number of the call that is being processed."""
+        """Returns the number of the call that is being processed."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
-        """Returns None if the earlier work goes on."""
+        """Returns None if the earlier call goes on."""
         if self.mark is None:
             return
         if request_id is None:
@@ -140,13 +141,13 @@ class WorkWatch:
 
 
 class Answers:
-    """The answers under way. `ended` is called once when the outcome of a request is final. `work`
-    marks the call that the event loop is processing."""
+    """All answers under way of a head. `ended` is called once when the outcome of a request is
+    final. `work` marks the call that the event loop is processing."""
 
     def __init__(self, ended: EndedRequests) -> None:
         self.ended = ended
         self._streams: dict[RequestId, ResponseStream] = {}
-        self._calls: dict[RequestId, ForwardedCall] = {}  # of forwarded requests
+        self._calls: dict[RequestId, ForwardedCall] = {}  # the calls of forwarded requests
         self.work = WorkWatch(self._streams)
 
     def __len__(self) -> int:
@@ -164,8 +165,8 @@ class Answers:
         call: ForwardedCall | None,
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
-        """Notes that a client waits from now on. `call`: of a forwarded request. `answer`: of a
-        front."""
+        """Notes that a client waits for this answer from now on. `call`: the call of a forwarded
+        request. `answer`: the answer of a front."""
         assert request_id not in self._streams
         answer = answer or ResponseStream(self.work.number)
         self._streams[request_id] = answer
@@ -174,7 +175,8 @@ class Answers:
         return answer
 
     def close(self, request_id: RequestId) -> bool:
-        """Notes that nobody waits any more. Returns whether the request had ended."""
+        """Notes that no client waits for the answer any more. Returns whether the request had
+        ended."""
         answer = self._streams.pop(request_id)
         self._calls.pop(request_id, None)
         if answer.ended is None:
@@ -183,8 +185,9 @@ class Answers:
         return True
 
     def judge(self, request_id: RequestId, reason: str, num_tokens: int | None = None) -> bool:
-        """The answer's reader ends it: after `num_tokens` tokens, or not as a whole answer. Returns
-        whether the request had ended: then this result counts, and the Conductor need not know."""
+        """Ends an answer for its reader: after `num_tokens` tokens, or as an incomplete answer.
+        Returns whether the request had ended: then this result counts, and the Conductor need not
+        know."""
         answer = self._streams.get(request_id)
         if answer is None or answer.ended is None:
             return False
@@ -195,8 +198,8 @@ class Answers:
         return True
 
     def completed(self, command: Command) -> Command:
-        """The command as it is sent: the Conductor knows neither the bodies of forwarded requests
-        nor where their tokens go."""
+        """Returns the command as it is sent: the Conductor knows neither the bodies of forwarded
+        requests nor where their tokens go."""
         if not isinstance(command, StartPrefill | ReserveDecode):
             return command
         request_id = request_of(command.attempt.attempt_id)
@@ -219,14 +222,16 @@ class Answers:
             answer.refuse(action)
 
     def on_ended(self, ended: RequestEnded, own: RequestObserver) -> None:
-        """Notes that the Conductor has ended a request. `own`: the observer of its model."""
+        """Notes that the Conductor has ended a request. `own`: the observer of the request's
+        model."""
         record = ended.record
         self.ended.keep(ended, own)
         answer = self._streams.get(record.request_id)
         if answer is None:
             self.ended.settle(record)
             return
-        answer.ended = ended  # settled when its reader has judged the last output
-        answer.timings_s = record.stages_s()  # read only after this turn of the loop
+        answer.ended = ended  # the outcome is settled when the reader has judged the last output
+        # timings are read only after this turn of the event loop
+        answer.timings_s = record.stages_s()
         if record.outcome == FinishReason.ABORT and not answer.refused:
             answer.refuse(Refuse(record.request_id, Refusal(503, "aborted", "aborted")))

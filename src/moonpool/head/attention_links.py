@@ -1,6 +1,6 @@
 """The connections of attention workers, and the instances that wait for theirs before they start.
 
-`AttentionAssignments` decides who serves whom; this tells the instances.
+`AttentionAssignments` decides which worker serves which instance; this class tells the instances.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AttentionAssignments:
 
     def __init__(self, per_instance: int) -> None:
         self.per_instance = per_instance
-        self._places: dict[InstanceId, list[str]] = {}  # names of workers
+        self._places: dict[InstanceId, list[str]] = {}  # names of the workers by instance and place
         self._present: dict[str, PeerAddress] = {}
 
     def join(self, address: PeerAddress) -> tuple[InstanceId, int] | None:
@@ -39,8 +39,8 @@ class AttentionAssignments:
         return place
 
     def lose(self, name: str) -> tuple[InstanceId, int, PeerAddress] | None:
-        """Removes an attention worker. Returns instance, place and address of the spare
-        worker that replaces it, or None if none does."""
+        """Removes an attention worker. Returns the instance, place and address of the spare worker
+        that replaces it, or None if no spare is left."""
         self._present.pop(name, None)
         place = self._place_of(name)
         spare = next(iter(self._spare()), None)
@@ -75,7 +75,8 @@ class AttentionAssignments:
         return tuple(self._present[name] for name in places)
 
     def owners(self) -> dict[str, InstanceId | None]:
-        """The owner of every attention worker that is present; None if it is spare."""
+        """Returns the owner of every attention worker that is present, or None if the worker is
+        spare."""
         places = {name: self._place_of(name) for name in self._present}
         return {name: None if place is None else place[0] for name, place in places.items()}
 
@@ -149,7 +150,8 @@ class AttentionLinks:
         self._start_with_group()
 
     def drop(self, link: WorkerLink) -> bool:
-        """Notes that a connection has ended. Returns whether it was that of an attention worker."""
+        """Notes that a connection has ended. Returns whether the connection was that of an
+        attention worker."""
         self._awaiting_group.discard(link)
         if self._links.get(link.instance_id) is not link:
             return False

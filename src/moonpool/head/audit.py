@@ -1,6 +1,6 @@
 """Checks that the sums of `/cluster` balance: every block of every tier has an owner or is free.
 
-It reads the JSON of `/cluster` only. The figures of an instance are from one moment, so a sum that
+Reads only the JSON of `/cluster`. The figures of an instance are from one moment, so a sum that
 does not balance is a fault, not a race.
 """
 
@@ -19,7 +19,7 @@ def audit_cluster(cluster: dict[str, Any]) -> list[str]:
     for instance in cluster["instances"]:
         name = instance["instance_id"]
         if "held" not in instance["pool"]:
-            continue  # it has joined but not yet reported its load
+            continue  # the instance has joined but not yet reported its load
         problems += _audit_tier(f"{name} DRAM", instance["pool"])
         if instance.get("ssd"):
             problems += _audit_tier(f"{name} {tier_name(instance)}", instance["ssd"])

@@ -26,7 +26,8 @@ _READ_BYTES = 1 << 20
 
 
 class Checkpoints:
-    """Begins segments of an event log with a state. `own`: as in `checkpoint`."""
+    """Begins segments of an event log with a state. `own`: classes of policies from outside the
+    package, as in `checkpoint`."""
 
     def __init__(self, events: EventLog, state: object, own: Iterable[Any]) -> None:
         self._events = events
@@ -66,13 +67,15 @@ def checkpoint(
 
 
 def _write_and_exit(state: object, writer: int, own: Iterable[Any]) -> None:
-    """Runs in the child: it never returns to the loop that it has a copy of."""
+    """Writes the state in the child process, and ends it without a return to the copied event
+    loop."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        os.closerange(3, writer)  # a client whose head dies now must not wait for this child
+        # a client whose head dies now must not wait until this child closes the connection
+        os.closerange(3, writer)
         os.closerange(writer + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
         os.nice(10)
@@ -95,7 +98,7 @@ async def _collect(child: int, reader: int, on_done: Callable[[bytes], None]) ->
 
 
 def _read_all(child: int, reader: int) -> tuple[bytes, int]:
-    """Returns the bytes, and the child's exit status."""
+    """Returns the bytes that the child wrote, and its exit status."""
     data = bytearray()
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while len(data) <= MAX_CHECKPOINT_BYTES and (read := pipe.read(_READ_BYTES)):

@@ -35,8 +35,8 @@ START_S = 300.0
 
 
 async def serve_cluster(link: SupervisorLink, forked: ForkedReader | None = None) -> None:
-    """Serves as the head of one cluster until the supervisor ends it. `forked`: a process to read
-    bodies. Raises ClusterError."""
+    """Serves as the head of one cluster until the supervisor ends it. `forked`: a forked process
+    that reads bodies. Raises ClusterError."""
     start = await start_serving(link)
     config, begin = start.config, start.inherited.begin
     loaded = await _load(config, begin.is_first, forked)
@@ -73,14 +73,14 @@ def _calls_of(link: SupervisorLink, head: ClusterHead, start: Start) -> Calls:
 async def _begin(
     link: SupervisorLink, head: ClusterHead, config: Config, inherited: Inheritance
 ) -> None:
-    """Waits for the workers of the first head, and says where the cluster is. A further head serves
+    """Waits for the workers of the first head, and logs where the cluster is. A later head serves
     at once: its requests wait for the workers."""
     begin = inherited.begin
     shares = core_shares(config) if begin.launch else []
     link.prepared(shares, threads_per_process(config))
     if begin.launch:
         pin_thread(shares[0].others if shares else ())
-    settle_memory()  # while the first worker starts, which takes longer
+    settle_memory()  # done while the first worker starts, which takes longer
     if begin.is_first and begin.launch:
         await _wait_for_workers(head, config.cluster.num_instances, link.stop)
     if begin.is_first and not begin.launch:

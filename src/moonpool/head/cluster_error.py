@@ -1,4 +1,4 @@
-"""The error that ends a cluster."""
+"""The error that ends a whole cluster."""
 
 
 class ClusterError(Exception):

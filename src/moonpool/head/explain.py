@@ -32,7 +32,7 @@ _NO_INSTANTS = (
 
 
 def stage_of(record: RequestRecord | None) -> str:
-    """What a request does now, in a few words; "" if it is not placed yet."""
+    """Returns what a request does now, in a few words, or "" if it is not placed yet."""
     if record is None or record.placed_s is None:
         return ""
     if record.prefill_started_s is None:
@@ -46,7 +46,7 @@ def stage_of(record: RequestRecord | None) -> str:
 def describe_head(
     up_s: float, restarts: int, upgrades: int, upgrade_error: str | None, epoch: int
 ) -> dict[str, Any]:
-    """Describes this process, which has run for `up_s` and follows others."""
+    """Describes this process, which has run for `up_s` and follows earlier heads."""
     return {
         "pid": os.getpid(),
         "up_s": round(up_s, 1),
@@ -98,13 +98,14 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
 
 
 def describe_slo(slo: Slo) -> dict[str, Any]:
-    """The service levels, and which of them nobody has stated: nothing is refused for those."""
+    """Describes the service levels, and which of them nobody has stated: no request is refused for
+    those."""
     return {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)}
 
 
 def describe_programs(conductor: Conductor) -> dict[str, int]:
-    """Counts the programs (agents): those with a call under way, those whose tools run, those whose
-    blocks leave DRAM first as their pause is long, and new ones that wait."""
+    """Counts the programs (agents) by state: a call is under way, a tool runs, blocks leave DRAM
+    first because the pause is long, or a new program waits."""
     programs = conductor.programs
     running, parked = programs.num_running, programs.num_parked
     waiting = conductor.num_programs_waiting
@@ -169,7 +170,7 @@ def describe_to_tenant(conductor: Conductor, tenant: str) -> dict[str, Any]:
 
 
 def named_instance(state: InstanceState) -> dict[str, Any]:
-    """What everybody may know of an instance."""
+    """Describes what every client may know of an instance."""
     return {
         "instance_id": state.info.instance_id,
         "role": state.role.value,
@@ -193,7 +194,7 @@ def _describe_roles(conductor: Conductor, now: float) -> dict[str, Any]:
 
 
 def finite_loads(loads: Pools | PoolLoads) -> dict[str, float | None]:
-    """Returns the loads by pool; None for a pool without instances."""
+    """Returns the loads by pool, or None for a pool without instances."""
     return {
         name: round(load, 4) if isfinite(load) else None for name, load in loads._asdict().items()
     }
@@ -257,8 +258,8 @@ class _Prefix:
 def describe_hot(conductors: Sequence[Conductor], num_prefixes: int) -> list[dict[str, Any]]:
     """Describes the most used prefixes of all models first.
 
-    Uses are summed over the instances that list the prefix. The index gives the location of its
-    last block.
+    Uses are summed over the instances that list the prefix. The index tells where the prefix's last
+    block is.
     """
     found = [(p, c, key) for c in conductors for key, p in _hot_prefixes(c).items()]
     found.sort(key=lambda item: (-item[0].num_uses, -item[0].num_tokens))
@@ -313,8 +314,8 @@ SPOKEN_KINDS, SPOKEN_THINGS = _KINDS_TEXT.split(), _THINGS_TEXT.split()
 
 
 def spoken_name(key: bytes) -> str:
-    """Returns a name such as "calm-otter-17" for a hash: the same one for the same hash, one of
-    409,600 in total. Raises ValueError for fewer than four bytes."""
+    """Returns a name such as "calm-otter-17" for a hash: equal hashes get equal names, of which
+    there are 409,600. Raises ValueError for fewer than four bytes."""
     if len(key) < 4:
         raise ValueError(f"a name needs four bytes, not {len(key)}")
     number = int.from_bytes(key[:4], "big")

@@ -1,15 +1,15 @@
-"""A process from which workers are forked in milliseconds.
+"""A process that forks workers in milliseconds.
 
 A new interpreter would need 1.5 to 2 s of CPU to import torch. The supervisor forks the process
-first, before any thread. It then imports what head and workers need, keeps to one thread, and
-receives command lines. It forks each process twice, so that this becomes the supervisor's child
-(`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers live on. It also forks a spare
-fork server, which takes its place at once and forks the next spare. If both die together, further
-processes start as new interpreters until another fork server, a new interpreter itself, has
-imported the same.
+first, before any thread. The fork server then imports what head and workers need, keeps to one
+thread, and receives command lines. The fork server forks each process twice, so that the process
+becomes the supervisor's child (`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers
+live on. The fork server also forks a spare fork server, which takes its place at once and forks the
+next spare. If both die together, further processes start as new interpreters until another fork
+server, a new interpreter itself, has imported the same.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
-the supervisor, and end with it. It also pickles what it starts (see
+the supervisor, and end with it. That forkserver also pickles what it starts (see
 docs/decisions/local-processes.md).
 """
 
@@ -54,7 +54,7 @@ RENEWALS = RetryDelays((1.0, 2.0, 5.0, 10.0, 30.0), steady_s=60.0)
 SPARE_DELAY_S = 1.0
 """Time from a fork, or the end of a spare fork server, to the fork of the next spare."""
 IDLE_S = 3.0
-"""Time without a fork after which a fork server does what can wait."""
+"""Time without a fork after which a fork server does deferred work (`settle`)."""
 _READY = b"ready"
 _SPARE = b"spare"
 MAX_LINE_BYTES = 1 << 16
@@ -66,7 +66,7 @@ class ForkServerError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spare:
-    """A fork server that waits to take another's place, and the connection to it."""
+    """A fork server that waits to take another's place, and the connection to this spare."""
 
     process: ForkedProcess
     control: socket.socket
@@ -76,7 +76,8 @@ Renewal = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
 class ForkServer:
-    """The supervisor's side of the fork server. Made by `open_fork_server`."""
+    """The supervisor's side of the fork server; made by `open_fork_server`. Made by
+    `open_fork_server`."""
 
     def __init__(self, pid: int, control: socket.socket, renewal: Renewal | None = None) -> None:
         """`renewal` starts another fork server, which calls `serve_renewed` with the socket."""
@@ -91,12 +92,13 @@ class ForkServer:
         self._spare: _Spare | None = None
         self._spare_taken = asyncio.Event()
         self._spare_keeper: asyncio.Task[None] | None = None
-        # The next replies, the last one first: one comes after the imports, one after the load.
+        # Time limits of the next replies, the last one first: one comes after the imports, one
+        # after the load.
         self._limits_s = [LOAD_S + FORK_S, IMPORT_S + FORK_S]
 
     async def fork(self, arguments: Sequence[str], fd: int | None = None) -> ForkedProcess:
-        """Forks a process with this command line. `fd` is passed on: its number there is the last
-        word of the line. Raises ForkServerError."""
+        """Forks a process with this command line. `fd` is passed on to the process: its number in
+        that process is the last word of the line. Raises ForkServerError."""
         async with self._one_at_a_time:
             if self._closed:
                 raise ForkServerError("the fork server is closed")
@@ -126,7 +128,7 @@ class ForkServer:
         return await self._ask(line, fd)
 
     async def close(self) -> None:
-        """Ends the fork server. The processes that it forked stay."""
+        """Ends the fork server. The forked processes stay."""
         self._closed = True
         for keeper in (self._keeper, self._spare_keeper):
             if keeper is not None:
@@ -134,7 +136,7 @@ class ForkServer:
                 await asyncio.gather(keeper, return_exceptions=True)
         self._shut()
         process = self._process or ForkedProcess(self.pid)
-        if self._limits_s:  # it still loads what nobody needs any more
+        if self._limits_s:  # it still loads modules that nobody needs any more
             process.kill()
         await _end(process)
         if self._spare is not None:
@@ -146,7 +148,8 @@ class ForkServer:
         num_ended, began_s = 0, time.monotonic()
         while True:
             await process.wait()
-            async with self._one_at_a_time:  # a fork under way finds out by itself
+            # waits for a fork under way, which notices the end of the fork server
+            async with self._one_at_a_time:
                 if process is self._process:
                     self._shut()
                     self._take_spare()
@@ -182,7 +185,7 @@ class ForkServer:
             self._limits_s.clear()
 
     async def _keep_spare(self) -> None:
-        """Has a spare forked whenever there is none."""
+        """Has the fork server fork a spare whenever there is none."""
         while True:
             await asyncio.sleep(SPARE_DELAY_S)
             async with self._one_at_a_time:
@@ -204,7 +207,7 @@ class ForkServer:
                 spare.control.close()
 
     async def _fork_spare(self) -> _Spare | None:
-        """Returns None if there is no fork server now."""
+        """Returns None if no fork server runs now."""
         if self._control is None or is_stopped(self.pid):
             return None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -214,7 +217,7 @@ class ForkServer:
                 pid = await self._ask(_SPARE, theirs.fileno())
             except BaseException as error:
                 ours.close()
-                if isinstance(error, OSError):  # that of the time limit is one, too
+                if isinstance(error, OSError):  # a TimeoutError is an OSError, too
                     return None
                 raise
         return _Spare(ForkedProcess(pid), ours)
@@ -246,12 +249,13 @@ class ForkServer:
             self._shut()
             raise
         except asyncio.CancelledError:
-            self._shut()  # its late reply would be taken for the next one's
+            self._shut()  # its late reply would be taken for the reply to the next line
             raise
 
     async def _ask_at(self, control: socket.socket, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
-        adopt_orphans(True)  # only now: no code here waits for orphans of other processes
+        # set only now, because no code here waits for orphans of other processes
+        adopt_orphans(True)
         limit_s = self._limits_s.pop() if self._limits_s else FORK_S
         try:
             async with asyncio.timeout(limit_s):
@@ -275,7 +279,8 @@ class ForkServer:
             waiting.cancel()
 
     def _shut(self) -> None:
-        """Ends the connection. The fork server then ends by itself, unless it is stopped."""
+        """Ends the connection. The fork server then ends by itself, unless a signal has stopped
+        it."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -305,13 +310,14 @@ def open_fork_server(
 ) -> ForkServer | None:
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
-    The fork server first calls `prepare`, which imports what those need. After the first fork, the
-    head's, it calls `load`: all further processes have what that leaves. `load` must not raise, and
-    must leave no thread. Neither must `settle`, which it calls once nothing was forked for
-    `IDLE_S`. `renewal` starts another fork server, by `prepare` alone, when one has ended.
-    Must be called before there are threads or an event loop. Returns None if the system does not
-    support it, or if there are threads: a fork would copy only one. Raises OSError if the system
-    cannot fork. Does not return in a forked process.
+    The fork server first calls `prepare`, which imports what these processes need. After the first
+    fork, which is the head's, the fork server calls `load`: all further processes have what `load`
+    leaves. `load` must not raise, and must leave no thread. The same holds for `settle`, which the
+    fork server calls once nothing was forked for `IDLE_S`. `renewal` starts another fork server, by
+    `prepare` alone, when one has ended. Must be called before the process has threads or an event
+    loop. Returns None if the system does not support it, or if the process has threads, of which a
+    fork would copy only one. Raises OSError if the system cannot fork. Does not return in a forked
+    process.
     """
     if not _may_fork():
         return None
@@ -326,7 +332,7 @@ def open_fork_server(
     ours.close()
     os.setsid()  # Ctrl-C must reach only the supervisor
     end_with(parent_pid)
-    # finds the command line, which it cannot do once variables have moved
+    # finds the command line now, because it cannot be found after variables have moved
     setproctitle.getproctitle()
     os.environ.update(environment)
     prepare()
@@ -363,7 +369,8 @@ def serve_renewed(control: socket.socket, prepare: Callable[[], object]) -> list
 
 
 def _may_fork() -> bool:
-    """Whether this is Linux 5.4 or newer without a sandbox that forbids it, and has one thread."""
+    """Whether this is Linux 5.4 or newer without a sandbox that forbids forking, and the process
+    has one thread."""
     if not hasattr(os, "pidfd_open"):
         return False
     try:
@@ -379,8 +386,9 @@ def _serve_forks(
     load: Callable[[], object] | None = None,
     settle: Callable[[], object] | None = None,
 ) -> list[str]:
-    """Forks until the supervisor closes. Returns only in forked processes, with their command
-    line. Calls `load` after the first fork, and `settle` in the first long pause after it."""
+    """Forks processes until the supervisor closes the connection. Returns only in forked processes,
+    with their command line. Calls `load` after the first fork, and `settle` in the first long pause
+    after it."""
     is_spare = False
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -414,18 +422,18 @@ def _serve_forks(
                 load = None
                 _freeze()
     except ConnectionError:
-        pass  # the supervisor ended before it read the last reply
+        pass  # the supervisor ended before it had read the last reply
     os._exit(0)
 
 
 def _is_asked(control: socket.socket) -> bool:
-    """Waits for the next line for at most `IDLE_S`."""
+    """Waits for the next command line for at most `IDLE_S`."""
     return bool(select.select([control], [], [], IDLE_S)[0])
 
 
 def _freeze() -> None:
-    """A collection in a forked process would write to all pages, and so copy them. None is made
-    here: after imports it finds next to nothing, and takes a tenth of a second."""
+    """A collection in a forked process would write to all pages, and so copy them. No collection is
+    made here: after imports it finds next to nothing, and takes a tenth of a second."""
     gc.freeze()
 
 
@@ -440,13 +448,14 @@ def _fork_twice(control: socket.socket) -> bool:
             return True
     except OSError as error:
         control.send(f"{error}".encode())
-        if os.getpid() == os.getsid(0):  # the fork server itself
+        if os.getpid() == os.getsid(0):  # the process is the fork server itself
             return False
     os._exit(0)
 
 
 def _be_adopted(control: socket.socket, parent_pid: int) -> None:
-    """Waits until the supervisor is the parent, which is when the process in between has ended."""
+    """Waits until the supervisor is the parent, which is so when the process in between has
+    ended."""
     by_s = time.monotonic() + ADOPTED_S
     while os.getppid() != parent_pid:
         if time.monotonic() > by_s:

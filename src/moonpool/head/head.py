@@ -1,7 +1,7 @@
 """The head: performs the Conductor's decisions over control connections to the workers.
 
-It owns the sockets, the clock and the response streams; it decides nothing. It is also the
-`ServingBackend` of the HTTP layer.
+The head owns the sockets, the clock and the response streams; it makes no decision. `Head` is also
+the `ServingBackend` of the HTTP layer.
 """
 
 from __future__ import annotations
@@ -89,17 +89,18 @@ log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
 IDLE_TICKS, QUIET_TICKS = 5, 20
-"""Ticks of one turn soon after the last request, and later. A turn of the loop stays below the time
-at which it counts as standing still."""
+"""Ticks that run in one turn of the event loop soon after the last request, and later. One turn of
+the loop stays below the time at which the loop counts as hung."""
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
-"""Connections of workers that have not proved the secret. A new one beyond that ends the oldest."""
+"""Most connections of workers that have not proved the secret. One more ends the oldest of them."""
 LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 """Time for a stop to reach the workers."""
 
 
 class ClusterHead:
-    """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
+    """`ClusterHead` is the head of one cluster. Call `start`, then serve; `stop` ends the
+    workers."""
 
     def __init__(
         self,
@@ -110,8 +111,8 @@ class ClusterHead:
         tenant_shares: Mapping[str, float] | None = None,
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
-        """`loaded`: the model that the configuration names, or None if vLLM servers bring
-        theirs."""
+        """`loaded`: the model that the configuration names, or None if vLLM servers bring their
+        models."""
         self.config = config
         self.now = now
         self._began_s = now()
@@ -134,7 +135,7 @@ class ClusterHead:
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self.open_links: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._inherited: set[InstanceId] = set()  # from an earlier head
+        self._inherited: set[InstanceId] = set()  # instances from an earlier head
         self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
@@ -149,14 +150,14 @@ class ClusterHead:
         ] = _do_nothing
         """Called with the instances that are up or should soon be, whenever they change."""
         self.num_restarts = self.num_upgrades = 0
-        """Earlier heads of this cluster: those that died, and those that handed over."""
+        """Number of earlier heads of this cluster: heads that died, and heads that handed over."""
         self.succession: Succession = NoSuccession()
         self.fronts: AnsweringFronts | None = None
         self.on_tick: Callable[[], None] = _do_nothing
 
     async def start(self, listener: socket.socket | None, tls: PeerTls | None = None) -> None:
-        """Accepts workers, with `tls` only encrypted connections. `listener`: None: its instances
-        are in this process."""
+        """Accepts workers; with `tls`, accepts only encrypted connections. `listener`: the
+        listening socket, or None if the instances are in this process."""
         if listener is not None:
             self._server = await asyncio.get_running_loop().create_server(
                 lambda: WorkerLink(self, self._secret).channel,
@@ -169,7 +170,7 @@ class ClusterHead:
     async def expect(
         self, roles: Mapping[InstanceId, Role], offers: Mapping[InstanceId, ModelOffer]
     ) -> None:
-        """Notes an earlier head's instances. Requests wait for them. Call it before `start`."""
+        """Notes an earlier head's instances, for which requests wait. Call this before `start`."""
         self._inherited.update(roles)
         unread: set[InstanceId] = set()
         for instance_id, offer in offers.items():
@@ -190,7 +191,7 @@ class ClusterHead:
         self._post(InstanceCrashed(instance_id))
 
     def note_launched(self, instance_ids: Iterable[InstanceId]) -> None:
-        """The supervisor has launched these instances."""
+        """Notes that the supervisor has launched these instances."""
         self._launched = tuple(instance_ids)
         self._post(InstancesLaunched(self._launched))
 
@@ -261,8 +262,8 @@ class ClusterHead:
         answer: ResponseStream | None = None,
     ) -> ResponseStream:
         """Lets the Conductor decide on a request, and returns its answer, which must be closed.
-        `on_refused`: called if it is refused, perhaps before this returns. `answer`: the stream of
-        a front's call. Raises RequestRefused for a head that is stopping."""
+        `on_refused`: called if the request is refused, perhaps before this returns. `answer`: the
+        stream of a front's call. Raises RequestRefused for a head that is stopping."""
         if self._leaving:
             model.note_refused("server_stopping")
             raise stopping()
@@ -276,7 +277,7 @@ class ClusterHead:
         return answer
 
     def close(self, model: ServedModel, request_id: RequestId) -> None:
-        """Notes that nobody waits for the answer any more: it is cancelled, if it has not ended."""
+        """Notes that no client waits for the answer any more, which cancels an unfinished one."""
         if not self._answers.close(request_id):
             self._post(RequestCancelled(request_id), model)
 
@@ -348,7 +349,7 @@ class ClusterHead:
     def drain(self, instance_id: str, within_s: float, returns: bool = False) -> str:
         name = InstanceId(instance_id)
         attention = self._attention.find(instance_id)
-        if attention is not None and returns:  # its owner's requests are placed again
+        if attention is not None and returns:  # requests of the worker's owner are placed again
             self.succession.replace(name)
             attention.is_ordered = True
             attention.channel.send(Stop())
@@ -381,7 +382,7 @@ class ClusterHead:
         if self._leaving:
             return "the server is stopping"
         lacks = [model.lack for model in self.served]
-        return min(lacks, default=NO_SERVER)  # "" if one of them serves
+        return min(lacks, default=NO_SERVER)  # "" if one of the models is served
 
     # The end
 
@@ -391,7 +392,7 @@ class ClusterHead:
 
     @property
     def num_answers(self) -> int:
-        """Answers that clients wait for."""
+        """Number of answers that clients wait for."""
         return len(self._answers)
 
     def refuse_new(self) -> None:
@@ -416,10 +417,10 @@ class ClusterHead:
             model.observer.heads(self.num_restarts, self.num_upgrades, self.standbys.epoch)
         return metrics_text([each for model in self.served for each in model.collectors()])
 
-    # The Conductors' actions
+    # Performs the Conductors' actions
 
     def _post(self, event: ConductorEvent, to: ServedModel | None = None) -> None:
-        """`to`: whose event it is, if the event itself does not tell."""
+        """`to`: the model whose Conductor gets the event, if the event itself does not tell."""
         for model in (to,) if to is not None else self.served.route(event):
             actions = model.handle(event)
             if model.conductor.is_busy:
@@ -514,7 +515,7 @@ class ClusterHead:
     def on_report(self, link: WorkerLink, report: Report) -> None:
         model = self.served.of(link.instance_id)
         if self._links.get(link.instance_id) is not link or model is None:
-            return  # it has not joined, or another connection has replaced it
+            return  # the instance has not joined, or another connection has replaced this one
         model.note_report(link.instance_id, report)
         if isinstance(report, AdaptersLoaded):
             self.served.note_adapters(link.instance_id, report.adapters)
@@ -529,7 +530,7 @@ class ClusterHead:
         if self._attention.drop(link) and not (self._stopping or link.is_ordered) and default:
             default.observer.instance_lost(link.instance_id)
         if self.standbys.drop(link):
-            self._lead()  # without one, workers wait for this head alone
+            self._lead()  # without a standby, workers wait for this head alone
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
         elif not self._stopping and not (self._is_starting and link.has_failed):
@@ -547,7 +548,7 @@ class ClusterHead:
             self._tell_instances()
 
     def _is_leaving(self, instance_id: InstanceId) -> bool:
-        """Whether it was ordered to leave, or everything is."""
+        """Whether the instance was ordered to leave, or the whole cluster ends."""
         state = self.served.state(instance_id)
         drain = None if state is None else state.drain
         return self._stopping or (drain is not None and drain.becomes is None)
@@ -564,7 +565,7 @@ class ClusterHead:
             former.channel.abort(reason)
 
     def _why_not(self, info: InstanceInfo, link: WorkerLink) -> str | None:
-        """Returns why an instance cannot join, or None."""
+        """Returns why an instance cannot join, or None if it can."""
         if info.instance_id != link.instance_id:
             return "it joined under another name than that of its handshake"
         if self._links.get(info.instance_id, link) is not link:
@@ -581,7 +582,7 @@ class ClusterHead:
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
-                await asyncio.sleep(TICK_S)  # what came meanwhile is read before deadlines count
+                await asyncio.sleep(TICK_S)  # messages are read before deadlines count
             self._post(Tick())
             self._live.tick(self.now())
             self.on_tick()

@@ -1,7 +1,7 @@
-"""The orderly end of a head: running answers end first, or their clients learn why not.
+"""Ends a head in order: running answers end first, or their clients learn why they cannot.
 
-A process manager sends SIGTERM, waits and then kills. Within `--drain-seconds` no answer is cut.
-After them each remaining stream ends with an error event instead of a cut connection.
+A process manager sends SIGTERM, waits and then kills. No answer is cut within `--drain-seconds`.
+After that time, each remaining stream ends with an error event instead of a cut connection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ log = logging.getLogger("moonpool")
 
 POLL_S = 0.05
 FLUSH_S = 0.2
-"""Time for the last events to leave before the HTTP server closes."""
+"""Time for the last events to be sent before the HTTP server closes."""
 
 
 class DrainableHead(Protocol):

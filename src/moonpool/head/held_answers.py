@@ -1,5 +1,5 @@
-"""What a supervisor holds for a process that answers calls, so that it outlives that process: the
-sockets and logs of answers under way, and connections without a call."""
+"""Holds what must outlive a process that answers calls: the sockets and logs of answers under way,
+and connections without a call."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ from moonpool.protocol.supervision import (
 
 
 class HeldAnswers:
-    """The held answers, by the numbers that the process gives. Owns the file descriptors."""
+    """The held answers, by the numbers that the process gives. `HeldAnswers` owns the file
+    descriptors."""
 
     def __init__(
         self, cut_answers: Mapping[int, int] | None = None, state: HeldState | None = None
     ) -> None:
-        """`cut_answers`: the cut answers of a lost head on another machine. `state`: what an
-        earlier program of this process has left."""
+        """`cut_answers`: answers of a lost head on another machine, whose connections were cut.
+        `state`: what an earlier program of this process has left."""
         state = HeldState() if state is None else state
         self.culprits = Culprits(state.ended)
-        self._answers = dict(state.answers)  # number -> socket, log
+        self._answers = dict(state.answers)  # number of the answer -> socket, log
         self._cut_answers = dict(state.cut_answers if cut_answers is None else cut_answers)
-        self._connections = list(state.connections)  # of clients that have no call under way
+        # connections of clients that have no call under way
+        self._connections = list(state.connections)
         self._next_number = max(state.next_number, len(self._cut_answers))
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of all answers."""
+        """Yields the numbers of all answers."""
         yield from self._answers
         yield from self._cut_answers
 
     def take(self, packet: FromHead, fds: Sequence[int]) -> bool:
-        """Returns whether the message was about something that is held."""
+        """Returns whether the message was about something held."""
         match packet:
             case StreamOpened():
                 self._answers[packet.number] = (fds[0], fds[1])
@@ -78,8 +80,8 @@ class HeldAnswers:
         return True
 
     def bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
-        """Gives everything to the next process, and still holds the answers. The answers are held
-        on."""
+        """Gives everything to the next process, and still holds the answers. The supervisor
+        continues to hold the answers."""
         for fd in self._connections:
             packets.send(TakeConnection(), (fd,))
             os.close(fd)
@@ -95,7 +97,7 @@ class HeldAnswers:
         packets.send(AllStreamsSent(next_number=self._next_number))
 
     def leave(self) -> HeldState:
-        """Returns what the next program of this process gets."""
+        """Returns what the next program of this process needs."""
         return HeldState(
             answers=self._answers,
             cut_answers=self._cut_answers,
@@ -122,7 +124,7 @@ class HeldAnswers:
             self._cut(numbers[client])
 
     def _cut(self, number: int) -> None:
-        """The connection of an answer has ended: only its log is held."""
+        """Notes that the connection of an answer has ended, so that only its log is held."""
         if number in self._answers:
             client, self._cut_answers[number] = self._answers.pop(number)
             os.close(client)

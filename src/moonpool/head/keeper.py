@@ -20,11 +20,12 @@ MAX_RESTARTS = 5
 up, there is no limit."""
 RESTARTS = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
 SERVING_STEADY_S = 10.0
-"""Replaces `steady_s` once the cluster is up. Most deaths are then no fault of the start."""
+"""Replaces `steady_s` once the cluster is up. Once the cluster is up, most deaths have nothing to
+do with the start."""
 
 
 class Keeper:
-    """`run` lasts as long as the process is wanted. `process` is the newest one."""
+    """`run` lasts as long as the process is wanted. `process` is the newest process."""
 
     def __init__(
         self,
@@ -37,15 +38,16 @@ class Keeper:
         self.name = name
         self.process: ChildProcess | None = None
         self.is_started = False
-        """Whether the cluster is up. From then on the process is always started again."""
+        """Whether the cluster is up. From then on the process is always started again after its
+        end."""
         self.is_ending = False
         """Whether the cluster ends, so that no further process is started."""
         self.returns = False
-        """Whether another process replaces the one that is about to leave."""
+        """Whether another process replaces the process that is about to leave."""
         self.is_leaving = False
-        """Whether the process was told to leave, so that no other one takes its place."""
+        """Whether the process was told to leave, so that no other process takes its place."""
         self.on_crash: Callable[[str], None] = lambda name: None
-        """Called with the name when the process has ended by itself."""
+        """Called with the process's name when it has ended by itself."""
         self._spawn = spawn
         self._oom_kills = oom_kills or OomKills()
         self._began_s = 0.0
@@ -54,7 +56,7 @@ class Keeper:
 
     @property
     def pid(self) -> int:
-        """0 while no process runs."""
+        """Process id, or 0 while no process runs."""
         process = self.process
         return 0 if process is None or process.returncode is not None else process.pid
 
@@ -66,14 +68,15 @@ class Keeper:
                 self.process.kill()
 
     def leave(self) -> None:
-        """Tells the process to end in an orderly way; none replaces it."""
+        """Tells the process to end in an orderly way; no process replaces it."""
         self.is_leaving = True
         if self.pid and self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGTERM)
 
     async def run(self) -> bool:
-        """Returns whether the process has left in order. Raises OSError if none can start."""
+        """Keeps the process running; returns whether it has left in order. Raises OSError if none
+        can start."""
         await self._successors.run()
         return self._has_left
 
@@ -104,8 +107,8 @@ class Keeper:
         return Next.NONE
 
     async def _run_once(self) -> int | None:
-        """Starts a process, and returns its status when it has ended, or None if none could
-        start."""
+        """Starts a process, and returns its status when it has ended, or None if it could not be
+        started."""
         if self.is_ending:
             return None
         self._began_s = time.monotonic()

@@ -1,9 +1,10 @@
 """Starts a cluster's workers as processes of this machine, and ends them with the supervisor.
 
-A worker receives the cluster's secret through its environment, never on its command line. It runs
-in a session of its own, so that Ctrl-C reaches only the supervisor; the head then ends the workers
-in order. If the head dies, they stay and wait for the next one. If the supervisor dies, the kernel
-ends them (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so nothing is left.
+A worker receives the cluster's secret through its environment, never on its command line. Each
+worker runs in a separate session, so that Ctrl-C reaches only the supervisor; the head then ends
+the workers in order. If the head dies, the workers stay and wait for the next head. If the
+supervisor dies, the kernel ends the workers (`PR_SET_PDEATHSIG`). Arenas are anonymous memory, so
+no memory is left.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ log = logging.getLogger("moonpool.launcher")
 
 SECRET_VARIABLE = "MOONPOOL_CLUSTER_SECRET"  # noqa: S105 - its name, not its value
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-ATTENTION = "attention"  # on the command line; not an instance for the Conductor
+# the role's name on the command line; the Conductor does not count such a worker as an instance
+ATTENTION = "attention"
 STOP_S = 3.0
 KILLED_S = 5.0
-"""A killed process that has not ended by then is in a call of a device that does not return."""
+"""A killed process that has not ended after this time hangs in a call of a device that does not
+return."""
 
 
 def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
@@ -42,12 +45,12 @@ def worker_environment(secret: bytes, threads: int) -> dict[str, str]:
 
 
 def _num_parts(engine: EngineConfig) -> dict[str, int]:
-    """The stages or ranks of an instance after the first, by role."""
+    """Returns the number of stages or ranks of an instance after the first, by role."""
     return {role.value: engine.degree(role).num_processes - 1 for role in Role}
 
 
 def local_instances(cluster: ClusterConfig) -> list[tuple[Role, InstanceId]]:
-    """The instances that a local cluster starts, in their order."""
+    """Returns the instances that a local cluster starts, in the order of their start."""
     counts: Counter[Role] = Counter()
     found = []
     for role in cluster.roles:
@@ -57,7 +60,7 @@ def local_instances(cluster: ClusterConfig) -> list[tuple[Role, InstanceId]]:
 
 
 class LocalLauncher:
-    """The worker processes of one local cluster. It restarts a worker that dies."""
+    """The worker processes of one local cluster. The launcher restarts a worker that dies."""
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class LocalLauncher:
         shares: Sequence[CoreShare] = (),
         fork_server: ForkServer | None = None,
     ) -> None:
-        """`shares` has the cores of each worker of the cluster's roles; if empty, none is pinned.
-        Workers are forked from `fork_server`, or start as new interpreters without it."""
+        """`shares`: the cores of each worker of the cluster's roles; if it is empty, no worker is
+        pinned. Workers are forked from `fork_server`, or start as new interpreters without it."""
         cluster = config.cluster
         self._head = f"127.0.0.1:{head_port}"
         self._environment = os.environ | worker_environment(secret, threads)
@@ -99,31 +102,31 @@ class LocalLauncher:
             name: Keeper(name, partial(self.spawn, role, name), self._oom_kills)
             for role, name in self._wanted
         }
-        self.keepers: list[asyncio.Task[None]] = []  # each ends when it gives up on its worker
+        self.keepers: list[asyncio.Task[None]] = []  # a keeper ends when it gives up on its worker
         self._stopping = False
         self._started = False
         self._listed: dict[str, tuple[Role, str]] = {}
         self._adopted: dict[str, int] = {}
         self.on_crash: Callable[[str], None] = lambda instance_id: None
-        """Called with a worker that has ended by itself."""
+        """Called with the name of a worker that has ended by itself."""
 
     def start(self) -> None:
-        """Begins to start all workers. One keeper task per worker restarts it."""
+        """Begins to start all workers. One keeper task per worker restarts that worker."""
         for instance_id, keeper in self._kept.items():
             keeper.on_crash = self.on_crash
             name = f"keeper of {instance_id}"
             self.keepers.append(asyncio.create_task(self._keep(keeper), name=name))
 
     def add(self, name: str, role: Role, place: str) -> None:
-        """Starts a worker of the vLLM server at `place`, beside those of the configuration. If one
-        of the same name still drains, it keeps running."""
+        """Starts a worker of the vLLM server at `place`, beside those of the configuration. If a
+        worker of the same name still drains, that worker keeps running."""
         self._listed[name] = (role, place)
         former = next((k for k in self.keepers if k.get_name() == f"keeper of {name}"), None)
         keeper = asyncio.create_task(self._keep_listed(name, former), name=f"keeper of {name}")
         self.keepers.append(keeper)
 
     def drain(self, name: str) -> None:
-        """Lets a worker that was added leave in order: its requests end first."""
+        """Lets a worker that `add` started leave in order, after its requests have ended."""
         self._listed.pop(name, None)
         if name in self._kept:
             self._kept[name].leave()
@@ -138,7 +141,7 @@ class LocalLauncher:
             self.keepers.remove(former)
             self._kept.pop(name, None)
         if name not in self._listed:
-            return  # it left again meanwhile
+            return  # the server left again in the meantime
         role, place = self._listed[name]
         self._places[name] = ("--vllm", place)
         keeper = Keeper(name, partial(self.spawn, role.value, name), self._oom_kills)
@@ -149,7 +152,7 @@ class LocalLauncher:
         await self._keep(keeper)
 
     def adopt(self, workers: Mapping[str, int], memory: Mapping[str, tuple[int, int]]) -> None:
-        """Goes on with the workers of an earlier program of this process, in place of `start`."""
+        """Continues with the workers of an earlier program of this process, in place of `start`."""
         self._memory = {name: KeptMemoryFiles(fds) for name, fds in memory.items()}
         self._kept = {name: keeper for name, keeper in self._kept.items() if name in workers}
         for name, keeper in self._kept.items():
@@ -160,19 +163,21 @@ class LocalLauncher:
         self.start()
 
     def workers(self) -> dict[str, int]:
-        """The process ids of all workers that have not left; 0 for one that does not run."""
+        """Returns the process ids of all workers that have not left; 0 for a worker that does not
+        run."""
         left = {keeper.get_name() for keeper in self.keepers if keeper.done()}
         known = {name: keeper.pid for name, keeper in self._kept.items()}
         known |= {name: 0 for name in self._listed if name not in known}
         return {name: pid for name, pid in known.items() if f"keeper of {name}" not in left}
 
     def memory(self) -> dict[str, tuple[int, int]]:
-        """The memory files of the workers."""
+        """Returns the memory files of the workers."""
         return {name: files.fds for name, files in self._memory.items()}
 
     def expect_return(self, instance_id: str, from_disk: bool = True) -> None:
-        """The worker is about to leave, and another one replaces it. If the replacement runs the
-        code on disk, no more workers are forked from a process with the former code."""
+        """Notes that the worker is about to leave, and that another one replaces it. If the
+        replacement runs the code on disk, no more workers are forked from a process with the former
+        code."""
         if from_disk:
             self._fork_server = None
         if instance_id in self._kept:
@@ -183,29 +188,31 @@ class LocalLauncher:
         return self._stopping
 
     def expect_end(self) -> None:
-        """The head stops the workers: no further one is started."""
+        """Notes that the head stops the workers, so that no further worker is started."""
         self._stopping = True
         for keeper in self._kept.values():
             keeper.is_ending = True
 
     def note_started(self) -> None:
-        """The cluster is up: from now on no worker is given up."""
+        """Notes that the cluster is up, so that no worker is given up from now on."""
         self._started = True
         for keeper in self._kept.values():
             keeper.is_started = True
 
     def kill(self, instance_id: str, why: str = "does not respond") -> None:
-        """Kills a worker. Its keeper restarts it."""
+        """Kills a worker. The worker's keeper restarts it."""
         if instance_id in self._kept:
             self._kept[instance_id].kill(why)
 
     async def stop(self) -> None:
-        """Waits for the workers to end, and kills those that do not.
+        """Waits for the workers to end, and kills workers that do not end.
 
-        The head has sent them a stop, but a worker that is still starting has not joined yet.
+        The head has sent the workers a stop, but a worker that is still starting has not joined
+        yet.
         """
         self.expect_end()
-        # First, so that no further process starts: this kills one that is being spawned.
+        # The keepers end first, so that no further process starts; this kills a process that is
+        # being spawned.
         for keeper in self.keepers:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)
@@ -232,7 +239,7 @@ class LocalLauncher:
             self._forget_memory(keeper.name)
 
     def _kept_memory(self, role: str, instance_id: str) -> tuple[str, ...]:
-        """The flags that name the memory of this worker's predecessor, if it had any."""
+        """Returns the flags that name the memory of this worker's predecessor, if it had any."""
         if role == ATTENTION or instance_id in self._places:
             return ()
         if instance_id not in self._memory:
@@ -245,7 +252,7 @@ class LocalLauncher:
             memory.close()
 
     async def spawn(self, role: str, instance_id: str) -> ChildProcess:
-        """Starts a worker, without a keeper."""
+        """Starts a worker that no keeper restarts."""
         line = ["worker", "--role", role, "--name", instance_id, "--head", self._head]
         line += ["--exit-with-parent", *self._cores.get(instance_id, ())]
         line += [*self._flags, *self._places.get(instance_id, ())]

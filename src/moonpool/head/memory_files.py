@@ -1,4 +1,5 @@
-"""Memory files that a process holds for the workers it starts, without opening them as an arena.
+"""Memory files that a process holds for the workers that it starts, without opening them as an
+arena.
 
 The supervisor imports this module, so it must import no numpy: numpy starts threads, and a process
 with threads cannot open a fork server (`head.fork_server`).
@@ -10,11 +11,11 @@ import os
 
 
 class KeptMemoryFiles:
-    """Empty memory files without names, for one instance's processes, one after the other. They
-    exist as long as this process, or another that has opened them."""
+    """Empty memory files without names, for the successive processes of one instance. The files
+    exist as long as this process, or another process that has opened them."""
 
     def __init__(self, fds: tuple[int, int] | None = None) -> None:
-        """`fds`: files of an earlier program of this process."""
+        """`fds`: file descriptors of an earlier program of this process."""
         self.fds = fds or (_new_file("moonpool-arena"), _new_file("moonpool-ledger"))
         self.paths = tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in self.fds)
 

@@ -1,4 +1,4 @@
-"""What a head and a front do alike, from what the supervisor gives them to their end."""
+"""What a head and a front have in common, from what the supervisor gives them to their end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("moonpool")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the supervisor gives, and what follows from its configuration."""
+    """What the supervisor gives a process, and what follows from its configuration."""
 
     inherited: Inheritance
     config: Config
@@ -55,10 +55,10 @@ async def start_serving(link: SupervisorLink) -> Start:
 
 
 class Calls(Protocol):
-    """Who answers calls, from `begin` until `hand_over` or `end`."""
+    """The part that answers calls, from `begin` until `hand_over` or `end`."""
 
     async def begin(self) -> asyncio.Task[None]:
-        """Starts to answer calls, and returns what runs."""
+        """Starts to answer calls, and returns the task that runs."""
 
     async def hand_over(self, calls_s: float) -> None:
         """Hands over to the next process. A call without an answer may take `calls_s`."""
@@ -67,7 +67,7 @@ class Calls(Protocol):
 
 
 class OwnCalls:
-    """The HTTP server of this process."""
+    """Answers calls by the HTTP server of this process."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class OwnCalls:
         answers: KeptAnswers,
         shares_port: bool = False,
     ) -> None:
-        """`models` is closed at the end. `shares_port`: other processes accept on the socket."""
+        """`models` is closed at the end. `shares_port`: whether other processes accept on the same
+        socket."""
         self._link = link
         self._inherited = start.inherited
         self._models = models
@@ -116,7 +117,7 @@ class OwnCalls:
 
 
 class Viewed(Protocol):
-    """A head as its watchers see it."""
+    """A head as its watchers (metrics, live page) see it."""
 
     def end_views(self) -> None: ...
 
@@ -128,9 +129,9 @@ async def serve_calls(
     own: Iterable[asyncio.Task[None]],
     drain_s: float,
 ) -> None:
-    """Serves until the supervisor ends this process. Returns if it should end in order; if the next
-    process takes over the answers, the process ends in this call. `own`: other tasks that must run
-    meanwhile.
+    """Serves until the supervisor ends this process. Returns if the process should end in order; if
+    the next process takes over the answers, this call ends the process. `own`: other tasks that
+    must run at the same time.
 
     Raises ClusterError if something breaks, so that the next process goes on.
     """
@@ -146,7 +147,8 @@ async def serve_calls(
         viewed.end_views()
         await calls.hand_over(drain_s)
         await link.flush()
-        os._exit(0)  # at once: an orderly end would end the answers, which go on
+        # ends at once, because an orderly end would end the answers, which continue elsewhere
+        os._exit(0)
 
 
 def _note_failure(broken: list[str], stop: asyncio.Event, task: asyncio.Task[None]) -> None:
@@ -163,9 +165,9 @@ def resolved(config: Config, computes_here: bool = False) -> Config:
     """Resolves device and dtype, so that all instances agree on them.
 
     Raises ClusterError if other settings do not fit the device that was found, or if the engines
-    are on this machine, and it lacks the device.
+    run on this machine and it lacks the device.
     """
-    if config.engine.kind == "vllm":  # its servers choose both
+    if config.engine.kind == "vllm":  # vLLM servers choose device and dtype
         device, dtype = "cpu", "float32"
     else:
         try:

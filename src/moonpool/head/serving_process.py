@@ -47,7 +47,7 @@ class ServingProcess:
         on_packet: Callable[[FromHead, Sequence[int]], None],
         busy_s: float = 0.0,
     ) -> None:
-        """`on_packet` gets the packets that are not about `held`. `busy_s`: replaces HUNG_S while
+        """`on_packet` gets the packets that do not concern `held`. `busy_s`: replaces HUNG_S while
         the process goes from call to call."""
         self.name = name
         self.held = held
@@ -56,12 +56,12 @@ class ServingProcess:
         self._on_other_packet = on_packet
         self._busy_s = busy_s
         self._up_s: float | None = None
-        self._heard_s: float | None = None  # on the clock of listening
+        self._heard_s: float | None = None  # time on the clock of listening
         self._listened_s = 0.0
 
     @property
     def is_heard(self) -> bool:
-        """Whether the present process has begun to say that its loop turns."""
+        """Whether the present process has begun to report that its loop turns."""
         return self._heard_s is not None
 
     async def run(
@@ -70,8 +70,9 @@ class ServingProcess:
         spawn: Callable[[socket.socket], Awaitable[ChildProcess]],
         fd: int | None = None,
     ) -> int | None:
-        """Runs one process to its end. `tell` sends it what it begins with, `spawn` starts it with
-        its end of the connection. `fd`: our end, where the process has the other one already.
+        """Runs one process to its end. `tell` sends it the initial state; `spawn` starts it with
+        its end of the connection. `fd`: the supervisor's end, if the process already has the other
+        end.
 
         Returns its exit status, or None if it could not be started.
         """
@@ -87,9 +88,9 @@ class ServingProcess:
         try:
             tell(packets)
             self.process = await spawn(theirs)
-            theirs.close()  # so that ours ends with the process
+            theirs.close()  # closed here, so that the supervisor's end closes with the process
             code = await self.process.wait()
-            with contextlib.suppress(TimeoutError):  # what it has still sent
+            with contextlib.suppress(TimeoutError):  # reads what the process has still sent
                 async with asyncio.timeout(LAST_PACKETS_S):
                     await silent.wait()
             number = self.held.culprits.judge(code, self.held)
@@ -106,7 +107,7 @@ class ServingProcess:
             self.packets = self.process = None
 
     def after_death(self) -> Next:
-        """What follows when the process has died."""
+        """Decides what follows after the process has died."""
         was_steady = self._up_s is not None and time.monotonic() - self._up_s > RESTARTS.steady_s
         return Next.AFTER_GOOD_LIFE if was_steady else Next.AFTER_DEATH
 
@@ -128,7 +129,8 @@ class ServingProcess:
                 self.process.kill()
 
     def watch(self, listened_s: float) -> None:
-        """Kills a process that hangs. Called every few seconds with the clock of listening."""
+        """Kills a process that hangs. Called every few seconds, with the time on the clock of
+        listening."""
         self._listened_s = listened_s
         if self.process is None or self._heard_s is None:
             return

@@ -1,8 +1,8 @@
 """How a supervisor becomes the supervisor of the code on disk, without an end of its children.
 
 The next program is executed in the same process (`execv`): it keeps the process id, the children
-and the file descriptors, and reads the rest from a memory file. Before that, the next head has
-imported the new code, and a trial run has read the state. So code that does not start harms
+and the file descriptors, and reads all other state from a memory file. Before that, the next head
+has imported the new code, and a trial run has read the state. So code that does not start harms
 nothing.
 """
 
@@ -30,7 +30,7 @@ _SAID_CHARS = 300
 
 
 class SuccessionError(Exception):
-    """The code on disk cannot go on; the text is one line."""
+    """The code on disk cannot continue; the text is one line."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ async def try_state(state: SupervisorState) -> None:
 
 
 def become_next(state: SupervisorState) -> None:
-    """Executes the next program in this process. Returns only by OSError."""
+    """Executes the next program in this process. Returns only if it fails with OSError."""
     fd = _write(state)
     passed = [fd, *state.fds]
     for number in passed:
@@ -118,7 +118,7 @@ def become_next(state: SupervisorState) -> None:
 
 
 def read_state(fd: int) -> SupervisorState:
-    """Reads what a supervisor has left. Raises SuccessionError."""
+    """Reads the state that a supervisor has left. Raises SuccessionError."""
     try:
         with os.fdopen(fd, "rb") as file:
             file.seek(0)
@@ -128,7 +128,7 @@ def read_state(fd: int) -> SupervisorState:
 
 
 def keep_private(state: SupervisorState) -> None:
-    """Programs that start later must not inherit what this one has."""
+    """Keeps the file descriptors of this process from programs that start later."""
     for fd in state.fds:
         os.set_inheritable(fd, False)
 
@@ -141,14 +141,14 @@ def _write(state: SupervisorState) -> int:
 
 
 class Succession(Protocol):
-    """What replaces processes by those of the code on disk."""
+    """Replaces processes by processes that run the code on disk."""
 
     upgrade_error: str | None
     """Why the last upgrade was called off."""
 
     def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
-        """Lets another process replace the worker that is about to leave. `from_disk`: whether it
-        runs the code on disk."""
+        """Lets another process replace the worker that is about to leave. `from_disk`: whether the
+        new process runs the code on disk."""
         ...
 
     def upgrade(self) -> None:
@@ -157,12 +157,12 @@ class Succession(Protocol):
 
 
 class NoSuccession:
-    """The succession of a head without a supervisor."""
+    """The succession of a head without a supervisor, which replaces nothing."""
 
     upgrade_error: str | None = None
 
     def replace(self, instance_id: InstanceId, from_disk: bool = True) -> None:
-        """Does nothing: whoever started the worker starts the next one."""
+        """Does nothing: whoever started the worker must start the next one."""
 
     def upgrade(self) -> None:
         self.upgrade_error = "this head has no supervisor"

@@ -1,8 +1,8 @@
 """Keeps one head running, and the workers and fronts of a cluster.
 
-It owns the listening sockets, so that connections wait while there is no head, and the workers. It
-holds the sockets and the logs of answers under way, and gives them to the next head. It decides
-nothing about requests, and imports no torch.
+The supervisor owns the workers and the listening sockets, so that connections wait while there is
+no head. The supervisor holds the sockets and the logs of answers under way, and gives them to the
+next head. The supervisor makes no decision about requests, and imports no torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ MAX_FILES = 20_480
 
 
 class Supervisor:
-    """`run` serves until `stop` is set. Made before the loop runs; owns the listening sockets."""
+    """`run` serves until `stop` is set. `Supervisor` is made before the loop runs, and owns the
+    listening sockets."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class Supervisor:
         state: SupervisorState | None = None,
         taken: Takeover | None = None,
     ) -> None:
-        """`launch`: start the workers of the configuration. Without `fork_server`, head and workers
-        start as new interpreters. `state`: what an earlier program of this process has left.
-        `taken`: what a lost head on another machine has left."""
+        """`launch`: whether to start the workers of the configuration. Without `fork_server`, head
+        and workers start as new interpreters. `state`: the state that an earlier program of this
+        process has left. `taken`: the state that a lost head on another machine has left."""
         self._config = config
         self._secret = secret
         self._launch = launch
@@ -152,7 +153,7 @@ class Supervisor:
             return Next.NONE
         if self._next_head is not None:
             await self._succeed(self._next_head)
-            return Next.AT_ONCE  # only if that failed
+            return Next.AT_ONCE  # reached only if the succession failed
         if not self._was_up:
             text = f"the head ended with code {code} while it started; see the log above"
             raise ClusterError(text)
@@ -222,7 +223,7 @@ class Supervisor:
                 if self._upgrade is None or self._upgrade.done():
                     self._upgrade = asyncio.create_task(self._prepare_upgrade())
             case HeadLoaded():
-                pass  # only the one who prepares an upgrade waits for it
+                pass  # only the code that prepares an upgrade waits for this packet
             case KillWorker():
                 if self._launcher is not None:
                     self._launcher.kill(packet.instance_id)
@@ -259,7 +260,7 @@ class Supervisor:
         sources = self._config.vllm.endpoints
         if not sources:
             return
-        # They import clients of HTTP and DNS, for which each start would wait.
+        # These modules import HTTP and DNS clients, for which each start would wait.
         from moonpool.discovery.endpoint import endpoint_of
         from moonpool.discovery.watch import Discovery
 
@@ -293,7 +294,7 @@ class Supervisor:
             self._head.packets.send(WorkerCrashed(instance_id=InstanceId(instance_id)))
 
     def _on_given_up(self, keeper: asyncio.Task[None]) -> None:
-        """A worker has ended for good, which is right only once the cluster is up."""
+        """Handles a worker that has ended for good, which is right only once the cluster is up."""
         if self._was_up or keeper.cancelled() or self._launcher is None or self._launcher.is_ending:
             return
         error = keeper.exception()
@@ -301,13 +302,14 @@ class Supervisor:
         self._fatal = self._fatal or f"{text}; see the log above"
         self._head.kill()
 
-    # An upgrade: the next program of this process, and the next head
+    # An upgrade: starts the next program of this process, and the next head
 
     def _environment(self) -> dict[str, str]:
         return os.environ | worker_environment(self._secret, self._config.engine.threads or 1)
 
     async def _prepare_upgrade(self) -> None:
-        """Loads the next head and tries the next program; then lets the present head hand over."""
+        """Loads the next head and tries the next program; then tells the present head to hand
+        over."""
         head, packets = self._head.process, self._head.packets
         assert head is not None and packets is not None
         try:
@@ -371,7 +373,7 @@ class Supervisor:
         )
 
     def _adopt(self, state: SupervisorState) -> None:
-        """Continues with what an earlier program of this process has left."""
+        """Continues with the state that an earlier program of this process has left."""
         self._expected, self._offers = state.expected, state.offers
         self._num_restarts, self._num_upgrades = state.num_restarts, state.num_upgrades
         self._prepared, self._epoch = state.prepared, state.epoch
@@ -384,7 +386,7 @@ class Supervisor:
                 self._launcher.add(name, role, place)
             self._discover(self._launcher)
 
-    # The head's health, and the end
+    # Methods about the head's health, and the end
 
     async def _watch(self) -> None:
         while True:
@@ -430,7 +432,8 @@ class Supervisor:
 
 
 def _raise_file_limit(num_fronts: int) -> None:
-    """Each answer takes two file descriptors, and two more while the next head is given it."""
+    """Raises the limit of open files: each answer takes two descriptors, and two more while the
+    next head gets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES * num_fronts
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)

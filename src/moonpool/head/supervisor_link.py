@@ -1,4 +1,5 @@
-"""The head's end of its connection to the supervisor, which holds what must outlive the head."""
+"""The head's end of its connection to the supervisor, which holds all that must outlive the
+head."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ MAX_LOG_BYTES = 512 << 20
 
 @dataclass
 class Inheritance:
-    """What the supervisor gives to a head."""
+    """The state that the supervisor gives to a head."""
 
     begin: HeadBegin
     http: socket.socket
@@ -86,7 +87,8 @@ class Inheritance:
 
 
 class SupervisorLink:
-    """Made on the running loop. `stop` is set when the head must end in order, or hand over."""
+    """`SupervisorLink` is made on the running loop. `stop` is set when the head must end in order,
+    or hand over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stop = asyncio.Event()
@@ -94,9 +96,9 @@ class SupervisorLink:
         self.upgrade_error: str | None = None
         """Why the last upgrade was called off."""
         self.heads: asyncio.Queue[socket.socket] = asyncio.Queue()
-        """In a front: connections to further heads."""
+        """Connections to later heads, if this process is a front."""
         self.fronts: asyncio.Queue[tuple[int, socket.socket]] = asyncio.Queue()
-        """In a head: the places of fronts, and connections to them."""
+        """The places of fronts, and connections to them, if this process is a head."""
         self._inherited: asyncio.Future[Inheritance] = asyncio.get_running_loop().create_future()
         self._inheritance: Inheritance | None = None
         self._next_number = 0
@@ -118,7 +120,7 @@ class SupervisorLink:
         return SharedBuffer(min(MAX_KEPT, self._num_files // (MAX_KEPT_SHARE * num_fronts)))
 
     async def inherit(self) -> Inheritance:
-        """Waits for what an earlier head has left."""
+        """Waits for the state that an earlier head has left."""
         return await self._inherited
 
     def loaded(self) -> None:
@@ -132,7 +134,7 @@ class SupervisorLink:
         self._packets.send(UpgradeWanted())
 
     def pass_on(self, socket_fd: int) -> None:
-        """Gives the next head a connection without a call under way."""
+        """Gives the next head a connection that has no call under way."""
         self._packets.send(PassConnection(), (socket_fd,))
 
     async def flush(self) -> None:
@@ -159,8 +161,8 @@ class SupervisorLink:
         self._packets.send(KillWorker(instance_id=instance_id))
 
     def know(self, roles: dict[InstanceId, Role], offers: dict[InstanceId, ModelOffer]) -> None:
-        """Tells the supervisor which instances a further head should wait for, and the models of
-        vLLM servers."""
+        """Tells the supervisor which instances a later head should wait for, and the models of vLLM
+        servers."""
         self._packets.send(InstancesKnown(roles=roles, offers=offers))
 
     async def beat(self) -> None:
@@ -172,7 +174,7 @@ class SupervisorLink:
     def close(self) -> None:
         self._packets.close()
 
-    # The keeper of streams
+    # Methods of the keeper of streams
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         return self._keep(StreamOpened(number=self._next_number), (socket_fd, log_fd), party)
@@ -263,7 +265,7 @@ class SupervisorLink:
                 self.stop.set()
 
     def _note_work(self, begin: HeadBegin) -> None:
-        """From now on, shows the supervisor which call is being processed."""
+        """Shows the supervisor which call is being processed, from now on."""
         for alike in begin.ended:
             self.enders.note(alike.tenant, alike.digest, alike.count, alike.since_s)
         fd = WorkMark.make_memory()
@@ -298,7 +300,8 @@ class SupervisorLink:
             self._refuse(received, sock, refusal)
 
     def _remember(self, kept: KeptStream, num_ended: int) -> None:
-        """Calls like this one begin with its count."""
+        """Records how many heads such calls have ended; later calls like this one begin with that
+        count."""
         tenant, digest, since_s = kept.opening.tenant, kept.opening.digest, time.monotonic()
         if digest and num_ended:
             count = kept.opening.num_ended + num_ended
@@ -308,7 +311,7 @@ class SupervisorLink:
             )
 
     def _why_not(self, received: KeptStream | HalfRead) -> ApiError | None:
-        """Returns why the call does not go on, or None."""
+        """Returns why the call does not continue, or None if it does."""
         if received.num_ended >= MAX_ENDED:
             return poison_error()
         assert self._inheritance is not None
@@ -321,7 +324,7 @@ class SupervisorLink:
     def _refuse(
         self, received: KeptStream | HalfRead, sock: socket.socket, error: ApiError
     ) -> None:
-        """Ends a call without any work on it: sends the error, if its client has received nothing
+        """Ends a call without processing it: sends the error, if its client has received nothing
         yet."""
         name = f"a request that was arriving from {_peer(sock)}"
         payload, request_id = error.payload(), ""
@@ -348,7 +351,7 @@ class SupervisorLink:
         call_log = CallLog(self, packet.number, log_fd)
         try:
             call_log.read()
-            if HalfRead.is_in(call_log):  # of a request, whose client has left
+            if HalfRead.is_in(call_log):  # the log of a half-read request, whose client has left
                 call_log.drop()
                 return
             kept = KeptStream.take_cut(call_log)
@@ -364,7 +367,8 @@ class SupervisorLink:
             kept.drop()
 
     def _forget_kept_twice(self, inheritance: Inheritance) -> None:
-        """A head may end after it has kept a call, and before it drops what had arrived of it."""
+        """A head may end after it has kept a call, and before it drops the half-read log of the
+        call."""
         kept = {_inode(sock) for log, sock in inheritance.answers if isinstance(log, KeptStream)}
         for each in list(inheritance.answers):
             received, sock = each
@@ -374,7 +378,7 @@ class SupervisorLink:
                 sock.close()
 
     def _on_end(self) -> None:
-        os._exit(1)  # the supervisor is gone, and with it everything that could go on
+        os._exit(1)  # the supervisor is gone, and with it everything that could continue
 
 
 def _peer(sock: socket.socket) -> str:

@@ -1,4 +1,5 @@
-"""Posts to a webhook how many instances are wanted. Older numbers are not sent any more."""
+"""Posts to a webhook how many instances are wanted. Numbers that newer ones replace are not sent
+any more."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ class WantedWebhook:
     succeeds or newer numbers replace it."""
 
     def __init__(self, url: str) -> None:
-        """`url`: empty for none."""
+        """`url`: the URL of the webhook, or "" for none."""
         self._url = url
-        if url:  # now, and not while calls wait; without one a head starts sooner
+        if url:  # imported now, and not while calls wait; without a URL a head starts sooner
             import httpx  # noqa: F401
         self._newest: InstancesWanted | None = None
         self._task: asyncio.Task[None] | None = None
@@ -38,7 +39,7 @@ class WantedWebhook:
             self._task = asyncio.get_running_loop().create_task(self._post_newest())
 
     def close(self) -> None:
-        """Gives up what is not posted."""
+        """Drops numbers that are not posted yet."""
         if self._task is not None:
             self._task.cancel()
 
@@ -56,7 +57,7 @@ class WantedWebhook:
                     self._newest = None
 
     async def _post_once(self, client: httpx.AsyncClient, wanted: InstancesWanted) -> str:
-        """Returns what went wrong; empty if nothing did."""
+        """Returns the error, or "" if the post succeeded."""
         import httpx
 
         numbers = {"prefill": wanted.prefill, "decode": wanted.decode}

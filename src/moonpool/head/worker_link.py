@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
     def on_standby(self, link: WorkerLink, apply: ApplyStandby) -> None: ...
 
     def on_attention(self, link: WorkerLink, address: PeerAddress) -> None:
-        """An attention worker is ready."""
+        """Handles that an attention worker is ready."""
         ...
 
     def admit(self, link: WorkerLink, joined: Joined) -> str | None:
@@ -53,13 +53,13 @@ class LinkOwner(Protocol):
     def on_report(self, link: WorkerLink, report: Report) -> None: ...
 
     def on_lost(self, link: WorkerLink, reason: str) -> None:
-        """Called even for links that never joined."""
+        """Called when a link ends, even if its worker never joined."""
         ...
 
     def on_connected(self, link: WorkerLink) -> None: ...
 
     def on_proved(self, link: WorkerLink) -> None:
-        """The peer has proved that it knows the secret."""
+        """Called when the peer has proved that it knows the secret."""
         ...
 
     def listened_s(self) -> float:
@@ -68,18 +68,19 @@ class LinkOwner(Protocol):
 
 
 class WorkerLink:
-    """Created per connection; `channel` is its asyncio protocol."""
+    """A link is created for each connection; `channel` is its asyncio protocol."""
 
     def __init__(self, owner: LinkOwner, secret: bytes) -> None:
         me = Identity(instance_id=InstanceId("head"), service=CONTROL_SERVICE, fingerprint=b"")
         self._owner = owner
         self._reason = ""
-        self.has_failed = False  # it could not start, or its model was not taken
+        self.has_failed = False  # whether the worker could not start, or its model was rejected
         self.instance_id = InstanceId("")
-        self.pid, self.host = 0, ""  # of an attention worker; those of instances are in their info
-        self.is_ordered = False  # it was told to end
-        self.release = ""  # of an instance's worker; "" if it does not state it
-        self.heard_s = owner.listened_s()  # on the head's clock of listening
+        self.pid, self.host = 0, ""  # set for an attention worker; an instance's are in its info
+        self.is_ordered = False  # whether the worker was told to end
+        self.release = ""  # release of an instance's worker, or "" if unknown
+        # time of the last message, on the head's clock of listening
+        self.heard_s = owner.listened_s()
         self.channel: Channel[UpFrame, DownFrame] = Channel(
             ServerHandshake(secret, me), msgspec.msgpack.Decoder(UpFrame), self
         )

@@ -1,8 +1,9 @@
 """The blocks of one rank of one model in a host's pool; it is pure, like `scheduler.instance`.
 
-DRAM, SSD, eviction and transfers are those of Moonpool's own instances: the block pool, `Demotion`
+DRAM, SSD, eviction and transfers are those of moonpool's own instances: the block pool, `Demotion`
 and `Promotion`. The engine that computes is another program (vLLM), which stores what it computed
-and loads what it misses. So here a block has these owners, besides those of `KVCacheManager`:
+and loads what it misses. So a block here has these owners, in addition to those of
+`KVCacheManager`:
 
     find:<owner>       what a client may copy                  find       release
     store:<number>     where a client writes                   reserve    commit, or its end
@@ -49,16 +50,16 @@ from moonpool.scheduler.ssd_tiering import Demotion, Promotion
 from moonpool.types import BlockId, BlockKey
 
 STORE_SHARE = 4
-"""At most one block in this many may be reserved for stores that are under way."""
+"""At most this fraction (1 / STORE_SHARE) of the blocks is reserved for stores under way."""
 
 AHEAD_SHARE = 4
-"""One block in this many may wait until it is copied to the SSD. So what was stored is there soon,
-and its place in memory is free for what is read: a read that makes room by writes takes twice as
-long and more."""
+"""At most this fraction (1 / AHEAD_SHARE) of the blocks waits until it is copied to the SSD. So
+stored blocks are soon on the SSD, and their place in memory is free for blocks that are read: a
+read that has to make room by writing takes at least twice as long."""
 
 
 class Finder(NamedTuple):
-    """Who looks for blocks: a client of the pool, and the client's own name for the search."""
+    """A client of the pool that looks for blocks, and the client's name for the search."""
 
     client: int
     name: str
@@ -69,7 +70,7 @@ class Finder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlocksFound:
-    """A find has ended: these blocks are held. `num_loaded` of them came from the SSD."""
+    """A find has ended: these blocks are held. `num_loaded` of the blocks came from the SSD."""
 
     owner: Finder
     block_ids: tuple[BlockId, ...]
@@ -95,7 +96,7 @@ SpaceAction = (
 @dataclass(slots=True)
 class _Search:
     """A find or a peer's read, which may wait for loads. `tell` gets the blocks found, and how many
-    blocks were loaded for it."""
+    of them were loaded for the search."""
 
     keys: Sequence[BlockKey]
     tell: Callable[[list[BlockId], int], None]
@@ -131,7 +132,7 @@ class BlockSpace:
         kept: Sequence[tuple[BlockId, BlockKey]] = (),
         eviction: str = "lru",
     ) -> None:
-        """`stored` and `kept`: what earlier processes left on the SSD and in DRAM, the least
+        """`stored` and `kept`: what earlier processes have left on the SSD and in DRAM, the least
         recently used first."""
         config = InstanceConfig(eviction=eviction, ssd_blocks=num_slots, ssd_write_ahead=True)
         self.layout = layout
@@ -173,7 +174,7 @@ class BlockSpace:
         self._handlers[type(event)](event)
 
     def take(self) -> tuple[list[SpaceAction], BlocksChanged | None]:
-        """Returns what is to be performed, in this order, and the changes of keys."""
+        """Returns the actions to perform, in this order, and the changes of keys."""
         self._demotion.run()
         changes = self.kv_cache.take_changes()
         self._write_ahead(())
@@ -182,11 +183,12 @@ class BlockSpace:
         return actions, changes
 
     def _write_ahead(self, new: Sequence[BlockKey]) -> None:
-        """Copies blocks to the SSD before they leave DRAM, where it has nothing else to do."""
+        """Copies blocks to the SSD before they leave DRAM, while the disk has nothing else to
+        do."""
         self._demotion.write_ahead(new, disk_reads=self._promotion.num_loads > 0)
 
     def snapshot(self) -> BlocksSnapshot:
-        """All keys; the changes of before are in it."""
+        """Returns all keys, which include earlier changes."""
         return self.kv_cache.take_snapshot()
 
     # Finds
@@ -196,8 +198,8 @@ class BlockSpace:
         return self._promotion.present(keys)
 
     def find(self, owner: Finder, keys: Sequence[BlockKey]) -> None:
-        """Holds the longest prefix of `keys` that is here, after loading what is on the SSD only.
-        Ends with `BlocksFound`."""
+        """Holds the longest prefix of `keys` that the space has, after loading blocks that are only
+        on the SSD. Ends with `BlocksFound`."""
 
         def tell(blocks: list[BlockId], num_loaded: int) -> None:
             self._found.append(BlocksFound(owner, tuple(blocks), min(num_loaded, len(blocks))))
@@ -218,7 +220,7 @@ class BlockSpace:
         self.pool.release(owner)
         num_local, absent = self._promotion.reach(search.keys)
         if absent and self.kv_cache.num_slots:
-            # Hold the blocks in DRAM, so that loading the others does not evict them.
+            # The blocks in DRAM are held, so that loading the others does not evict them.
             found = (self.pool.find(key) for key in search.keys[:num_local])
             self.pool.acquire(owner, [block for block in found if block is not None])
             search.load_ids = self._promotion.load(absent) or set()
@@ -248,7 +250,7 @@ class BlockSpace:
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
     ) -> list[BlockId | None]:
-        """Holds room for those of `keys` that are not here, as far as there is any. Returns the
+        """Holds room for those of `keys` that the space lacks, as far as there is room. Returns the
         place of each key, or None."""
         assert number not in self._reservations
         lacking = [
@@ -269,7 +271,7 @@ class BlockSpace:
         self._reservations[number] = _Reservation(wanted, tuple(blocks), depths)
         self._reserved_keys.update(wanted)
         place = dict(zip(wanted, blocks, strict=True))
-        return [place.pop(key, None) for key in keys]  # a key twice has one place
+        return [place.pop(key, None) for key in keys]  # a key that occurs twice has one place
 
     def reserved(self, number: int) -> tuple[BlockId, ...]:
         """The places of a reservation, in its order; () if there is none."""
@@ -283,7 +285,7 @@ class BlockSpace:
         items = zip(reservation.block_ids, reservation.keys, reservation.depths, strict=True)
         for block_id, key, depth in items:
             self.pool.cache_block(block_id, key, depth)
-        self._write_ahead(reservation.keys)  # while they are held
+        self._write_ahead(reservation.keys)  # started while the blocks are held
         self.pool.release(BlockOwner("store", str(number)))
         self.actions_out.count("stored_in_dram_blocks", len(reservation.keys))
 
@@ -295,7 +297,7 @@ class BlockSpace:
             self.pool.release(BlockOwner("store", str(number)))
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        """Drops damaged blocks: nobody finds them in DRAM from now on."""
+        """Drops damaged blocks, so that no search finds them in DRAM from now on."""
         blocks = self.pool.find_all(keys)
         self.pool.uncache(blocks)
         self.actions_out.count("damaged_blocks", len(blocks))
@@ -310,8 +312,8 @@ class BlockSpace:
         timeout_s: float,
         first_depth: int = 0,
     ) -> None:
-        """Copies what is missing of `keys` from another host; `first_depth` is the index of the
-        first in its prompt. Ends with `BlocksFetched`."""
+        """Copies missing blocks of `keys` from another host; `first_depth` is the index of the
+        first one in its prompt. Ends with `BlocksFetched`."""
         num_local = len(self.pool.match(keys))
         missing = tuple(keys[num_local:])
         owner = BlockOwner("fetch", fetch_id)
@@ -382,4 +384,4 @@ class BlockSpace:
 
 
 def _ignore(event: MessengerEvent) -> None:
-    """Nobody waits for single layers."""
+    """Does nothing, because nobody waits for single layers."""

@@ -3,13 +3,13 @@
 Clients are the processes of vLLM (or of another engine), and the process by which a head sees that
 vLLM. A *group* is one model in one layout: all whose blocks are interchangeable. Each rank of a
 vLLM that is divided among processes (by tensors or by layers) keeps its shares of the blocks in a
-*space* of its own. A block is found if all spaces of its group have it.
+separate *space*. A block is found if all spaces of its group have it.
 
-Bodies are msgpack in frames of 4 bytes of length. Blocks themselves never pass the socket: clients
-map the spaces' memory, and copy. Every copy is verified by the checksums that come with it.
+Bodies are msgpack in frames of 4 bytes of length. Blocks never pass the socket: clients map the
+memory of the spaces, and copy. Every copy is verified by the checksums that come with it.
 
-A model with several kinds of KVCache has a space for each kind of each process. Where a layer reads
-a window of the newest tokens only, its space needs no more than the window's blocks for a hit.
+A model with several kinds of KVCache has a space for each kind of each process. If layers read only
+a window of the newest tokens, their space needs no more than the window's blocks for a hit.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=600.0)]
 
 
-# Of a client
+# Messages of a client
 
 
 class AttachRank(Struct, frozen=True, tag=True):
-    """A rank's process requests the memory of its space. Answered with `RankAttached` or
+    """A rank's process requests the memory of its space. The pool answers with `RankAttached` or
     `PoolRefused`."""
 
     protocol: int
@@ -61,16 +61,17 @@ class AttachRank(Struct, frozen=True, tag=True):
 
 
 class JoinPool(Struct, frozen=True, tag=True):
-    """A process that only finds blocks. Answered with `PoolJoinAccepted` or `PoolRefused`."""
+    """A process that only finds blocks. The pool answers with `PoolJoinAccepted` or
+    `PoolRefused`."""
 
     protocol: int
 
 
 class Find(Struct, frozen=True, tag=True):
-    """Holds the longest prefix of `keys` for `owner`, until `Release`, and brings what is on the
-    SSD to DRAM first. Answered with `Found`, after a `Waiting` if that takes time. If not all is
-    there, it waits up to `wait_s` for what others are about to store. `places`: the finder copies
-    the blocks itself."""
+    """Asks to hold the longest prefix of `keys` for `owner`, until `Release`, and to bring its
+    blocks on the SSD to DRAM first. Answered with `Found`, after a `Waiting` if that takes time. If
+    blocks are missing, the find waits up to `wait_s` for blocks that others are about to store.
+    `places`: whether the finder copies the blocks itself."""
 
     owner: _Name
     group: _Group
@@ -87,7 +88,7 @@ class Release(Struct, frozen=True, tag=True):
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """The rank wants to store these blocks in its space. Answered with `Reserved`."""
+    """The rank wants to store these blocks in its space. The pool answers with `Reserved`."""
 
     number: _Count
     keys: _Keys
@@ -97,14 +98,14 @@ class Reserve(Struct, frozen=True, tag=True):
 
 class Commit(Struct, frozen=True, tag=True):
     """The reserved blocks are full; `checksums` are those of all their slices (u64, little-endian),
-    in the order of the blocks that `Reserved` named. Without any, the reservation ends."""
+    in the order of the blocks that `Reserved` named. Without checksums, the reservation ends."""
 
     number: _Count
     checksums: bytes
 
 
 class Damaged(Struct, frozen=True, tag=True):
-    """These blocks of the rank's space differ from their checksums."""
+    """Tells that these blocks of the rank's space differ from their checksums."""
 
     keys: _Keys
 
@@ -116,7 +117,7 @@ class Watch(Struct, frozen=True, tag=True):
 
 
 class FetchToPool(Struct, frozen=True, tag=True):
-    """Copies blocks from the pool of another host, one address for each rank. Answered with
+    """Copies blocks from the pool of another host, one address for each rank. The pool answers with
     `Fetched`."""
 
     number: _Count
@@ -130,7 +131,7 @@ class Describe(Struct, frozen=True, tag=True):
     """Asks for `PoolState`."""
 
 
-# Of the pool
+# Messages of the pool
 
 
 class PoolRefused(Struct, frozen=True, tag=True):
@@ -147,22 +148,22 @@ class RankAttached(Struct, frozen=True, tag=True):
 
 
 class PoolJoinAccepted(Struct, frozen=True, tag=True):
-    """`version` is the pool's, for the log."""
+    """`version` is the version of the pool, for the log."""
 
     version: str
 
 
 class RankBlocks(Struct, frozen=True):
-    """Where the blocks are in one rank's space (i64), and the checksums of their slices (u64). In a
-    space with a window these are the prefix's last blocks only."""
+    """Where the blocks lie in one rank's space (i64), and the checksums of their slices (u64). In a
+    space with a window, these are only the last blocks of the prefix."""
 
     block_ids: bytes
     checksums: bytes
 
 
 class Found(Struct, frozen=True, tag=True):
-    """The first `num_blocks` keys are in DRAM and held; `num_loaded` of them came from the SSD.
-    `ranks` has one entry for each rank, if the finder asked for places."""
+    """The first `num_blocks` keys are in DRAM and held; `num_loaded` of their blocks came from the
+    SSD. `ranks` has an entry for each rank, if the finder asked for places."""
 
     owner: str
     num_blocks: int
@@ -171,8 +172,8 @@ class Found(Struct, frozen=True, tag=True):
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """The search of a `Find` waits for the SSD, or for other clients. It is said at once, and ten
-    times a second until the find ends."""
+    """The search of a `Find` waits for the SSD, or for other clients. The message is sent at once,
+    and ten times a second until the find ends."""
 
     owner: str
 
@@ -185,7 +186,7 @@ class Reserved(Struct, frozen=True, tag=True):
 
 
 class GroupBlocks(Struct, frozen=True, tag=True):
-    """What the group holds, as an instance would report it."""
+    """What the group of ranks holds, in the form in which an instance would report it."""
 
     group: bytes
     report: BlocksChanged | BlocksSnapshot
@@ -219,7 +220,7 @@ class SpaceState(Struct, frozen=True):
 
 
 class GroupState(Struct, frozen=True):
-    """`is_whole`: all its ranks have attached, so that blocks can be found."""
+    """`is_whole`: whether all its ranks have attached, so that blocks can be found."""
 
     group: bytes
     model: str
@@ -231,7 +232,7 @@ class GroupState(Struct, frozen=True):
 
 
 class PoolState(Struct, frozen=True, tag=True):
-    """All groups of the pool, the last used one last."""
+    """All groups of the pool, the most recently used one last."""
 
     version: str
     pid: int
@@ -267,12 +268,12 @@ FROM_POOL = msgspec.msgpack.Decoder(PoolMessage)
 
 
 def keys_of(keys: tuple[bytes, ...]) -> tuple[BlockKey, ...]:
-    """Returns the same keys, as the pool's tables name them."""
+    """Returns the same keys in the form that the pool's tables use."""
     return tuple(map(BlockKey, keys))
 
 
 FRAMES = Framing(">", MAX_FRAME_BYTES)
-_PEER = struct.Struct("3i")  # process, user, group
+_PEER = struct.Struct("3i")  # process id, user id, group id
 _T = TypeVar("_T")
 
 
@@ -287,10 +288,11 @@ async def read_message(reader: StreamReader, decoder: msgspec.msgpack.Decoder[_T
 
 
 def is_own_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end is of this process's user, as the kernel says. A
-    stranger could open a socket where the pool is looked for, and would get what users wrote."""
+    """Whether the kernel says that the process at the other end belongs to the user of this
+    process. A stranger could open a socket where the pool is looked for, and would get what users
+    wrote."""
     credentials = getattr(socket, "SO_PEERCRED", None)
-    if credentials is None:  # no system but Linux has a pool
+    if credentials is None:  # only Linux systems have a pool
         return False
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, credentials, _PEER.size))
     return bool(user == os.geteuid())

@@ -1,4 +1,4 @@
-"""The default place of a host's pool."""
+"""The default location of a host's pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SOCKET_VARIABLE = "MOONPOOL_POOL"
 
 
 def default_socket() -> Path:
-    """The unix socket: that of the environment, or one in the user's runtime folder."""
+    """Returns the path of the unix socket: from the environment, or in the user's runtime
+    folder."""
     named = os.environ.get(SOCKET_VARIABLE)
     if named:
         return Path(named)

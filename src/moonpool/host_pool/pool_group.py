@@ -31,13 +31,13 @@ class GroupFound:
 class _Find:
     keys: Sequence[BlockKey]
     until_s: float
-    num_tried: int = 0  # the prefix that all spaces look for now
+    num_tried: int = 0  # length of the prefix that all spaces look for now
     by_rank: dict[int, BlocksFound] = field(default_factory=dict)
-    is_waiting: bool = False  # for blocks that others store
+    is_waiting: bool = False  # whether it waits for blocks that others store
 
 
 class BlockGroup:
-    """The ranks of one model. After each call, the driver takes the actions of all spaces."""
+    """The ranks of one model. After each call, the driver performs the actions of all spaces."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -72,7 +72,7 @@ class BlockGroup:
         return ended
 
     def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
-        """The search ends with `GroupFound`. Another find of the same owner is given up."""
+        """The search ends with `GroupFound`. `find` gives up another find of the same owner."""
         self.release(owner)
         if not self.is_whole:
             self._ended.append(GroupFound(owner, 0, 0, ()))
@@ -86,7 +86,7 @@ class BlockGroup:
             space.release(owner)
 
     def part_of(self, rank: int, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """What the prefix `keys` needs in a rank's space."""
+        """Returns what the prefix `keys` needs in a rank's space."""
         window = self.windows.get(rank, 0)
         return keys[-window:] if window else keys
 
@@ -107,11 +107,11 @@ class BlockGroup:
             return
         num_blocks = self._num_found(find)
         if num_blocks < find.num_tried and self.windows:
-            # Meanwhile a block has gone. A shorter prefix needs other blocks.
+            # A block has gone in the meantime, and a shorter prefix needs other blocks.
             self._begin(found.owner, find, num_blocks)
             return
         if num_blocks < len(find.keys) and now < find.until_s:
-            find.is_waiting = True  # what was found stays held
+            find.is_waiting = True  # the blocks that were found stay held
             return
         self._end(found.owner, find)
 
@@ -167,8 +167,8 @@ class BlockGroup:
 
 
 def longest_prefix(present: Mapping[int, Sequence[bool]], windows: Mapping[int, int]) -> int:
-    """The longest prefix of which each rank has what it needs: all, or the last blocks of its
-    window. `present`: whether each rank has each block."""
+    """Returns the longest prefix of which each rank has what it needs: all blocks, or the last ones
+    of its window. `present`: whether each rank has each of the blocks."""
     lengths = [len(found) for found in present.values()]
     most = min(lengths, default=0)
     for rank, found in present.items():

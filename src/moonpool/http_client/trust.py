@@ -1,4 +1,4 @@
-"""Whom a client trusts over https, and what it shows of itself."""
+"""Which servers a client trusts over https, and how it proves its own identity."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def no_password() -> str:
 
 
 def untrusted_hint(error: Exception) -> str:
-    """What a client's user can do about a certificate that was refused; "" for another error."""
+    """Returns what a user can do about a refused certificate, or "" for another error."""
     if "CERTIFICATE_VERIFY_FAILED" not in str(error):
         return ""
     return "give the certificate of its authority with --ca-file"
 
 
 def trusting_context(ca_file: str = "") -> ssl.SSLContext:
-    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's. It
-    shows the certificate of CLIENT_CERT_VARIABLE to a server that asks for one.
+    """Returns a client's context, which trusts `ca_file` (PEM), or without it the system's. The
+    context shows the certificate of CLIENT_CERT_VARIABLE to a server that asks for one.
 
     Raises TlsError.
     """

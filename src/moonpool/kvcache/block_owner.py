@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 OwnerKind = Literal[
-    "work",  # an attempt, with its block table
-    "fetch",  # an attempt that waits, with its prefix
-    "load",  # a load from the SSD
+    "work",  # an attempt that holds its block table
+    "fetch",  # an attempt that waits and holds its prefix
+    "load",  # a load from the SSD into blocks
     "hung:load",  # a load that the disk has not returned
-    "demote",  # a write to the SSD
+    "demote",  # a write of blocks to the SSD
     "hung:store",  # a write that the disk has not returned
     "ahead",  # a block that waits to be copied to the SSD
     "read",  # a peer
-    "takeover",  # a prefix of an instance that leaves
-    "find",  # a client of a host's pool, with the blocks that it may copy
+    "takeover",  # a takeover of a prefix from an instance that leaves
+    "find",  # a client of a host's pool that may copy these blocks
     "store",  # a client of a host's pool, with the blocks that it writes
     # For no longer than one call
     "evict",
@@ -30,16 +30,16 @@ class BlockOwner(NamedTuple):
 
     kind: OwnerKind
     job: str = ""
-    """Its id among the owners of this kind."""
+    """The id of the job among the owners of this kind."""
 
     @property
     def name(self) -> str:
-        """The owner as reports, `/cluster` and commands have it: "work:r7/1"."""
+        """Returns the owner's name in reports, `/cluster` and commands, such as "work:r7/1"."""
         return f"{self.kind}:{self.job}"
 
 
 EVICTION = BlockOwner("evict")
-"""Withdraws blocks in order to drop them."""
+"""The owner of blocks that are withdrawn in order to be dropped."""
 
 
 def owners_of(kind: OwnerKind, jobs: Iterable[str]) -> set[BlockOwner]:

@@ -1,5 +1,5 @@
-"""Keeps track of which owner holds which block of one instance's arena. This is bookkeeping only:
-it touches no bytes.
+"""Keeps track of which owner holds which block of one instance's arena. This class does bookkeeping
+only and touches no bytes.
 
 A block is always in exactly one of three states:
 
@@ -11,15 +11,15 @@ A block is always in exactly one of three states:
 A block with a key is *cached*, whether held or evictable: a later request with the same prefix can
 use it. A cached block is immutable.
 
-An evictable block may also be *withdrawn*: it is held, keeps its key, and loses the key when that
-hold ends, unless another owner acquired it meanwhile. So an eviction victim can be copied to
-another tier before its content is gone.
+An evictable block may also be *withdrawn*: it is then held, keeps its key, and loses the key when
+that hold ends, unless another owner has acquired it. So an eviction victim can be copied to another
+tier before its content is gone.
 
-Every hold has a named owner (a request, a peer's read), and `release(owner)` ends all of its holds,
-so no single hold can be forgotten.
+Every hold has a named owner (a request, a peer's read), and `release(owner)` ends all holds of that
+owner, so no single hold can be forgotten.
 
-The pool takes an owner's blocks to be one prompt's, in its order. The eviction policy learns from
-that order which block continues which.
+The pool assumes that an owner's blocks belong to one prompt, in the order of that prompt. The
+eviction policy learns from that order which block continues which.
 """
 
 from __future__ import annotations
@@ -46,61 +46,65 @@ class PoolChanges:
 
 
 class BlockPool:
-    """The blocks 0 .. num_blocks - 1 of one arena. Methods that change the pool say so."""
+    """The blocks 0 .. num_blocks - 1 of one arena. Methods that change the pool say so in their
+    docstrings."""
 
     def __init__(self, num_blocks: int, eviction: EvictionPolicy | None = None) -> None:
-        """`eviction` is LRU unless given."""
+        """`eviction`: the eviction policy, LRU if not given."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._evictable: EvictionPolicy = eviction if eviction is not None else LruEviction()
-        self._num_evictable = 0  # as the policy counts, without a call; read at every event
+        # the policy's number of evictable blocks, kept here because every event reads it
+        self._num_evictable = 0
         self._free: list[BlockId] = []
-        # Lists indexed by block. They end at the highest block ever used, because a simulated
+        # Lists indexed by block. The arrays end at the highest block ever used, because a simulated
         # cluster has many pools, most of them nearly empty.
         self._num_holds: list[int] = []
         self._key_of: list[BlockKey | None] = []
-        self._depth_of: list[int] = []  # index in its prompt, of a cached block
-        self._num_uses: list[int] = []  # acquisitions of a cached block since it got its key
+        self._depth_of: list[int] = []  # index of a cached block in its prompt
+        # number of acquisitions of a cached block since it got its key
+        self._num_uses: list[int] = []
         self._withdrawn: set[BlockId] = set()
         self._block_of: dict[BlockKey, BlockId] = {}
-        self._twin_key: dict[BlockId, BlockKey] = {}  # held blocks whose key another block has
+        # held blocks whose key belongs to another block with the same content
+        self._twin_key: dict[BlockId, BlockKey] = {}
         self._held_by: dict[BlockOwner, list[BlockId]] = {}
         # Keys since the last report, in order. A key that came and went is not reported.
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
         self._evicted: list[BlockKey] = []
-        self._rekeyed: dict[BlockId, None] | None = None  # unless `watch_keys` was called
+        self._rekeyed: dict[BlockId, None] | None = None  # None until `watch_keys` is called
 
     # Counts
 
     @property
     def num_free(self) -> int:
-        """Blocks without key and owner."""
+        """Number of blocks without key and owner."""
         return self.num_blocks - len(self._num_holds) + len(self._free)
 
     @property
     def num_ever_used(self) -> int:
-        """Blocks that have had an owner or a key: those with the lowest numbers."""
+        """Number of blocks that have had an owner or a key: those with the lowest numbers."""
         return len(self._num_holds)
 
     @property
     def num_evictable(self) -> int:
-        """Cached blocks without owner."""
+        """Number of cached blocks without owner."""
         return self._num_evictable
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can return now: free and evictable ones."""
+        """Number of blocks that `allocate` can return now: free and evictable ones."""
         return self.num_free + self._num_evictable
 
     @property
     def num_held(self) -> int:
-        """Blocks with at least one owner."""
+        """Number of blocks with at least one owner."""
         return len(self._num_holds) - len(self._free) - self._num_evictable
 
     @property
     def num_cached(self) -> int:
-        """Blocks with a key, held or not."""
+        """Number of blocks with a key, held or not."""
         return len(self._block_of)
 
     def owners(self) -> dict[BlockOwner, int]:
@@ -108,30 +112,30 @@ class BlockPool:
         return {owner: len(blocks) for owner, blocks in self._held_by.items()}
 
     def named_owners(self) -> dict[str, int]:
-        """`owners` under the names that reports use."""
+        """Returns `owners` under the names that reports use."""
         return {owner.name: num_holds for owner, num_holds in self.owners().items()}
 
     # Cached blocks. The result of a lookup is valid until the next call that allocates, so acquire
     # the blocks before.
 
     def keys(self) -> list[BlockKey]:
-        """Keys of all cached blocks."""
+        """Returns the keys of all cached blocks."""
         return list(self._block_of)
 
     def cached_blocks(self) -> list[BlockId]:
-        """All cached blocks, in the order of `keys`."""
+        """Returns all cached blocks, in the order of `keys`."""
         return list(self._block_of.values())
 
     def find(self, key: BlockKey) -> BlockId | None:
-        """The cached block with this key, or None."""
+        """Returns the cached block with this key, or None."""
         return self._block_of.get(key)
 
     def find_all(self, keys: Iterable[BlockKey]) -> list[BlockId]:
-        """The cached blocks with these keys; keys that are not cached are left out."""
+        """Returns the cached blocks with these keys; keys that are not cached are left out."""
         return [block_id for block_id in map(self._block_of.get, keys) if block_id is not None]
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Blocks of the longest cached prefix of `keys`."""
+        """Returns the blocks of the longest cached prefix of `keys`."""
         blocks: list[BlockId] = []
         find = self._block_of.get
         for key in keys:
@@ -142,7 +146,7 @@ class BlockPool:
         return blocks
 
     def key_of(self, block_id: BlockId) -> BlockKey | None:
-        """The block's key; None if it is not cached."""
+        """Returns the block's key, or None if the block is not cached."""
         return self._key_of[block_id]
 
     def has_content(self, block_id: BlockId, key: BlockKey) -> bool:
@@ -151,11 +155,11 @@ class BlockPool:
         return self._key_of[block_id] == key or self._twin_key.get(block_id) == key
 
     def depth_of(self, block_id: BlockId) -> int:
-        """A cached block's index in its prompt, as far as it is known."""
+        """Returns a cached block's index in its prompt, as far as the index is known."""
         return self._depth_of[block_id]
 
     def num_uses(self, block_id: BlockId) -> int:
-        """How often a cached block was acquired since it got its key."""
+        """Returns how often a cached block was acquired since it got its key."""
         return self._num_uses[block_id]
 
     def count_uses(self, block_id: BlockId, num_uses: int) -> None:
@@ -166,7 +170,7 @@ class BlockPool:
 
     def allocate(self, owner: BlockOwner, num_blocks: int) -> list[BlockId] | None:
         """Holds `num_blocks` blocks without keys, evicting cached ones where too few are free.
-        Returns None, changing nothing, if too few are available."""
+        Returns None, changing nothing, if too few blocks are available."""
         assert num_blocks >= 0
         if num_blocks > self.num_available:
             return None
@@ -184,7 +188,8 @@ class BlockPool:
         return blocks
 
     def acquire(self, owner: BlockOwner, block_ids: Iterable[BlockId]) -> None:
-        """Adds a hold on each of these cached blocks, given in the order of their prompt."""
+        """Adds a hold on each of these cached blocks, which must be in the order of their
+        prompt."""
         blocks = list(block_ids)
         if not blocks:
             return
@@ -213,7 +218,7 @@ class BlockPool:
             self._held_by.setdefault(owner, []).extend(block_ids)
 
     def guard(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
-        """Adds a hold on each of these held, cached blocks that does not count as a use."""
+        """Adds a hold that does not count as a use to each of these held, cached blocks."""
         for block_id in block_ids:
             assert self._num_holds[block_id] > 0 and self._key_of[block_id] is not None
             self._num_holds[block_id] += 1
@@ -226,7 +231,7 @@ class BlockPool:
 
     def withdraw(self, owner: BlockOwner, num_blocks: int) -> list[BlockId]:
         """Holds up to `num_blocks` of the blocks that would be evicted next, in that order.
-        They lose their keys when the hold ends, unless another owner acquires them."""
+        These blocks lose their keys when the hold ends, unless another owner acquires them."""
         blocks = self._pop(min(num_blocks, self._num_evictable))
         for block_id in blocks:
             self._num_holds[block_id] = 1
@@ -250,7 +255,7 @@ class BlockPool:
             self._end_holds(blocks)
 
     def release_some(self, owner: BlockOwner, block_ids: Sequence[BlockId]) -> None:
-        """Ends the owner's holds on these blocks, of which it has one each."""
+        """Ends the owner's holds on these blocks; the owner has one hold on each of them."""
         if not block_ids:
             return
         gone = set(block_ids)
@@ -266,7 +271,7 @@ class BlockPool:
 
     def cache_block(self, block_id: BlockId, key: BlockKey, depth: int = 0) -> bool:
         """Gives a full, held block the key of its content; `depth` is its index in its
-        prompt. Returns False if another block has that key already: this one then stays without a
+        prompt. Returns False if another block has that key already: this block then stays without a
         key and becomes free when released."""
         assert self._num_holds[block_id] > 0 and self._key_of[block_id] is None
         if key in self._block_of:
@@ -277,7 +282,7 @@ class BlockPool:
         return True
 
     def cache_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
-        """`cache_block` for consecutive blocks of a prompt, the first at index `depth`."""
+        """Calls `cache_block` for consecutive blocks of a prompt, the first at index `depth`."""
         if len(keys) == 1:
             self.cache_block(block_ids[0], keys[0], depth)
             return
@@ -329,7 +334,7 @@ class BlockPool:
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` would return any."""
+        """Whether `take_changes` would return any changes."""
         return bool(self._stored or self._removed or self._evicted)
 
     def take_changes(self) -> PoolChanges:
@@ -346,8 +351,8 @@ class BlockPool:
 
     def take_rekeyed(self) -> list[tuple[BlockId, BlockKey | None]]:
         """Returns the blocks that got or lost a key since the last call, with their present keys,
-        and clears them. Unlike `take_changes`, it includes a block that lost a key and got it
-        again."""
+        and clears the list. Unlike `take_changes`, the list includes a block that lost a key and
+        got it again."""
         if not self._rekeyed:
             return []
         blocks, self._rekeyed = self._rekeyed, {}
@@ -387,7 +392,7 @@ class BlockPool:
             self._depth_of,
             self._withdrawn,
         )
-        run: list[BlockId] = []  # from the last block of the prompt to the first
+        run: list[BlockId] = []  # blocks from the last one of the prompt to the first
         for block_id in reversed(blocks):
             holds[block_id] = left = holds[block_id] - 1
             if not left:
@@ -395,7 +400,7 @@ class BlockPool:
                     self._withdrawn.remove(block_id)
                     self._take_keys((block_id,))
                 if keys[block_id] is not None:
-                    # As `_may_precede`, for most blocks.
+                    # Does what `_may_precede` does, without a call, for most blocks.
                     if run and (before := depths[block_id]) > 0 and depths[run[-1]] <= before:
                         self._add(run[::-1], None)
                         run = []
@@ -421,14 +426,15 @@ class BlockPool:
         return blocks
 
     def _may_precede(self, block_id: BlockId, later: BlockId) -> bool:
-        """Whether `later`, the next of its owner's blocks, can continue `block_id` in a prompt. It
-        cannot where an owner took blocks twice: the beginning of a prompt then follows a block of
-        its middle."""
+        """Whether `later`, the next of its owner's blocks, can continue `block_id` in a prompt. The
+        answer is no where an owner took blocks twice: the beginning of a prompt then follows a
+        block of its middle."""
         before = self._depth_of[block_id]
         return not before or self._depth_of[later] > before
 
     def _cached_twin(self, block_id: BlockId) -> BlockId | None:
-        """The cached block with this block's content: itself, or the one that has its key."""
+        """Returns the cached block with this block's content: itself, or the block that has its
+        key."""
         if self._key_of[block_id] is not None:
             return block_id
         key = self._twin_key.get(block_id)

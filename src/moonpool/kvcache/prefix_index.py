@@ -1,12 +1,12 @@
 """The Conductor's global, soft-state index of which instance holds which blocks.
 
-Fed by the instances' stored/removed events. Each instance numbers its events and marks them with
-its incarnation. A gap in the numbers, or an event of another incarnation, makes the index drop that
-instance's blocks until a snapshot arrives. The index is bounded by what the instances can hold,
-because events report existing blocks only.
+The instances' stored and removed events keep the index up to date. Each instance numbers its events
+and marks them with its incarnation. A gap in the numbers, or an event of another incarnation, makes
+the index drop that instance's blocks until a snapshot arrives. The index is bounded by what the
+instances can hold, because events report existing blocks only.
 
-A block may be on its holder's SSD only (*demoted*). Demoted holders are a set of their own, which
-costs nothing where no instance has an SSD tier.
+A block may be on its holder's SSD only (*demoted*). Demoted holders are kept in a separate set,
+which costs nothing where no instance has an SSD tier.
 
 Blocks that are being computed are *expected*: to a later request they are hits on that instance,
 because it serves in order, but no other instance can fetch them yet.
@@ -36,34 +36,36 @@ from moonpool.types import BlockKey, InstanceId
 Depths = npt.NDArray[np.float64]
 """Prefix lengths in blocks, by row: [num_rows]. Floats, because predictions are made from them."""
 FEW = 8
-"""Up to this many rows are visited one by one; more are written to the array at once."""
+"""Up to this many rows are visited one by one; more rows are written to the array at once."""
 
 
 @dataclass(slots=True)
 class _Announced:
-    """What one instance has reported."""
+    """The blocks that one instance has reported."""
 
     row: int
-    bit: int  # 1 << row, the shared object
+    bit: int  # 1 << row, as the shared int object
     incarnation: int
     num_blocks: int
     next_sequence: int = 0
     in_sync: bool = False
-    keys: dict[BlockKey, None] = field(default_factory=dict)  # in order: owners follow from it
-    again: dict[BlockKey, int] = field(default_factory=dict)  # further `expect`s of a key
+    # keys in order of their reports, from which owners follow
+    keys: dict[BlockKey, None] = field(default_factory=dict)
+    # number of further calls of `expect` for a key
+    again: dict[BlockKey, int] = field(default_factory=dict)
 
 
 class PrefixMatch(NamedTuple):
-    """How much of one prompt's prefix each row has, in blocks.
+    """How much of one prompt's prefix each instance has, in blocks by row.
 
-    `held` and `hits` are the same array where nothing is expected. No array may be written to. The
-    `_in_dram` arrays end before the first block that is on the row's SSD only; None if no row has
-    any of these blocks on its SSD only.
+    `held` and `hits` are the same array where nothing is expected. Callers must not write to any of
+    the arrays. The `_in_dram` arrays end before the first block that is on the row's SSD only; None
+    if no row has any of these blocks on its SSD only.
     """
 
-    held: Depths  # [num_rows], held now
-    hits: Depths  # [num_rows], held or expected
-    deepest: int  # the longest in `held`
+    held: Depths  # [num_rows], blocks held now
+    hits: Depths  # [num_rows], blocks held or expected
+    deepest: int  # the greatest length in `held`
     deepest_rows: tuple[int, ...] = ()  # the largest set of deepest holders with at most FEW rows
     crowd_depth: int = 0  # the prefix length of the next larger set; 0 if there is none
     held_in_dram: Depths | None = None
@@ -71,15 +73,15 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixIndex:
-    """Longest-prefix match over all instances at once."""
+    """Finds the longest cached prefix of a prompt over all instances at once."""
 
     def __init__(self) -> None:
         self._holders: dict[BlockKey, int] = {}
-        self._demoted: dict[BlockKey, int] = {}  # holders that have it on the SSD only
+        self._demoted: dict[BlockKey, int] = {}  # holders that have the block on the SSD only
         self._expecting: dict[BlockKey, int] = {}
         self._replicas = ReplicaTracker()
         self._instances: dict[InstanceId, _Announced] = {}
-        self._bits: list[int] = []  # by row: the one object for this row alone
+        self._bits: list[int] = []  # by row, the one int object for the set of this row alone
         self._free_rows: list[int] = []
 
     def __len__(self) -> int:
@@ -87,7 +89,8 @@ class PrefixIndex:
 
     @property
     def num_rows(self) -> int:
-        """Length of what `match` returns: rows in use, and those free for the next instances."""
+        """Length of the arrays that `match` returns: rows in use, and rows that are free for the
+        next instances."""
         return len(self._bits)
 
     @property
@@ -96,8 +99,9 @@ class PrefixIndex:
         return {name: announced.row for name, announced in self._instances.items()}
 
     def add_instance(self, instance_id: InstanceId, incarnation: int, num_blocks: int = 1) -> int:
-        """Adds an instance, or a new incarnation of one, without blocks. Events count
-        only after a snapshot. `num_blocks` is the size of its DRAM pool. Returns its row."""
+        """Adds an instance, or a new incarnation of one, without blocks. Events of the instance
+        count only after a snapshot. `num_blocks` is the size of its DRAM pool. Returns the row of
+        the instance."""
         self.remove_instance(instance_id)
         if self._free_rows:
             row = self._free_rows.pop()
@@ -108,7 +112,8 @@ class PrefixIndex:
         return row
 
     def remove_instance(self, instance_id: InstanceId) -> None:
-        """Removes an instance, if known, with its blocks. None may be expected of it."""
+        """Removes an instance, if known, with its blocks. No blocks may be expected of the
+        instance."""
         announced = self._instances.pop(instance_id, None)
         if announced is None:
             return
@@ -151,13 +156,14 @@ class PrefixIndex:
         keys: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Replaces all that is known of the instance. Returns False for another
-        incarnation."""
+        """Replaces all that is known about the instance's blocks. Returns False for a snapshot of
+        another incarnation."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
         for key in announced.keys:
-            self._replicas.note_all_dropped(key, announced.bit)  # it dropped all its marks
+            # the instance dropped all its marks
+            self._replicas.note_all_dropped(key, announced.bit)
         self._drop(announced, list(announced.keys))
         self._add(announced, keys)
         self._demote(announced, demoted)
@@ -202,7 +208,7 @@ class PrefixIndex:
                 self._take_bit(expecting, key, bit)
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """How much of the prefix each instance has. The set of instances that still match only
+        """Returns how much of the prefix each instance has. The set of matching instances only
         shrinks along the prompt, and only a few times, so only its changes cost time."""
         holders, expecting = self._holders.get, self._expecting.get
         expects = not self._expecting.keys().isdisjoint(keys)
@@ -232,18 +238,20 @@ class PrefixIndex:
         return announced is not None and key in announced.keys
 
     def holders_of(self, key: BlockKey) -> list[tuple[InstanceId, bool]]:
-        """The instances that have the block, and whether on the SSD only. Slow: for inspection."""
+        """Returns the instances that have the block, and whether each has it on the SSD only. This
+        method is slow and only serves inspection."""
         here, demoted = self._holders.get(key, 0), self._demoted.get(key, 0)
         instances = self._instances.items()
         return [(name, bool(demoted & one.bit)) for name, one in instances if here & one.bit]
 
     def num_blocks(self, instance_id: InstanceId) -> int:
-        """Number of blocks that the instance has reported."""
+        """Returns the number of blocks that the instance has reported."""
         announced = self._instances.get(instance_id)
         return len(announced.keys) if announced else 0
 
     def expected(self, instance_id: InstanceId) -> set[BlockKey]:
-        """All blocks that the instance is expected to compute. Slow: for checks."""
+        """Returns all blocks that the instance is expected to compute. This method is slow and only
+        serves checks."""
         bit = self._instances[instance_id].bit
         return {key for key, rows in self._expecting.items() if rows & bit}
 
@@ -269,7 +277,7 @@ class PrefixIndex:
         self, keys: Sequence[BlockKey], expecting: dict[BlockKey, int]
     ) -> list[Level]:
         """Returns what `_levels` does, for the instances that hold the blocks in DRAM or are
-        expected to. Ends at the first block that no instance has there, often the very first of a
+        expected to. Ends at the first block that no instance has in DRAM, often the very first of a
         prompt on SSDs."""
         holders, demoted = self._holders.get, self._demoted.get
         levels: list[Level] = []
@@ -291,7 +299,7 @@ class PrefixIndex:
         return levels
 
     def _depths(self, levels: Sequence[Level]) -> Depths:
-        """The depth of each row, from nested sets of rows, the largest first."""
+        """Returns the depth of each row, from nested sets of rows, the largest first."""
         depths = np.zeros(len(self._bits))
         for position, (matching, depth) in enumerate(levels):
             if depth == 0 or not matching:
@@ -302,17 +310,17 @@ class PrefixIndex:
                 for row in _rows(ended):
                     depths[row] = depth
             else:
-                depths[self._mask(matching)] = depth  # inner sets are overwritten in turn
+                depths[self._mask(matching)] = depth  # inner sets overwrite the outer ones in turn
         return depths
 
     def _mask(self, members: int) -> npt.NDArray[np.bool_]:
-        """The set as booleans by row: [num_rows]."""
+        """Returns the set as booleans by row: [num_rows]."""
         num_rows = len(self._bits)
         data = np.frombuffer(members.to_bytes((num_rows + 7) // 8, "little"), dtype=np.uint8)
         return np.unpackbits(data, count=num_rows, bitorder="little").view(np.bool_)
 
     def _add(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
-        """The instance has these blocks in DRAM now."""
+        """Records that the instance has these blocks in DRAM now."""
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
         shared = []
@@ -331,7 +339,7 @@ class PrefixIndex:
             self._replicas.note(shared)
 
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
-        """The instance does not have these blocks any more."""
+        """Records that the instance does not have these blocks any more."""
         own, holders, bit = announced.keys, self._holders, announced.bit
         demoted = self._demoted
         shared = []
@@ -349,7 +357,7 @@ class PrefixIndex:
             self._replicas.note_dropped(shared, bit)
 
     def _demote(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
-        """The instance has these blocks on its SSD only."""
+        """Records that the instance has these blocks on its SSD only."""
         keys = tuple(keys)
         if not keys:
             return
@@ -361,7 +369,7 @@ class PrefixIndex:
         self._replicas.note_dropped([key for key in keys if self._holders[key] is not bit], bit)
 
     def _discard(self, sets: dict[BlockKey, int], key: BlockKey, bit: int) -> None:
-        """Takes the instance out of the key's set, and the key with the last one."""
+        """Removes the instance from the key's set, and the key when its set is empty."""
         if sets[key] is bit:
             del sets[key]
         else:
@@ -373,18 +381,19 @@ class PrefixIndex:
         if not left:
             del sets[key]
         elif left.bit_count() == 1:
-            sets[key] = self._bits[left.bit_length() - 1]  # the shared object, see above
+            # the shared object of this row (see the module docstring)
+            sets[key] = self._bits[left.bit_length() - 1]
         else:
             sets[key] = left
 
 
 Level = tuple[int, int]
-"""A set of instances, and how many blocks of the prefix all of them have."""
+"""A set of instances, and how many blocks of the prefix all members have."""
 
 
 def _levels(sets: Iterable[int]) -> list[Level]:
-    """The distinct intersections of the first set, the first two, and so on: each with the number
-    of sets in it. The first is -1, the set of all."""
+    """Returns the distinct intersections of the first set, the first two, and so on: each with the
+    number of sets in it. The first intersection is -1, the set of all instances."""
     levels: list[Level] = []
     matching, depth = -1, 0
     for one in sets:
@@ -400,9 +409,9 @@ def _levels(sets: Iterable[int]) -> list[Level]:
 
 
 def _rows(members: int) -> tuple[int, ...]:
-    """The rows in the set, in rising order."""
+    """Returns the rows in the set, in rising order."""
     rows = []
-    while members:  # not `bits_of`: a generator would take twice the time
+    while members:  # a generator such as `bits_of` would take twice the time
         bit = members & -members
         rows.append(bit.bit_length() - 1)
         members ^= bit

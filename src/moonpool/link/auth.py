@@ -1,7 +1,7 @@
 """Mutual authentication: both ends of a connection prove that they know the cluster's secret.
 
-Challenge and response with HMAC-SHA256; the secret itself is never sent. Every connection between
-parts of a cluster starts with this handshake:
+Challenge and response with HMAC-SHA256; the secret is never sent. Every connection between parts of
+a cluster starts with this handshake:
 
     client Hello -> server Greeting (its Hello and proof) -> client Proof -> server Welcome
 
@@ -9,9 +9,9 @@ Both proofs cover both hellos (with fresh nonces), so neither can be replayed or
 hellos carry service and block layout, and in their nonces the versions that each side speaks
 (`protocol.versions`); a mismatch is refused with the reason. The form of a hello never changes. The
 core does no I/O: `start` and `feed` return the bodies to send, as frames of 4 bytes of length and
-the body. Each kind of channel has its own loop (`transfer.authentication`, `link.channel`).
-It encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off the
-network.
+the body. Each kind of channel has a separate loop (`transfer.authentication`, `link.channel`). The
+handshake encrypts nothing: without certificates (`tls`), keep attackers who can alter packets off
+the network.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from moonpool.protocol.versions import (
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 HELLO_FORM = 10
-"""The value in every hello. Protocol 10 had it as its version and accepts no other number."""
+"""The value that every hello contains. Protocol 10 had it as its version and accepts no other
+number."""
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class AuthError(Exception):
-    """One side refuses the other. `reply` is the body to send to the peer, with the reason."""
+    """One side of a connection refuses the other. `reply` is the body to send to the peer, which
+    has the reason."""
 
     def __init__(self, reason: str, reply: bytes = b"") -> None:
         super().__init__(reason)
@@ -53,7 +55,8 @@ class AuthError(Exception):
 
 
 class Identity(Struct, frozen=True):
-    """One end of a connection: its instance, `service` ("blocks", "control") and block layout."""
+    """One end of a connection: its instance, its `service` ("blocks", "control") and its block
+    layout."""
 
     instance_id: Annotated[InstanceId, msgspec.Meta(max_length=200)]
     service: _Short
@@ -86,7 +89,7 @@ class Welcome(Struct, frozen=True, tag=True):
 
 
 class Denied(Struct, frozen=True, tag=True):
-    """One side refuses the other."""
+    """One side of a connection refuses the other."""
 
     reason: Annotated[str, msgspec.Meta(max_length=500)]
 
@@ -98,7 +101,7 @@ _WRONG_SECRET = "the cluster secret differs; start all parts with the same one" 
 
 class Handshake(ABC):
     """Either side. `peer` and `agreed` are set once the peer is authenticated, `done` once both
-    are."""
+    sides are."""
 
     def __init__(self, secret: bytes, me: Identity, versions: Versions = OWN) -> None:
         self._secret = _checked(secret)
@@ -157,7 +160,8 @@ class ServerHandshake(Handshake):
 
     def _answer(self, step: _Step) -> bytes | None:
         if self._client is None and isinstance(step, Hello):
-            _agree(self._hello, step, self._versions)  # first: the rest may differ
+            # done first, because the other fields may differ
+            _agree(self._hello, step, self._versions)
             self._client = step
             proof = _mac(self._secret, b"server", step, self._hello)
             return _encode(Greeting(hello=self._hello, proof=proof))
@@ -183,7 +187,7 @@ def _nonce(versions: Versions) -> bytes:
 def _agree(our_hello: Hello, their_hello: Hello, versions: Versions) -> Agreed:
     ours, theirs = our_hello.identity, their_hello.identity
     stated = read_versions(their_hello.nonce)
-    if theirs.version != HELLO_FORM:  # before protocol 10
+    if theirs.version != HELLO_FORM:  # the peer is older than protocol 10
         stated = Versions(VersionRange(theirs.version, theirs.version), stated.blocks)
     try:
         return agree(versions, stated, ours.instance_id, theirs.instance_id)

@@ -1,8 +1,8 @@
 """The control connection: a handshake, then typed frames of 4 length bytes and msgpack.
 
-It is an asyncio protocol rather than a stream: the callback that brings a frame's bytes also
-handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a peer
-that does not read is disconnected.
+The connection is an asyncio protocol rather than a stream: the callback that brings a frame's bytes
+also handles the frame, which halves the head's cost per token. Writes never wait but are bounded: a
+peer that does not read is disconnected.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._reason = ""
-        self.protocol = 0  # as agreed on; 0 before `on_open`
-        self.refused = False  # the handshake failed: a retry would not help
+        self.protocol = 0  # the agreed protocol version; 0 before `on_open`
+        self.refused = False  # whether the handshake failed, so that a retry would not help
         self._patience: asyncio.TimerHandle | None = None
 
     def send(self, *frames: Out) -> None:
@@ -90,7 +90,8 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Ends the connection at once. `close` would wait for a peer that does not read."""
+        """Ends the connection immediately. `close` would wait for a peer that does not read from
+        it."""
         self._fail(reason)
 
     @property
@@ -99,12 +100,12 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
 
     @property
     def local_host(self) -> str:
-        """This side's host as the peer sees it."""
+        """Returns this side's host as the peer sees it."""
         return self.local_address[0]
 
     @property
     def local_address(self) -> tuple[str, int]:
-        """This side's host and port as the peer sees them."""
+        """Returns this side's host and port as the peer sees them."""
         assert self._transport is not None
         host, port = self._transport.get_extra_info("sockname")[:2]
         return str(host), int(port)
@@ -121,7 +122,8 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
     def begin(self, transport: asyncio.BaseTransport) -> None:
         """Begins the handshake, without a limit to its time."""
         assert self._handshake is not None
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's class has another base
+        # uvloop's transport has another base class
+        self._transport = cast(asyncio.Transport, transport)
         self._listener.on_connected()
         self._write_body(self._handshake.start())
 

@@ -1,8 +1,8 @@
 """A worker's end of its control connection, and what every instance's process does over it.
 
-`HeadLink` connects to the head, and reconnects when the connection is lost. It owns the reason why
-the worker ends: a stop from the head, a failure, or a head that stays away. `InstanceProcess` joins
-and leaves the cluster over a link.
+`HeadLink` connects to the head, and reconnects when the connection is lost. The link owns the
+reason why the worker ends: a stop from the head, a failure, or a head that stays away.
+`InstanceProcess` joins and leaves the cluster over a link.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HungError(WorkerError):
 
 
 class Follower(Protocol):
-    """The worker behind a link. Called on the event loop."""
+    """The worker behind a link, as the link sees it. Called on the event loop."""
 
     def on_head(self) -> None:
         """The connection is open: the worker may apply."""
@@ -89,12 +89,13 @@ class Follower(Protocol):
     def on_frame(self, frame: WorkFrame) -> None: ...
 
     def on_lost(self) -> None:
-        """The connection has ended, or could not be opened. Another try follows."""
+        """The connection has ended, or could not be opened. The link tries to connect again after
+        that."""
         ...
 
 
 class HeadLink:
-    """`run` lasts as long as the worker; `channel` is None while there is no connection."""
+    """`run` lasts as long as the worker; `channel` is None without a connection."""
 
     def __init__(
         self,
@@ -105,15 +106,15 @@ class HeadLink:
         heads: KnownHeads | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """`heads`: what an earlier link knew. `patience_s`: how long to try while there is no head;
-        RECONNECT_S unless given."""
+        """`heads`: the addresses that an earlier link knew. `patience_s`: how long to try without a
+        head; RECONNECT_S unless given."""
         self.heads = heads or KnownHeads()
         self.leadership: Leadership | None = None
-        """What the head last said about itself."""
+        """What the head has last said about itself."""
         self.on_answers: Callable[[AnswersCopied], None] | None = None
         """Called with copies of answers under way."""
         self._patience_s = RECONNECT_S if patience_s is None else patience_s
-        self._silent_s: int | None = None  # None: the head does not promise to be heard
+        self._silent_s: int | None = None  # None if the head does not promise regular messages
         self._promised = asyncio.Event()
         self.channel: HeadChannel | None = None
         self.stopping = False
@@ -122,16 +123,16 @@ class HeadLink:
         self._secret = secret
         self._follower = follower
         self._tls = tls
-        self._num_cuts = 0  # in a row
-        self._was_told = False  # the head knows `fatal`
-        self._was_open = False  # a connection, so that the head wants no TLS
-        self._refused = False  # this head is not to be tried again at once
+        self._num_cuts = 0  # number of lost connections in a row
+        self._was_told = False  # whether the head knows `fatal`
+        self._was_open = False  # whether a connection was open, so that the head uses no TLS
+        self._refused = False  # whether this head must not be tried again at once
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
 
     @property
     def local_host(self) -> str:
-        """This machine's address as the head sees it."""
+        """Returns this machine's address as the head sees it."""
         assert self.channel is not None
         return self.channel.local_host
 
@@ -141,13 +142,13 @@ class HeadLink:
         return 0 if self.channel is None else self.channel.protocol
 
     def not_open(self) -> str:
-        """Returns "", or that there is no head."""
+        """Returns "", or a text saying that there is no head."""
         address = self.heads.address
         where = f"{address.host}:{address.port}"
         return "" if self.protocol else f"there is no connection to the head at {where}"
 
     def send(self, *frames: UpFrame) -> None:
-        """Sends frames; does nothing while there is no connection."""
+        """Sends frames, or does nothing without a connection."""
         if self.channel is not None:
             self.channel.send(*frames)
 
@@ -158,7 +159,7 @@ class HeadLink:
 
     def fail(self, message: str, reason: str, was_told: bool = False) -> None:
         """Lets `run` raise WorkerError(`message`); the head logs `reason`. `was_told`: whether the
-        head knows the message."""
+        head already knows the message."""
         self.fatal, self._was_told = message, was_told
         self._hang_up(reason)
 
@@ -244,7 +245,7 @@ class HeadLink:
             if self._silent_s is not None:
                 self._silent_s += 1
                 if self._silent_s > SILENT_HEAD_S:
-                    self._refused = True  # another one is tried next
+                    self._refused = True  # another head is tried next
                     channel.abort(f"no message for {SILENT_HEAD_S} s")
 
     def _note_cut(self, channel: HeadChannel) -> None:
@@ -259,7 +260,7 @@ class HeadLink:
         if self.channel is not None:
             self.channel.close(reason)
 
-    # The channel's listener
+    # Methods by which it listens to the channel
 
     def on_connected(self) -> None:
         """Does nothing: the handshake decides."""
@@ -336,12 +337,12 @@ class InstanceProcess(ABC):
             lambda: self._link.heads.address.host,
             lambda reports: self._link.send(*reports),
         )
-        self._joined = False  # over the current connection
+        self._joined = False  # whether the worker has joined over the current connection
         self._leave_by_s: float | None = None
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Makes the head drain this instance, which ends `run`. Returns False if there is no
-        head."""
+        """Makes the head drain this instance, which ends `run`. Asks the head to drain; returns
+        False if there is no head."""
         if not self._joined:
             return False
         self._leave_by_s = time.monotonic() + within_s
@@ -368,12 +369,12 @@ class InstanceProcess(ABC):
         self._joined = False
         self._routes.reset()
         if self._leave_by_s is not None and time.monotonic() > self._leave_by_s:
-            self._link.stop("it leaves")  # no head will drain it in time
+            self._link.stop("it leaves")  # no head will drain the instance in time
         else:
             self._abort_all()
 
     def _join_over(self, channel: HeadChannel | None, joined: Joined) -> None:
-        """Joins, unless the connection of the `Setup` has been replaced meanwhile."""
+        """Joins, unless the connection of the `Setup` has been replaced."""
         if channel is None or channel is not self._link.channel or self._link.stopping:
             return
         if channel.protocol >= STATES_RELEASE:

@@ -16,12 +16,13 @@ _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Servic
 class HealthServer:
     """Answers GET `/live` and `/ready` over HTTP, without a key: both tell nothing but a state.
 
-    `/live` is 200 as long as the worker's loop turns. `/ready` is 200 while the instance is joined,
-    and 503 with the reason otherwise. The methods are those of the head's port.
+    `/live` returns 200 as long as the worker's event loop turns. `/ready` returns 200 while the
+    instance is joined, and 503 with the reason otherwise. `HealthServer` accepts the same HTTP
+    methods as the head's port.
     """
 
     def __init__(self, not_ready: Callable[[], str]) -> None:
-        """`not_ready` returns "", or why the worker serves no requests."""
+        """`not_ready` returns "", or the reason why the worker serves no requests."""
         self._not_ready = not_ready
         self._server: asyncio.Server | None = None
 
@@ -40,13 +41,13 @@ class HealthServer:
             async with asyncio.timeout(REQUEST_S):
                 line = await reader.readline()
                 while await reader.readline() not in (b"\r\n", b"\n", b""):
-                    pass  # no header matters
+                    pass  # this server ignores headers
                 writer.write(self._answer(line.decode("latin-1").split()))
                 await writer.drain()
         except (
             OSError,
             ValueError,
-        ):  # also a timeout, and a line without an end
+        ):  # includes a timeout, and a line without an end
             pass
         finally:
             writer.close()

@@ -1,7 +1,7 @@
-"""When a periodic task of an idle process takes its next turn.
+"""Decides when a periodic task of an idle process takes its next turn.
 
-Each turn costs a wake-up of the process, and often one of the process that it tells. A cluster that
-serves nothing would spend most of its CPU time on them.
+Each turn costs a wake-up of the process, and often a wake-up of the process to which it sends. An
+idle cluster would spend most of its CPU time on these wake-ups.
 """
 
 from __future__ import annotations

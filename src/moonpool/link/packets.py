@@ -32,8 +32,8 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that keep the borders of packets. Where the system has none that also show the end
-    of the other side (macOS), the end of its process must show it."""
+    """Two ends that keep the borders of packets. If the system has no sockets that also show the
+    end of the other side (macOS), the end of its process must show it."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -46,8 +46,9 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 class PacketSocket(Generic[In, Out]):
     """Receives `In`, sends `Out` (both unions of tagged structs), on the running loop.
 
-    `on_packet` gets each packet with its file descriptors, which it owns. `on_end` is called once.
-    A damaged packet, or one without its file descriptors, ends the connection.
+    `on_packet` gets each packet with its file descriptors, whose owner it becomes. `on_end` is
+    called once, at the end. A damaged packet, or one without its file descriptors, ends the
+    connection.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class PacketSocket(Generic[In, Out]):
         self._loop.add_reader(sock.fileno(), self._read)
 
     def send(self, message: Out, fds: Sequence[int] = ()) -> bool:
-        """Sends a packet, at once or as soon as the peer reads. Returns False if it cannot be sent:
-        the connection has ended, or too many packets wait."""
+        """Sends a packet, immediately or as soon as the peer reads. Returns False if it cannot be
+        sent: the connection has ended, or too many packets wait."""
         if not self._is_open or len(self._pending) >= MAX_PENDING:
             return False
         body = self._encoder.encode(message)
@@ -166,9 +167,9 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """Makes a file without a name, in memory where the system has such files. Returns its
-    descriptor, which the caller owns, and which programs do not inherit. Linux shows `name` in
-    /proc. Raises OSError."""
+    """Makes a file without a name, in memory if the system supports that. Returns its descriptor,
+    which the caller owns, and which programs do not inherit. Linux shows `name` in /proc. Raises
+    OSError."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     fd, path = tempfile.mkstemp(prefix="moonpool-")

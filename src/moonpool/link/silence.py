@@ -1,7 +1,7 @@
 """Tells a silent worker from a head that did not listen.
 
-A head that was stopped, swapped out or busy for long has read nothing meanwhile. Silence is
-therefore measured on a clock that hardly moves in such a gap.
+A head that was stopped, swapped out or busy for long has read no messages in that time. Silence is
+therefore measured on a clock that hardly moves during such a gap.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ MAX_TURN_S = 3.0
 
 
 class ListeningClock:
-    """Seconds for which the head listened. `tick` is called in every turn of its ticker."""
+    """Seconds for which the head listened. `tick` is called in every turn of the clock's ticker."""
 
     def __init__(self, now: float, most_s: float = MAX_TURN_S) -> None:
-        """`most_s`: the most that one turn counts."""
+        """`most_s`: the most seconds that one turn counts."""
         self.listened_s = 0.0
         self._last_s = now
         self._most_s = most_s

@@ -33,7 +33,8 @@ class PeerTls:
         `certfile`. Raises PeerTlsError."""
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, certfile, keyfile, ca_certs)
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, certfile, keyfile, ca_certs)
-        self.server.num_tickets = 0  # a ticket would look like a message outside an operation
+        # a session ticket would look like a message outside an operation
+        self.server.num_tickets = 0
 
 
 _NEEDED = f"all parts need certificates of the authority in {_FLAG}ca-certs"

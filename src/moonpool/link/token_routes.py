@@ -1,8 +1,8 @@
-"""Tokens go from an instance straight to the fronts whose clients wait for them.
+"""Sends tokens from an instance directly to the fronts whose clients wait for them.
 
-The head hears of them a few times a second, with several steps in one report. It gets at once what
-it decides by: the first token of an attempt, and the last ones. Where a front cannot be reached,
-its tokens go by the head.
+The head gets these tokens a few times a second, with several steps in one report. The head gets at
+once the tokens that it needs for decisions: the first token of an attempt, and the last ones. If a
+front cannot be reached, its tokens go by the head.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FrontChannelOut = Channel[NothingSaid, DirectTokens]
 
 
 class _FrontConnection:
-    """One front, from the first attempt that it waits for."""
+    """The connection to one front, from the first attempt that the front waits for."""
 
     def __init__(self, name: InstanceId, secret: bytes, tls: PeerTls | None) -> None:
         self.num_attempts = 0
@@ -104,7 +104,7 @@ class _FrontConnection:
                 "no connection to the front at %s (%s): tokens go by the head", where, error
             )
 
-    # The channel's listener
+    # Methods by which it listens to the channel
 
     def on_connected(self) -> None:
         pass
@@ -123,15 +123,15 @@ class _FrontConnection:
 class _RoutedAttempt:
     route: TokenRoute
     connection: _FrontConnection
-    position: int  # of the next token in the answer
-    tokens: list[Token] = field(default_factory=list)  # sent, and not reported
+    position: int  # position of the next token in the answer
+    tokens: list[Token] = field(default_factory=list)  # tokens that were sent and not reported
     reported: bool = False
     last_s: float = 0.0
     longest_gap_s: float = 0.0
 
 
 class TokenRoutes:
-    """The token routes of one instance. `send`: sends to the head."""
+    """The token routes of one instance. `send`: sends messages to the head."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class TokenRoutes:
         host: Callable[[], str],
         send: Callable[[Iterable[Report]], None],
     ) -> None:
-        """`host`: the host of the head, where the fronts are."""
+        """`host`: the head's host, where the fronts run."""
         self._name = name
         self._secret = secret
         self._tls = tls
@@ -151,7 +151,7 @@ class TokenRoutes:
         self._attempts: dict[AttemptId, _RoutedAttempt] = {}
         self._unreported: dict[AttemptId, _RoutedAttempt] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._gaps_s: list[float] = []  # of the steps that are not reported
+        self._gaps_s: list[float] = []  # gaps of steps that are not reported yet
 
     def note(self, command: Command) -> None:
         """The head sends a command."""
@@ -214,12 +214,12 @@ class TokenRoutes:
         if not routed.connection.num_attempts:
             for name, connection in list(self._fronts.items()):
                 if connection is routed.connection and not connection.is_open:
-                    connection.close()  # of a front that has ended
+                    connection.close()  # the connection of a front that has ended
                     del self._fronts[name]
 
     def _take(self, report: StepTokens) -> list[Report]:
-        """Returns what the head must know now: whole items that it delivers, and with each what it
-        has not heard of the attempt."""
+        """Returns what the head must know now: whole items that it delivers, each with the
+        unreported tokens of the attempt."""
         now = time.monotonic()
         by_head: list[AttemptTokens] = []
         for item in report.attempts:
@@ -243,7 +243,7 @@ class TokenRoutes:
             routed.tokens += item.tokens
             if routed.reported:
                 self._unreported[item.attempt_id] = routed
-            else:  # its first token
+            else:  # the first token of the attempt
                 by_head.append(self._unheard(item.attempt_id, routed))
         if self._unreported:
             self._gaps_s.append(report.gap_s)
@@ -281,7 +281,7 @@ class TokenRoutes:
         return AttemptTokens(attempt_id, _bare(sent), None, len(sent), longest_s)
 
     def _collected(self) -> list[Report]:
-        """All that the head has not heard."""
+        """Returns all tokens that were not reported to the head."""
         unreported, self._unreported = self._unreported, {}
         gaps_s, self._gaps_s = self._gaps_s, []
         works = [self._unheard(name, routed) for name, routed in unreported.items()]
@@ -292,7 +292,7 @@ class TokenRoutes:
             return []
         gap_s = 0.0
         if all(gaps_s) and all(len(work.tokens) == len(gaps_s) for work in works):
-            gap_s = fsum(gaps_s) / len(gaps_s)  # repeated steps of the same decodes
+            gap_s = fsum(gaps_s) / len(gaps_s)  # steps of the same decodes, repeated
         return [StepTokens(attempts=tuple(works), gap_s=gap_s)]
 
     def _longest(self, routed: _RoutedAttempt) -> float:
@@ -307,5 +307,5 @@ class TokenRoutes:
 
 
 def _bare(tokens: Iterable[Token]) -> tuple[Token, ...]:
-    """Their ids alone: the front has the rest."""
+    """Returns only the ids of the tokens, because the front has the other data."""
     return tuple([Token(token.token_id) for token in tokens])

@@ -1,7 +1,7 @@
 """The look that all pages share, their charts, and pages put together of their parts.
 
-`look.css` has the colours, lines and texts of every chart. `chart.py` draws for pages without a
-script, `chart.js` in those that have one; moonpool_lab's drawings take the colours from here.
+`look.css` has the colours, lines and text styles of every chart. `chart.py` draws for pages without
+a script, `chart.js` in pages that have one; moonpool_lab's drawings take the colours from here.
 
 A page is one file that loads nothing: style and scripts are written into it here.
 """

@@ -20,8 +20,8 @@ from markupsafe import Markup
 from moonpool.pages.units import duration, short_count
 
 HALF, WIDE = 540, 1100
-"""Width of a chart in a half column and over the whole page, in pixels of its own."""
-HEIGHT = 250  # of a plot, in pixels
+"""Width of a chart in a half column and over the whole page, in the chart's own pixels."""
+HEIGHT = 250  # height of a plot, in pixels
 NUM_TICKS = 5
 Points = Sequence[tuple[float, float]]
 
@@ -79,7 +79,8 @@ def time_axis(span_s: float, num_ticks: int = 10) -> Axis:
 
 
 def latency_axis(low_s: float, high_s: float) -> Axis:
-    """Logarithmic, from the round value at or below `low_s` to the one at or above `high_s`."""
+    """Returns a logarithmic axis, from the round value at or below `low_s` to the one at or above
+    `high_s`."""
     high_s = max(high_s, 1e-6)
     low_s = min(max(low_s, high_s * 1e-5), high_s * 0.5)
     powers = range(floor(log10(low_s)), ceil(log10(high_s)) + 1)
@@ -87,19 +88,19 @@ def latency_axis(low_s: float, high_s: float) -> Axis:
     first = max((v for v in values if v <= low_s * (1 + 1e-9)), default=values[0])
     last = min((v for v in values if v >= high_s * (1 - 1e-9)), default=values[-1])
     kept = [value for value in values if first <= value <= last]
-    few = len(kept) <= 8  # with more, only powers of ten have a label
+    few = len(kept) <= 8  # with more ticks, only powers of ten have a label
     ticks = tuple((v, duration(v) if few or f"{v:.0e}".startswith("1e") else "") for v in kept)
     return Axis(first, last, ticks, "logarithmic scale", logarithmic=True)
 
 
 def round_time_s(at_least_s: float) -> float:
-    """The next customary time step, for example 15 s, 2 min or 6 h."""
+    """Returns the next customary time step, for example 15 s, 2 min or 6 h."""
     step_s = next((step for step in _TIME_STEPS_S if step >= at_least_s), 0.0)
     return step_s or _round_up(at_least_s / _DAY_S) * _DAY_S
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5 x a power of ten."""
+    """Returns the next number of the form 1, 2 or 5 x a power of ten."""
     unit = float(f"1e{floor(log10(value))}")
     return next((m * unit for m in (1, 2, 5) if value <= m * unit * (1 + 1e-9)), 10 * unit)
 
@@ -146,7 +147,7 @@ class Plot:
         self._parts.append(f'<path class="line {css}" d="{self._path(points)}"/>')
 
     def steps(self, points: Points, css: str) -> None:
-        """A step function: level until the next point, then straight up to it."""
+        """Returns a step function: level until the next point, then straight up to that point."""
         corners = [*points[:1]]
         for (_, before), (x, y) in pairwise(points):
             corners += [(x, before), (x, y)]
@@ -195,7 +196,7 @@ class Plot:
             )
 
     def svg(self, label: str) -> Markup:
-        """The finished chart. `label` names it for screen readers."""
+        """The finished chart. `label` names the chart for screen readers."""
         return _svg(self._width, self._height, label, self._parts)
 
     def _path(self, points: Points) -> str:
@@ -257,12 +258,13 @@ def bars(rows: Sequence[tuple[str, float, str, str]], label: str, label_width: i
 
 @dataclass(frozen=True, slots=True)
 class HeatRow:
-    """A row of a heat map. `shares` are those of the windows between the common edges."""
+    """`HeatRow` is one row of a heat map. `shares` are the shares of the windows between the common
+    edges."""
 
     name: str
-    group: str  # a gap separates groups
+    group: str  # rows of different groups have a gap between them
     shares: Sequence[float]
-    note: str  # at the right end
+    note: str  # text at the right end of the row
     hover: str
 
 
@@ -293,7 +295,8 @@ def heat_map(rows: Sequence[HeatRow], edges: Sequence[float], time: Axis, label:
 
 
 def _heat_paths(shares: Sequence[float], edges: Sequence[float], y: float) -> list[str]:
-    """One path per level, h0 (no share at all) to h10: far smaller than one rectangle per cell."""
+    """Returns one path per level, h0 (no share at all) to h10, which is far smaller than one
+    rectangle per cell."""
     levels = [0 if share < 0.005 else max(round(min(share, 1.0) * 10), 1) for share in shares]
     moves: dict[int, str] = dict.fromkeys(range(11), "")
     begin = 0

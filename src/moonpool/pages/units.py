@@ -34,12 +34,12 @@ def whole(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 request`, `12,031 requests`."""
+    """Returns a count with its unit: `1 request`, `12,031 requests`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def percent(share: float) -> str:
-    """One decimal. Only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
+    """One decimal. Formats a share; only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
     if share <= 0:
         return f"0{GAP}%"
     if share < 0.0005:
@@ -52,7 +52,8 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that leaves one to three digits before the point, for example `31.4 ms`."""
+    """Formats a duration in the unit that leaves one to three digits before the point, for example
+    `31.4 ms`."""
     size = abs(seconds)
     if size == 0:
         return f"0{GAP}s"
@@ -68,7 +69,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(num_bytes: float) -> str:
-    """`39.5 TB`, in powers of 1000."""
+    """Returns a size such as `39.5 TB`, in powers of 1000."""
     for unit, name in _BYTES:
         if num_bytes >= unit:
             return f"{significant(num_bytes / unit)}{GAP}{name}"
@@ -76,7 +77,7 @@ def byte_size(num_bytes: float) -> str:
 
 
 def short_count(value: float) -> str:
-    """`13.7 M`, for axes and bars."""
+    """Returns a count such as `13.7 M`, for axes and bars."""
     for unit, name in _COUNTS:
         if abs(value) >= unit:
             return f"{significant(value / unit)}{GAP}{name}"

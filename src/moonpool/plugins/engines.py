@@ -1,7 +1,7 @@
 """The engine of moonpool's own instances, which a package of its own brings.
 
-A front, a simulator or a planner runs without it. It is found by the entry point `moonpool` of the
-group `moonpool.engines`, and imported when it is first used.
+A front, a simulator or a planner runs without it. The engine is found by the entry point `moonpool`
+of the group `moonpool.engines`, and imported when it is first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "moonpool"
 PACKAGE = "moonpool_engine"
 """The package to name where the engine is missing."""
 BUILT_IN = ("moonpool/induction", "random:")
-"""Prefix of the names of models without files: the engine makes them."""
+"""Prefix of the names of models without files, which the engine makes."""
 
 
 class EngineError(ValueError):
@@ -31,25 +31,25 @@ class EngineError(ValueError):
 
 
 class EnginePackage(Protocol):
-    """What the engine gives to processes that compute nothing. A module can be one."""
+    """What the engine provides to processes that compute nothing. A module can be one."""
 
     def model_info(self, name: str, dtype: str, lora_modules: tuple[str, ...] = ()) -> ModelInfo:
         """The info of a model that the engine computes. Raises ModelError."""
 
     def gguf_parts(self, path: Path) -> TokenizerParts:
-        """What a GGUF file says of its tokenizer. Raises TokenizerError."""
+        """Returns the tokenizer's data in a GGUF file. Raises TokenizerError."""
 
     def device_and_dtype(self, config: Config, computes_here: bool) -> tuple[str, str]:
-        """Returns the device and dtype that `config` means on this machine. `computes_here`: the
-        instances run on it. Raises EngineError where the device is absent."""
+        """Returns the device and dtype that `config` means on this machine. `computes_here`:
+        whether the instances run on this machine. Raises EngineError where the device is absent."""
 
     def describes_quickly(self, config: Config) -> bool:
         """Whether the above need no more than small files: a head then need not wait for the
         import of what computes."""
 
     def share_weights(self, config: Config) -> object | None:
-        """Weights that one process packs for all workers that are forked from it; None where each
-        worker loads its own."""
+        """Returns weights that one process packs for all workers that are forked from it, or None
+        if each worker loads its own."""
 
     def fork_parts(
         self,
@@ -57,8 +57,8 @@ class EnginePackage(Protocol):
         end_with: Callable[[int], object],
         run_line: Callable[[list[str]], object],
     ) -> None:
-        """Prepares processes for the further stages or ranks of an instance. Each calls `end_with`
-        with the id of this process, and later `run_line` with its command line."""
+        """Prepares processes for the further stages or ranks of an instance. Each part calls
+        `end_with` with the id of this process, and later `run_line` with its command line."""
 
 
 def need_engine() -> None:

@@ -1,4 +1,4 @@
-"""What installed packages give to moonpool, by entry points.
+"""What installed packages provide to moonpool, by entry points.
 
 `importlib.metadata` reads the same files; its import alone takes 20 ms, which every command would
 pay.
@@ -18,7 +18,7 @@ _FOLDERS = (".dist-info", ".egg-info")
 
 
 def entry_points(group: str) -> Mapping[str, str]:
-    """Returns "module:name", or a module, by the names of the group. Where two installations of a
+    """Returns "module:name", or a module, by the names of the group. If two installations of a
     package are on `sys.path`, the first one counts."""
     found: dict[str, str] = {}
     for text in _texts():
@@ -39,7 +39,7 @@ def _texts() -> Iterator[str]:
     for place in sys.path:
         try:
             names = sorted(name for name in os.listdir(place or ".") if name.endswith(_FOLDERS))
-        except OSError:  # an archive, or nothing
+        except OSError:  # the path is an archive, or does not exist
             continue
         for name in names:
             package = name.rpartition(".")[0].partition("-")[0].lower()
@@ -64,9 +64,9 @@ def _lines(text: str, group: str) -> Iterator[tuple[str, str]]:
 
 
 CommandTable = Mapping[str, tuple[str, str, str]]
-"""Module, attribute and one line of help by the command's name, such as "demo" or "pool verify". It
-stands in a module that imports nothing, so `--help` stays quick.
-Without help, it is a command that processes start, and not users."""
+"""(module, attribute, line of help) by the command's name, such as "demo" or "pool verify". The
+table is in a module that imports nothing, so that `--help` stays quick. A command without help is
+started by processes, not by users."""
 EXTRA_OF_COMMAND = {
     **dict.fromkeys(("pool verify", "pool clear", "pool serve"), "engine"),
     **dict.fromkeys(
@@ -104,7 +104,7 @@ def connector_class(engine: str) -> Any:
 
 
 def plot_function(name: str) -> Callable[..., None]:
-    """The function that draws figures of this kind and writes them to a file. Raises
+    """Returns the function that draws figures of this kind and writes them to a file. Raises
     ModuleNotFoundError, of which the command makes one line, where it is absent."""
     points = entry_points("moonpool.plots")
     if name not in points:

@@ -1,8 +1,8 @@
-"""Finds what users add to moonpool: objects named "module:Name", and those that packages install.
+"""Finds what users add to moonpool: objects named "module:Name", and objects that packages install.
 
-An installed package names its policies and trace formats as entry points (docs/extending.md). Their
-names are replaced by "module:Name", so that every process and every file of figures says which
-object ran. A module is found on `sys.path` or in the current working directory.
+An installed package names its policies and trace formats as entry points (docs/extending.md). Names
+of installed objects are replaced by "module:Name", so that every process and every file of figures
+says which object ran. A module is found on `sys.path` or in the current working directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def installed_names(key: str) -> dict[str, str]:
 
 
 def own_name(key: str, name: str) -> str:
-    """Returns the "module:Name" of an installed name, and every other name as it is."""
+    """Returns the "module:Name" of an installed name, and every other name unchanged."""
     if name in BUILT_IN.get(key, ()) or is_own_policy(name):
         return name
     return installed_names(key).get(name, name)

@@ -1,7 +1,7 @@
 """Loads policies from outside the package, which a configuration names as "module:Class".
 
 docs/extending.md describes the interfaces. The Conductor and the block pools are pure: they receive
-the loaded objects. A caller in Python may give an object itself, under its config key; the name in
+the loaded objects. A caller in Python may pass an object itself, under its config key; the name in
 the configuration is then only a name.
 """
 

@@ -1,5 +1,5 @@
-"""Kinds of workers: processes that join a head. Packages bring them, by entry points of the group
-`moonpool.workers`."""
+"""Kinds of workers: processes that join a head. Packages provide workers, by entry points of the
+group `moonpool.workers`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WorkerKind = Literal["moonpool", "attention", "vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What the command line of a worker says. `role` is that of its instance, None for an attention
-    worker. `host`: address at which peers connect; None means the one that faces the head.
-    `num_stages` and `num_ranks` override the head's. `kept`: paths of memory files that an earlier
-    process of this instance may have filled. `shared`: what `EnginePackage.share_weights`
-    returned."""
+    """The settings on the command line of a worker. `role` is the role of its instance, or None for
+    an attention worker. `host`: address at which peers connect; None means the address that faces
+    the head. `num_stages` and `num_ranks` override the head's numbers. `kept`: paths of memory
+    files that an earlier process of this instance may have filled. `shared`: the result of
+    `EnginePackage.share_weights`."""
 
     name: InstanceId
     role: Role | None

@@ -6,8 +6,8 @@ defines the inside of a slice; `inner` names that format, and is part of the fin
 
 Full blocks have keys: key_i = H(key_{i-1}, tokens_i), with a root for each layout and tenant. Equal
 keys mean equal whole prefixes, computed by the same weights in the same layout for the same tenant.
-So a key alone shows that a block can be reused (Mooncake v3 Fig. 3, FAST'25 section 3). The hash is
-SHA-256, so that no tenant can construct a collision with another tenant's prompt.
+So a key alone tells whether a block can be reused (Mooncake v3 Fig. 3, FAST'25 section 3). The hash
+is SHA-256, so that no tenant can construct a collision with another tenant's prompt.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockLayout(Struct, frozen=True):
     head_dim: int
     inner: str = "paired-v1"
     arithmetic: str = ""
-    kv_dtype: str = "auto"  # of K and V: "fp8", or "auto" for `dtype`
+    kv_dtype: str = "auto"  # dtype of K and V: "fp8", or "auto" for `dtype`
 
     @property
     def is_latent(self) -> bool:
@@ -80,7 +80,7 @@ class BlockLayout(Struct, frozen=True):
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, which differ between layouts whose blocks cannot be exchanged."""
+        """Returns 32 bytes, which differ between layouts whose blocks cannot be exchanged."""
         return _fingerprint(self)
 
     def _hash(self) -> bytes:
@@ -104,7 +104,7 @@ class BlockLayout(Struct, frozen=True):
 
 @lru_cache(maxsize=64)
 def _fingerprint(layout: BlockLayout) -> bytes:
-    return layout._hash()  # cached, because every request needs it
+    return layout._hash()  # the hash is cached, because every request needs it
 
 
 KEY_BYTES = 16

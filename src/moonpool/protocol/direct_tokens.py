@@ -1,4 +1,4 @@
-"""What an instance sends to a front: tokens of answers whose clients wait there.
+"""Messages that an instance sends to a front: tokens of answers whose clients wait at the front.
 
 After the handshake (`link.auth`, with a service of its own) only the instance speaks. A front that
 is gone ends the connection.
@@ -14,8 +14,8 @@ DIRECT_SERVICE = "tokens"
 
 
 class DirectWork(Struct, frozen=True, array_like=True):
-    """`number`: the front's, of the answer. `attempt`: which of its attempts, from 1 on.
-    `position`: how many tokens of the answer come before these."""
+    """`number`: the front's number of the answer. `attempt`: the number of the answer's attempt,
+    from 1 on. `position`: the number of the answer's tokens before these."""
 
     number: int
     attempt: int

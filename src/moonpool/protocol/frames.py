@@ -14,13 +14,14 @@ An attention worker sends ApplyAttention, receives the Setup, and replies with A
 instance that has attention workers receives its Setup once they are ready, and AttentionMoved
 when one of them is replaced.
 
-A standby sends ApplyStandby every second. It receives the Setup once, and Leadership every second,
-which all workers receive while there is a standby. AnswersCopied brings it the logs of the answers
-under way.
+A standby sends ApplyStandby every second. A standby receives the Setup once, and Leadership every
+second, which all workers receive while a standby is present. AnswersCopied brings it the logs of
+the answers under way.
 
 A frame is 4 bytes of length and a msgpack map, tagged with the name of its class
-(`link.channel`). The handshake agrees on a version (`protocol.versions`). What a version adds is
-left out where an older one was agreed on: both ends refuse fields and frames that they do not know.
+(`link.channel`). The handshake agrees on a version (`protocol.versions`). Fields of a newer version
+are left out if an older version was agreed on: both ends refuse fields and frames that they do not
+know.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ HEARTBEAT_S = 1.0
 QUIET_HEARTBEAT_S = 5.0
 """The same of a worker that has had nothing to do for a while."""
 SILENCE_S = 15.0
-"""A worker that sends nothing for this long counts as dead. Its heartbeat thread shares the process
-with the engine, so this must outlast a brief lack of CPU on its machine."""
+"""A worker that sends nothing for this long counts as dead. The worker's heartbeat thread shares
+the process with the engine, so this must outlast a brief lack of CPU on its machine."""
 
 
 class Apply(Struct, frozen=True, tag=True):
@@ -56,8 +57,8 @@ class Apply(Struct, frozen=True, tag=True):
     role: Role
     host: str
     pid: int
-    attention: tuple[str, ...] = ()  # its attention workers, if it only reconnects
-    offer: ModelOffer | None = None  # of a vLLM server; since protocol 11
+    attention: tuple[str, ...] = ()  # the instance's attention workers, if it only reconnects
+    offer: ModelOffer | None = None  # offer of a vLLM server; since protocol 11
 
 
 class ApplyAttention(Struct, frozen=True, tag=True):
@@ -88,16 +89,18 @@ class Setup(Struct, frozen=True, tag=True):
     mooncake: MooncakeConfig
     network: NetworkConfig
     engine: EngineConfig
-    slo: SloConfig  # of requests without an SLO of their own
+    slo: SloConfig  # service levels of requests without an SLO of their own
     learning: bool  # whether instances correct their cost model online
-    num_instances: int  # expected on one machine, which share its memory
-    num_processes: int  # expected on one machine with all stages, which share its cores
+    num_instances: int  # number of instances expected on one machine, which share its memory
+    # number of processes expected on one machine with all stages, which share its cores
+    num_processes: int
     attention: tuple[PeerAddress, ...] = ()  # attention workers of this instance
-    sharing: AttentionConfig = AttentionConfig()  # how blocks are shared out among them
+    # how blocks are divided among the attention workers
+    sharing: AttentionConfig = AttentionConfig()
 
 
 class HeadAddress(Struct, frozen=True):
-    """Where a head listens for workers, or will when it takes over."""
+    """The address where a head listens for workers, or will listen when it takes over."""
 
     host: str
     port: int
@@ -106,7 +109,7 @@ class HeadAddress(Struct, frozen=True):
 class ApplyStandby(Struct, frozen=True, tag=True):
     """A standby is there; or, with a later epoch than the receiver's, it has replaced this head.
 
-    `wants_answers`: it keeps copies of the answers under way.
+    `wants_answers`: whether the standby keeps copies of the answers under way.
     """
 
     address: HeadAddress
@@ -116,8 +119,8 @@ class ApplyStandby(Struct, frozen=True, tag=True):
 
 
 class AnswerBegun(Struct, frozen=True):
-    """An answer whose client may come back; `number` names it on this connection. `digest`: of its
-    call, `seed` and the others: what was drawn for it."""
+    """An answer whose client may come back; `number` names it on this connection. `digest`: the
+    digest of its call; `seed` and the other fields: the random values drawn for it."""
 
     number: int
     tenant: str
@@ -131,9 +134,8 @@ class AnswerBegun(Struct, frozen=True):
 
 
 class AnswersCopied(Struct, frozen=True, tag=True):
-    """What is new of the answers under way: `grown` has further bytes of their logs, `ended` the
-    numbers of those that are complete or given up. `is_first`: what was sent before no longer
-    counts.
+    """News of the answers under way: `grown` has further bytes of their logs, `ended` the numbers
+    of answers that are complete or abandoned. `is_first`: whether earlier copies no longer count.
     """
 
     begun: tuple[AnswerBegun, ...] = ()
@@ -146,8 +148,8 @@ class Leadership(Struct, frozen=True, tag=True):
     """The head is alive, and its workers should try `standbys` when it is not.
 
     `instances`, for standbys: the instances that requests should wait for; `offers`: the models of
-    those that are vLLM servers. `replaced`: the head has stopped serving, because one of this epoch
-    at `standbys` serves.
+    instances that are vLLM servers. `replaced`: whether the head has stopped serving, because a
+    head of this epoch at `standbys` serves.
     """
 
     epoch: int
@@ -161,7 +163,7 @@ class Joined(Struct, frozen=True, tag=True):
     """The instance is ready to serve."""
 
     info: InstanceInfo
-    release: str = ""  # of the worker; since protocol 11
+    release: str = ""  # release of the worker; since protocol 11
 
 
 class Failed(Struct, frozen=True, tag=True):

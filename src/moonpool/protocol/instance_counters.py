@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class CountedHistogram:
-    """`bounds`: the largest value of each bucket but the last, which has no bound."""
+    """`bounds`: the largest value of each bucket except the last, which has no bound."""
 
     def __init__(self, name: str, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -25,7 +25,7 @@ class CountedHistogram:
         add(self._sum, value)
 
     def grown(self, by: Callable[[str], float]) -> Growth:
-        """`by`: the growth of each counter, by name."""
+        """`by`: by how much each counter has grown, by name."""
         return Growth(tuple(int(by(name)) for name in self._buckets), by(self._sum))
 
 

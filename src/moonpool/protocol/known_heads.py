@@ -1,7 +1,7 @@
 """Which head a part of the cluster follows: one at a time, and never one that was replaced.
 
-Each head has an epoch. A standby that takes over has the epoch of the lost head plus one. A part
-that has heard of an epoch refuses every head of an earlier one.
+Each head of a cluster has an epoch. A standby that takes over has the epoch of the lost head plus
+one. A part that has heard of an epoch refuses every head of an earlier one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ class KnownHeads:
     """The addresses to try in turn, and the highest epoch heard of."""
 
     def __init__(self, is_fixed: bool = False) -> None:
-        """`is_fixed`: try only the first address, as a standby does, which has the next one."""
+        """`is_fixed`: whether only the first address is tried, as a standby does, which has the
+        next address."""
         self._is_fixed = is_fixed
         self.epoch = 0
         self._addresses: list[HeadAddress] = []
@@ -21,7 +22,7 @@ class KnownHeads:
 
     @property
     def address(self) -> HeadAddress:
-        """The address to connect to now. Call `begin` first."""
+        """The address to connect to now. Call `begin` before this method."""
         return self._addresses[self._at]
 
     def begin(self, host: str, port: int) -> None:
@@ -34,8 +35,8 @@ class KnownHeads:
         self._at = (self._at + 1) % len(self._addresses)
 
     def accept_leader(self, leadership: Leadership) -> bool:
-        """Handles what the head at `address` says about itself. Returns False if it was
-        replaced."""
+        """Handles the message in which the head at `address` describes itself. Returns False if it
+        was replaced."""
         if leadership.epoch < self.epoch:
             return False
         self.epoch = leadership.epoch

@@ -1,4 +1,4 @@
-"""One line of `moonpool doctor`, which packages may add."""
+"""A line of `moonpool doctor`; packages may add further lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moonpool.types import Struct
 
 
 class MachineCheck(Struct, frozen=True, kw_only=True):
-    """What was found, and what to set; no `advice`: all is well."""
+    """What a check found, and what to set; without `advice` all is well."""
 
     name: str
     found: str

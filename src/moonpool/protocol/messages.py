@@ -31,14 +31,16 @@ AttemptId = NewType("AttemptId", str)
 
 
 def request_of(attempt_id: AttemptId) -> RequestId:
-    """The request of an attempt: its id is that of the request and a number after a slash."""
+    """Returns the request of an attempt: the attempt's id is the request's id and a number after a
+    slash."""
     return RequestId(attempt_id.rpartition("/")[0])
 
 
 class ForwardedCall(Struct, frozen=True):
     """A call that a vLLM server gets as its client has sent it: the endpoint's path, and the JSON
-    body. `is_exact`: the tokens that it is placed by are those that the server makes of it.
-    `tells_first_token`: the first part of its response is seen at once, and ends its prefill."""
+    body. `is_exact`: whether the tokens by which it is placed are those that the server makes of
+    it. `tells_first_token`: whether the first part of its response is seen at once, and ends its
+    prefill."""
 
     path: str
     body: bytes
@@ -47,9 +49,9 @@ class ForwardedCall(Struct, frozen=True):
 
 
 class TokenRoute(Struct, frozen=True):
-    """The front whose client waits for an attempt's tokens. `front`: its name. `port`: where it
-    listens, at the head's address. `number`: the front's, of the answer. `attempt`: which of its
-    attempts, from 1 on."""
+    """The front whose client waits for an attempt's tokens. `front`: the name of the front. `port`:
+    the port on which it listens, at the head's address. `number`: the front's number of the answer.
+    `attempt`: the number of the answer's attempt, from 1 on."""
 
     front: str
     port: int
@@ -58,17 +60,17 @@ class TokenRoute(Struct, frozen=True):
 
 
 class AttemptSpec(Struct, frozen=True):
-    """One attempt: the tokens to compute and how to continue them.
+    """One attempt at a request: the tokens to compute and how to continue them.
 
     The first `num_prompt_tokens` of `token_ids` are the prompt. The tokens after it were generated
-    before a fault and are not generated again. `keys`: as in `Request`; blocks past the last key
-    are not cached. `tolerance`: the decode instance's own check allows this multiple of the SLO.
-    `max_step_s`: instead of that check, the request waits to join the batch until a step of all
-    decodes should take no longer than this; with None it does not wait. `traceparent` goes to an
-    engine that does its own tracing. `is_traced`: the instance reports an `AttemptSpan` of each
-    part. `call`: what is to be computed, of a forwarded request; the head adds it when it sends the
-    attempt. `route`: where its tokens go directly, or None if they go to the head. The head adds
-    it, too.
+    before a fault and are not generated again. `keys`: the block keys, as in `Request`; blocks
+    after the last key are not cached. `tolerance`: the multiple of the SLO that the decode
+    instance's own check allows. `max_step_s`: instead of that check, the request waits to join the
+    batch until a step of all decodes should take no longer than this; with None the request does
+    not wait. `traceparent` is passed to an engine that does its own tracing. `is_traced`: whether
+    the instance reports an `AttemptSpan` of each part. `call`: the body to compute, for a forwarded
+    request; the head adds it when it sends the attempt. `route`: where the tokens go directly, or
+    None if they go to the head. The head adds it, too.
     """
 
     attempt_id: AttemptId
@@ -84,12 +86,12 @@ class AttemptSpec(Struct, frozen=True):
     max_step_s: float | None = None
     traceparent: str = ""
     is_traced: bool = False
-    adapter: str = ""  # as in `Request`
-    priority: int = 0  # as in `Request`
-    share: float = 1.0  # of the tenant, relative to others
-    cache_share: float = 1.0  # of the instance's cache, that the tenant may have
-    call: ForwardedCall | None = None  # since protocol 11
-    route: TokenRoute | None = None  # since protocol 11
+    adapter: str = ""  # fingerprint of the adapter, as in `Request`
+    priority: int = 0  # priority of the request, as in `Request`
+    share: float = 1.0  # share of the tenant, relative to other tenants
+    cache_share: float = 1.0  # share of the instance's cache that the tenant may have
+    call: ForwardedCall | None = None  # only since protocol 11
+    route: TokenRoute | None = None  # only since protocol 11
 
 
 class PrefixSource(Struct, frozen=True):
@@ -97,7 +99,8 @@ class PrefixSource(Struct, frozen=True):
 
     source: PeerAddress
     num_blocks: int  # length of the prefix that the source should hold
-    load_s: float = 0.0  # expected time that the source needs to read part of it from its SSD
+    # expected time that the source needs to read part of the prefix from its SSD
+    load_s: float = 0.0
 
 
 # Commands
@@ -116,12 +119,13 @@ class ReserveDecode(Struct, frozen=True, tag=True):
     """Hold blocks for the prompt and receive its KVCache."""
 
     attempt: AttemptSpec = msgspec.field(name="work")
-    patient: bool = False  # no other instance can take it: it may wait for a lost arena
+    # whether it may wait for a lost arena, because no other instance can take it
+    patient: bool = False
 
 
 class StartDecode(Struct, frozen=True, tag=True):
     """The prefill is done and has drawn this token: decode once the KVCache has arrived. `handle`:
-    where the KVCache is, if the engine fetches it itself."""
+    the place of the KVCache, if the engine fetches it itself."""
 
     attempt_id: AttemptId
     token: Token
@@ -135,9 +139,9 @@ class Abort(Struct, frozen=True, tag=True):
 
 
 class StopReceiving(Struct, frozen=True, tag=True):
-    """The sender of the KVCache is gone or cannot reach this instance: no more of it will arrive,
-    and the decode computes what is missing. Without this command, a decode would wait until its
-    deadline for a stream that never began or that broke."""
+    """The sender of the KVCache is gone or cannot reach this instance, so no more KVCache will
+    arrive, and the decode computes what is missing. Without this command, a decode would wait until
+    its deadline for a stream that never began or that broke."""
 
     attempt_id: AttemptId
 
@@ -169,8 +173,8 @@ class PrefetchBlocks(Struct, frozen=True, tag=True):
 
 class ListHot(Struct, frozen=True, tag=True):
     """List the most used prefixes, up to `num_blocks` blocks in total; answered with `HotPrefixes`
-    of this number. `lost_with_it`: only prefixes that end with a block which no shared store
-    holds."""
+    of this number. `lost_with_it`: whether to list only prefixes that end with a block which no
+    shared store holds."""
 
     number: int
     num_blocks: int
@@ -179,7 +183,7 @@ class ListHot(Struct, frozen=True, tag=True):
 
 class TakeOverPrefix(Struct, frozen=True, tag=True):
     """Copy a prefix from an instance that leaves: fetch the missing blocks into free blocks, or in
-    place of blocks that are used less often. Answered with `PrefixTakenOver`."""
+    place of blocks that are used less often. The instance answers with `PrefixTakenOver`."""
 
     number: int
     source: PeerAddress
@@ -227,21 +231,23 @@ class InstanceInfo(Struct, frozen=True):
     cost: FittedCost
     pid: int
     host: str
-    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0 means the whole pool
+    # KVCache tokens that the engine's own memory holds; 0 means the whole pool
+    engine_tokens: int = 0
     chunk_tokens: int = 0  # most prompt tokens per step; 0 means unknown
     num_stages: int = 1  # pipeline stages; a step has an even share of the decodes
     num_ranks: int = 1  # tensor-parallel ranks
-    largest_blocks: int = 0  # the most blocks of one request; 0 if it may have all
-    adapters: tuple[str, ...] = ()  # that it has loaded, by fingerprint
-    context_tokens: int = 0  # most of a prompt and its answer; 0 means what its blocks hold
+    largest_blocks: int = 0  # most blocks of one request; 0 if one request may have all
+    adapters: tuple[str, ...] = ()  # fingerprints of the adapters that the instance has loaded
+    # most tokens of a prompt and its answer; 0 means as many as its blocks hold
+    context_tokens: int = 0
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):
     """The prefill has begun after `cached_tokens`, which need no computing.
 
-    Of these, `fetched_tokens` came from a peer within `fetch_s`, and `loaded_tokens` from this
-    instance's SSD. `early`: the prefill began before all of them had arrived, and this report was
-    sent when they had.
+    Of these tokens, `fetched_tokens` came from a peer within `fetch_s`, and `loaded_tokens` from
+    this instance's SSD. `early`: whether the prefill began before all of these tokens had arrived;
+    this report was then sent when they had.
     """
 
     attempt_id: AttemptId
@@ -255,7 +261,7 @@ class PrefillStarted(Struct, frozen=True, tag=True):
 
 class PrefillDone(Struct, frozen=True, tag=True):
     """The prompt is computed and the first token drawn; `finish` is set if that token is the last.
-    `handle` is passed on to the decode instance."""
+    `handle` is passed to the decode instance."""
 
     attempt_id: AttemptId
     token: Token
@@ -272,13 +278,13 @@ class DecodeAccepted(Struct, frozen=True, tag=True):
 
 
 class TransferDone(Struct, frozen=True, tag=True):
-    """The transfer of the KVCache has ended. `corrupt_slices` of it had a wrong checksum; what it
-    lacks is computed again."""
+    """The transfer of the KVCache has ended. `corrupt_slices` of the KVCache had a wrong checksum;
+    missing KVCache is computed again."""
 
     attempt_id: AttemptId
     num_bytes: int
     seconds: float
-    # Its name in frames is older: workers of the release before counted blocks, and missing ones.
+    # The name in frames is older: workers of the previous release counted blocks, and missing ones.
     corrupt_slices: int = msgspec.field(name="corrupt_blocks")
     error: str = ""
 
@@ -287,7 +293,7 @@ class AttemptSpan(Struct, frozen=True, tag=True):
     """A part of a traced attempt that has ended now, after `seconds`."""
 
     attempt_id: AttemptId
-    name: str  # fetch | ssd_load | prefill_chunk
+    name: str  # one of fetch, ssd_load, prefill_chunk
     seconds: float
     num_tokens: int = 0
     num_bytes: int = 0
@@ -305,27 +311,27 @@ class AttemptFailed(Struct, frozen=True, tag=True):
     transfer ends."""
 
     attempt_id: AttemptId
-    reason: str  # no_blocks | tbt_slo | engine_error | blocks_lost | refused_by_engine
+    reason: str  # one of no_blocks, tbt_slo, engine_error, blocks_lost, refused_by_engine
     message: str
-    engine_status: int = 0  # of HTTP, with which a vLLM server refused; since protocol 11
+    engine_status: int = 0  # HTTP status with which a vLLM server refused; since protocol 11
 
 
 class AttemptTokens(Struct, frozen=True, array_like=True):
-    """New tokens of one attempt; `finish` is set with its last token. `num_direct`: how many of
-    them, from the first on, went to a front directly. `longest_gap_s`: the longest time between two
-    of them, which are of several steps; 0 means that they are of one, or as `StepTokens.gap_s`
-    says."""
+    """New tokens of one attempt; `finish` is set with its last token. `num_direct`: how many of the
+    tokens, from the first on, went to a front directly. `longest_gap_s`: the longest time between
+    two of the tokens, if these are of several steps; 0 means one step, or gaps as in
+    `StepTokens.gap_s`."""
 
     attempt_id: AttemptId
     tokens: tuple[Token, ...]
     finish: FinishReason | None = None
-    num_direct: int = 0  # since protocol 11
+    num_direct: int = 0  # only since protocol 11
     longest_gap_s: float = 0.0  # likewise
 
 
 class StepTokens(Struct, frozen=True, tag=True):
-    """All tokens of one step, or of repeated steps `gap_s` apart, of which the last ended now.
-    `gap_s` is 0 if the step did not consist of decodes alone."""
+    """All tokens of one step, or of repeated steps `gap_s` apart, of which the last one has just
+    ended. `gap_s` is 0 if the step did not consist of decodes alone."""
 
     attempts: tuple[AttemptTokens, ...] = msgspec.field(name="works")
     gap_s: float = 0.0
@@ -372,8 +378,8 @@ class HotPrefixes(Struct, frozen=True, tag=True):
 
 
 class PrefixTakenOver(Struct, frozen=True, tag=True):
-    """The answer to `TakeOverPrefix`: the number of blocks that arrived. `full`: there was no room
-    for all of them."""
+    """The answer to `TakeOverPrefix`: the number of blocks that arrived. `full`: whether there was
+    no room for all blocks."""
 
     number: int
     num_blocks: int
@@ -388,8 +394,9 @@ class LeaveRequested(Struct, frozen=True, tag=True):
 
 
 class TierLoad(Struct, frozen=True):
-    """Gauges of the tier below DRAM: held + available = all blocks. For a shared store, they count
-    the blocks that this instance knows of. `error`: why the tier is lost or could not be opened."""
+    """Gauges of the tier below DRAM: held + available = all blocks. For a shared store, the numbers
+    count the blocks that this instance knows of. `error`: why the tier is lost or could not be
+    opened."""
 
     blocks: int
     held: int
@@ -397,7 +404,7 @@ class TierLoad(Struct, frozen=True):
     cached: int
     owners: dict[str, int]
     error: str = ""
-    name: str = "SSD"  # the kind of tier
+    name: str = "SSD"  # the kind of the tier
 
 
 class CacheView(Struct, frozen=True):
@@ -405,13 +412,13 @@ class CacheView(Struct, frozen=True):
 
     `source`: "events" that the server publishes; "assumed" from the prompts that it has received,
     because no events were asked for; "distrusted": likewise, because the events do not come or do
-    not fit; "slots" of a llama-server, in which moonpool puts each prompt. Tokens are those since
-    the instance joined: of prompts that it was sent, of which `expected_tokens` should have been
-    cached; and as the server counts them, which may have other clients, too.
+    not fit; "slots" of a llama-server, in which moonpool puts each prompt. Token counts start when
+    the instance joined: tokens of prompts that the server was sent, of which `expected_tokens`
+    should have been cached; and counts of the server itself, which may have other clients, too.
     """
 
     source: str
-    note: str = ""  # why the events are not used, and what to do
+    note: str = ""  # why the events are not used, and what to do about it
     prompt_tokens: int = 0
     expected_tokens: int = 0
     engine_queries: int = 0
@@ -428,14 +435,14 @@ class InstanceLoad(Struct, frozen=True, tag=True):
     free_blocks: int
     owners: dict[str, int]
     counters: dict[str, float]
-    num_blocks: int = 0  # of the whole pool
+    num_blocks: int = 0  # number of blocks of the whole pool
     ssd: TierLoad | None = None
-    cache_view: CacheView | None = None  # of a vLLM server; since protocol 11
+    cache_view: CacheView | None = None  # view of a vLLM server's cache; since protocol 11
 
 
 class CostMeasured(Struct, frozen=True, tag=True):
-    """The times of an instance that joined with assumed ones. `address`: where others read its
-    blocks now, if that has changed. Since protocol 11."""
+    """The times of an instance that joined with assumed ones. `address`: the address where others
+    now read its blocks, if it has changed. This message exists since protocol 11."""
 
     cost: FittedCost
     address: PeerAddress | None = None
@@ -443,7 +450,7 @@ class CostMeasured(Struct, frozen=True, tag=True):
 
 class AdaptersLoaded(Struct, frozen=True, tag=True):
     """All LoRA adapters that a vLLM server has now: some were loaded or unloaded while it served.
-    Since protocol 11."""
+    This message exists since protocol 11."""
 
     adapters: tuple[OfferedAdapter, ...]
 

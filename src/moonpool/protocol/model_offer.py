@@ -1,4 +1,4 @@
-"""What a server offers to the head that it is to work for."""
+"""What a server offers to the head for which it will work."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ POOLING_PATHS = (
 )
 """Endpoints of vLLM for models that generate nothing."""
 Takes = Literal["tokens", "either", "text"]
-"""What a server takes as a prompt: token ids, for which the head needs its tokenizer; or the
-client's own text; or either."""
+"""The kinds of prompt that a server takes: token ids, for which the head needs its tokenizer; the
+client's own text; or both."""
 Parsing = Literal["tools", "reasoning"]
-"""What a server itself finds in its answers."""
+"""The parts of its answers that a server parses itself."""
 
 
 class OfferedAdapter(Struct, frozen=True):
@@ -35,9 +35,10 @@ class OfferedAdapter(Struct, frozen=True):
 
 
 class ModelOffer(Struct, frozen=True):
-    """The model of one server. `root`: the folder or id of its weights. `names`: those by which its
-    clients know it. `paths`: the endpoints of the lists above that it has; all of them if it does
-    not tell. `parses`: what it has shown to find in its answers. `takes`: of what kind prompts are.
+    """The model that one server offers. `root`: the folder or id of its weights. `names`: the names
+    by which its clients know it. `paths`: the endpoints that the server has; all endpoints if it
+    does not tell. `parses`: the parts that it has proved to parse in its answers. `takes`: the
+    kinds of prompts that it takes.
     """
 
     root: str

@@ -1,6 +1,6 @@
 """The form of a message for a peer of the version before, which refuses fields that it lacks.
 
-Fields with their default value are left out. So a setting or field that a version adds reaches such
+Fields with their default value are left out. So a setting or field of a newer version reaches such
 a peer only if it is in use, and the peer then refuses the message. Fields that the peer can do
 without are always left out.
 """
@@ -23,8 +23,8 @@ DISPENSABLE = frozenset(
         "longest_gap_s",
     }
 )
-"""Fields since protocol 11 without which a peer serves the request as well. Of a struct that is an
-array, they are the last ones."""
+"""Fields since protocol 11 without which a peer serves the request as well. In a struct that is
+encoded as an array, these fields are the last ones."""
 
 
 def without_defaults(value: Any) -> Any:

@@ -24,7 +24,7 @@ An upgrade replaces the head, and the program of the supervisor (`head.successio
       | <-- PassConnection (a client without a call) --------- |  for each, then the head ends
       | -- HeadBegin, TakeConnection, as above --------------> |  to the next head
 
-Each is one packet of a Unix socket, with file descriptors where the text says so.
+Each message is one packet of a Unix socket, with file descriptors if its docstring says so.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ HUNG_STATUS = 70
 
 
 class Packet(Struct, frozen=True):
-    """`num_fds`: how many file descriptors come with it."""
+    """`num_fds`: the number of file descriptors that come with it."""
 
     num_fds: ClassVar[int] = 0
 
 
 class HeadsEnded(Packet, frozen=True, tag=True):
-    """A call has hung or crashed `count` heads: this counts for calls like it, too. `digest` is
-    that of path and body."""
+    """A call has hung or crashed `count` heads: this counts for calls like it, too. `digest`: the
+    digest of the call's path and body."""
 
     tenant: str
     digest: bytes
     count: int
-    since_s: float  # on the machine's monotonic clock
+    since_s: float  # a time on the machine's monotonic clock
 
 
 class HeadBegin(Packet, frozen=True, tag=True):
     """The first message, with two listening sockets: of HTTP, and of the control connections.
 
-    `launch`: the supervisor starts the workers. `num_restarts`: earlier heads that died.
-    `num_upgrades`: earlier heads that handed over. `expected`: the instances that the one before
-    had, and `offers`: the models of those that are vLLM servers.
+    `launch`: whether the supervisor starts the workers. `num_restarts`: number of earlier heads
+    that died. `num_upgrades`: number of earlier heads that handed over. `expected`: the instances
+    of the previous head, and `offers`: the models of those that are vLLM servers.
     """
 
     num_fds: ClassVar[int] = 2
@@ -72,8 +72,8 @@ class HeadBegin(Packet, frozen=True, tag=True):
     num_restarts: int
     expected: dict[InstanceId, Role]
     num_upgrades: int = 0
-    epoch: int = 1  # of the heads; a standby that takes over adds one
-    ended: tuple[HeadsEnded, ...] = ()  # the last such calls
+    epoch: int = 1  # epoch of the head; a standby that takes over adds one
+    ended: tuple[HeadsEnded, ...] = ()  # recent calls that ended heads
     offers: dict[InstanceId, ModelOffer] = msgspec.field(default_factory=dict)
 
     @property
@@ -83,8 +83,9 @@ class HeadBegin(Packet, frozen=True, tag=True):
 
 
 class AdoptStream(Packet, frozen=True, tag="TakeAnswer"):
-    """Continue an answer; comes with the client's socket and the log. `num_ended`: heads that its
-    call has hung or crashed. `num_killed`: how many were killed while they worked on it."""
+    """Continue an answer; comes with the client's socket and the log. `num_ended`: number of heads
+    that its call has hung or crashed. `num_killed`: number of heads that were killed while they
+    processed it."""
 
     num_fds: ClassVar[int] = 2
     number: int
@@ -94,7 +95,7 @@ class AdoptStream(Packet, frozen=True, tag="TakeAnswer"):
 
 class AdoptDetachedStream(Packet, frozen=True, tag="TakeCutAnswer"):
     """The connection of this answer has ended, and its client may come back; comes with the log.
-    `num_ended`: as in `AdoptStream`."""
+    `num_ended`: the same number as in `AdoptStream`."""
 
     num_fds: ClassVar[int] = 1
     number: int
@@ -108,27 +109,28 @@ class TakeConnection(Packet, frozen=True, tag=True):
 
 
 class AllStreamsSent(Packet, frozen=True, tag="TakeNoMore"):
-    """All answers of earlier heads have been sent."""
+    """Tells that all answers of earlier heads have been sent."""
 
-    next_number: int  # of the first answer that this head keeps
+    next_number: int  # number of the first answer that this head keeps
 
 
 class WorkerCrashed(Packet, frozen=True, tag=True):
-    """A worker has ended by itself, not by a kill from outside."""
+    """Tells that a worker has ended without being killed from outside."""
 
     instance_id: InstanceId
 
 
 class FinishHead(Packet, frozen=True, tag=True):
-    """End in an orderly way."""
+    """Tells the head to end in an orderly way."""
 
 
 class HandOver(Packet, frozen=True, tag=True):
-    """Accept no more, pass on the connections without a call, and end: another head goes on."""
+    """Tells the head to accept no more connections, pass on those without a call, and end, because
+    another head continues."""
 
 
 class UpgradeFailed(Packet, frozen=True, tag=True):
-    """The code on disk cannot go on; one line for the user."""
+    """The code on disk cannot continue; the text is one line for the user."""
 
     message: str
 
@@ -144,11 +146,11 @@ class NoteWork(Packet, frozen=True, tag=True):
 
 
 class HeadPrepared(Packet, frozen=True, tag=True):
-    """The head could start. `cores` are those of each worker's engine and of its other threads; if
-    empty, workers are not pinned."""
+    """The head is able to start. `cores` are the cores of each worker's engine and of its other
+    threads; if empty, workers are not pinned."""
 
     cores: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    threads: int  # of each worker process
+    threads: int  # number of threads of each worker process
 
 
 class HeadUp(Packet, frozen=True, tag=True):
@@ -172,15 +174,16 @@ class KillWorker(Packet, frozen=True, tag=True):
 
 
 class ReplaceWorker(Packet, frozen=True, tag=True):
-    """This worker is about to leave: start another one in its place. `from_disk`: from the code on
-    disk, which may be another than that of the other workers."""
+    """Asks to start another worker in place of this one, which is about to leave. `from_disk`:
+    whether the new worker runs the code on disk, which may differ from that of the other
+    workers."""
 
     instance_id: InstanceId
     from_disk: bool = True
 
 
 class UpgradeWanted(Packet, frozen=True, tag=True):
-    """Replace supervisor and head by those of the code on disk."""
+    """Asks to replace supervisor and head by processes that run the code on disk."""
 
 
 class PassConnection(Packet, frozen=True, tag=True):
@@ -229,7 +232,7 @@ class TakeHead(Packet, frozen=True, tag=True):
 
 
 class TakeFront(Packet, frozen=True, tag=True):
-    """Gives the head a connection to a front. `number`: its place."""
+    """Gives the head a connection to a front. `number`: the place of the front."""
 
     num_fds: ClassVar[int] = 1
     number: int
@@ -240,9 +243,9 @@ class HeadEnding(Packet, frozen=True, tag=True):
 
 
 class HeldState(Struct, frozen=True):
-    """What is held for one process that answers calls. `connections`, `answers` and `cut_answers`
-    have numbers of file descriptors. `ended`: for each answer, how many heads its call has ended,
-    and how many were killed with it."""
+    """What the supervisor holds for one process that answers calls. `connections`, `answers` and
+    `cut_answers` have numbers of file descriptors. `ended`: for each answer, how many heads its
+    call has ended, and how many were killed while processing it."""
 
     answers: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
@@ -257,15 +260,15 @@ class HeldState(Struct, frozen=True):
 
 
 class SupervisorState(HeldState, frozen=True, kw_only=True):
-    """What a supervisor leaves to its next program, which has the same process id and children; as
-    a `HeldState`, what is held for the head.
+    """What a supervisor leaves to its next program, which has the same process id and children; the
+    fields of `HeldState` are held for the head.
 
     Numbers of file descriptors are also `http`, `control`, `head_fd`, and those in `memory`.
-    `workers`: process ids; 0 stands for one to be started. A further field needs a default: the
-    next release reads what this one has written.
+    `workers`: their process ids; 0 stands for a worker that is yet to be started. A further field
+    needs a default: the next release reads what this one has written.
     """
 
-    title: str  # the command line to show
+    title: str  # the command line to show in process lists
     config: Config
     secret: bytes
     launch: bool
@@ -274,7 +277,7 @@ class SupervisorState(HeldState, frozen=True, kw_only=True):
     expected: dict[InstanceId, Role]
     num_restarts: int
     num_upgrades: int
-    head_pid: int  # of the next head, which waits
+    head_pid: int  # process id of the next head, which waits
     head_fd: int
     prepared: HeadPrepared | None
     workers: dict[str, int]
@@ -284,11 +287,11 @@ class SupervisorState(HeldState, frozen=True, kw_only=True):
     listed: dict[str, tuple[Role, str]] = msgspec.field(default_factory=dict)
     """Role and address of each vLLM server that a source lists, by name."""
     fronts: tuple[HeldState, ...] = ()
-    """What is held for each front."""
+    """The state that is held for each front."""
 
     @property
     def fds(self) -> list[int]:
-        """All file descriptors."""
+        """Returns all file descriptors of the state."""
         found = [*super().fds, self.http, self.control, self.head_fd]
         found += [fd for front in self.fronts for fd in front.fds]
         return found + [fd for pair in self.memory.values() for fd in pair]

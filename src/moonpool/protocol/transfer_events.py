@@ -2,8 +2,8 @@
 
 Every operation ends with exactly one terminal event, marked (terminal). Until then the messenger
 may read or write the operation's blocks, so they must stay held; afterwards it never does. Fetches,
-and loads by layer, bring one layer of all their blocks after the other, and report their progress
-now and then.
+and loads by layer, bring one layer of all blocks after another, and report their progress from time
+to time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class SpaceAddress(Struct, frozen=True):
 
     instance_id: InstanceId
     host_id: str
-    unix_name: str  # abstract unix socket (no file to leave behind), "" if none
+    unix_name: str  # name of an abstract unix socket (which leaves no file), or "" if there is none
     tcp_host: str
     tcp_port: int
-    nixl_port: int = 0  # where its NIXL agent listens; 0 means that it has no NIXL
+    nixl_port: int = 0  # port on which its NIXL agent listens; 0 means no NIXL
 
 
 class PeerAddress(SpaceAddress, frozen=True):
-    """The address of an instance's messenger. `others`: of a pool that keeps a block in several
-    spaces, where those of the further ranks are, in their order."""
+    """The address of an instance's messenger. `others`: for a pool that keeps a block in several
+    spaces, the addresses of the further ranks, in their order."""
 
     others: tuple[SpaceAddress, ...] = ()
 
@@ -51,7 +51,8 @@ def _fields(space: SpaceAddress) -> list[Any]:
 
 
 class FetchEnded(Struct, frozen=True, tag=True):
-    """(terminal) A fetch of cached blocks: the first `num_blocks` arrived with valid checksums."""
+    """(terminal) A fetch of cached blocks has ended: the first `num_blocks` arrived with valid
+    checksums."""
 
     fetch_id: str
     num_blocks: int
@@ -81,7 +82,7 @@ class ReadRequested(Struct, frozen=True, tag=True):
 
 class ReadEnded(Struct, frozen=True, tag=True):
     """(terminal) The peer has read the granted blocks, or died, or its lease expired. `corrupt` are
-    those that changed in this instance's memory after their checksums were made."""
+    the blocks that changed in this instance's memory after their checksums were computed."""
 
     read_id: str
     corrupt: tuple[BlockId, ...] = ()
@@ -89,7 +90,8 @@ class ReadEnded(Struct, frozen=True, tag=True):
 
 
 class SendEnded(Struct, frozen=True, tag=True):
-    """(terminal) An outgoing layer stream: the peer received everything, unless `error` is set."""
+    """(terminal) An outgoing layer stream has ended: the peer received everything, unless `error`
+    is set."""
 
     stream_id: str
     num_bytes: int = 0
@@ -98,10 +100,10 @@ class SendEnded(Struct, frozen=True, tag=True):
 
 
 class ReceiveEnded(Struct, frozen=True, tag=True):
-    """(terminal) An incoming layer stream. `incomplete` are the indices, in the request's block
-    table, of blocks that lack a slice. All others are complete and verified, even if `error` is
-    set. A slice is lacking because it did not arrive, or because its checksum differs: these are
-    `corrupt_slices`, which tell of damage. The end of a sender damages nothing.
+    """(terminal) An incoming layer stream has ended. `incomplete` are the indices, in the request's
+    block table, of blocks that lack a slice. All other blocks are complete and verified, even if
+    `error` is set. A slice is lacking because it did not arrive, or because its checksum differs:
+    these are `corrupt_slices`, which tell of damage. The end of a sender damages nothing.
     """
 
     stream_id: str
@@ -113,8 +115,9 @@ class ReceiveEnded(Struct, frozen=True, tag=True):
 
 
 class StoreEnded(Struct, frozen=True, tag=True):
-    """(terminal) Blocks written to the SSD: the first `num_blocks` are safely stored. `hung`: the
-    disk has not responded, and may still write to the slots until `StoreReturned`."""
+    """(terminal) A write to the SSD has ended: the first `num_blocks` are safely stored. `hung`:
+    whether the disk has not responded, so that it may still write to the slots until
+    `StoreReturned`."""
 
     store_id: str
     num_blocks: int
@@ -125,9 +128,9 @@ class StoreEnded(Struct, frozen=True, tag=True):
 
 
 class LoadEnded(Struct, frozen=True, tag=True):
-    """(terminal) Blocks read from the SSD: the first `num_blocks` arrived with valid checksums.
-    `hung`: the disk has not responded, and may still write to the other blocks until
-    `LoadReturned`."""
+    """(terminal) A read from the SSD has ended: the first `num_blocks` arrived with valid
+    checksums. `hung`: whether the disk has not responded, so that it may still write to the other
+    blocks until `LoadReturned`."""
 
     load_id: str
     num_blocks: int
@@ -160,8 +163,8 @@ class StoreReturned(Struct, frozen=True, tag=True):
 
 
 class TierPaused(Struct, frozen=True, tag=True):
-    """The SSD does not respond: it gets no more operations until `TierResumed`. Its blocks still
-    count as present."""
+    """The SSD does not respond: it gets no more operations until `TierResumed`. The blocks of the
+    tier still count as present."""
 
     error: str
 
@@ -171,7 +174,8 @@ class TierResumed(Struct, frozen=True, tag=True):
 
 
 class LookUpEnded(Struct, frozen=True, tag=True):
-    """(terminal) A look-up in the shared store: it holds the first `num_blocks`."""
+    """(terminal) A look-up in the shared store has ended: the store holds the first
+    `num_blocks`."""
 
     lookup_id: str
     num_blocks: int

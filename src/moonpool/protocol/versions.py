@@ -1,10 +1,10 @@
 """The versions of protocol and block format that this release speaks, and how two parts agree.
 
-A release speaks the newest version (N) and the one before (N - 1), so that a cluster can be
-upgraded process by process. Each side of a connection states what it speaks in the first bytes of
-its nonce (`link.auth`): all versions authenticate the nonce and none reads the rest of it, so
-the greeting itself never changes its form. Both then use the newest version that both speak. What a
-version added is sent only where that version was agreed on.
+A release speaks the newest version (N) and the previous one (N - 1), so that a cluster can be
+upgraded process by process. Each side of a connection states its versions in the first bytes of its
+nonce (`link.auth`): all versions authenticate the nonce and none reads its remaining bytes, so the
+form of the greeting never changes. Both sides then use the newest version that both of them speak.
+Fields and messages of a version are sent only if that version was agreed on.
 
     protocol 10   states no versions
     protocol 11   states them; Joined has the worker's release; there are standbys
@@ -25,7 +25,7 @@ class VersionError(ValueError):
 
 
 class VersionRange(NamedTuple):
-    """All versions from `oldest` to `newest`."""
+    """A range that includes all versions from `oldest` to `newest`."""
 
     oldest: int
     newest: int
@@ -38,7 +38,8 @@ class VersionRange(NamedTuple):
 
 
 class Versions(NamedTuple):
-    """What one part speaks. `blocks`: the bytes of a block, in frames, memory files and on SSD."""
+    """The versions that one part of moonpool speaks. `blocks`: versions of the bytes of a block, in
+    frames, memory files and on SSD."""
 
     protocol: VersionRange
     blocks: VersionRange
@@ -57,11 +58,11 @@ STATES_RELEASE = 11
 TAKES_OFFERS = 11
 """The first protocol in which a vLLM server's worker states its model when it applies."""
 KNOWS_STANDBYS = 11
-"""The first protocol with Leadership."""
+"""The first protocol version that has Leadership."""
 BLOCK_FORMATS = VersionRange(1, 1)
 OWN = Versions(VersionRange(NEWEST_PROTOCOL - 1, NEWEST_PROTOCOL), BLOCK_FORMATS)
 UNSTATED = Versions(VersionRange(10, 10), VersionRange(1, 1))
-"""What a part speaks that states nothing."""
+"""The versions of a part that states none."""
 
 
 def state_versions(versions: Versions) -> bytes:

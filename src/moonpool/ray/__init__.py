@@ -1,5 +1,6 @@
 """moonpool on Ray (docs/ray.md): a cluster whose processes Ray places, and the Conductor as the
-request router of Ray Serve. It needs the extra `ray`, which each name below imports when used."""
+request router of Ray Serve. The package needs the extra `ray`, which each name below imports when
+used."""
 
 from __future__ import annotations
 

@@ -86,11 +86,12 @@ def deploy(config: Config) -> RayDeployment:
 
 
 class RayDeployment:
-    """`start`, then `step` again and again, at last `stop`. Not safe for several threads."""
+    """`start`, then `step` again and again, at last `stop`. `RayDeployment` is not safe for several
+    threads."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._own = settled(config)  # of the processes
+        self._own = settled(config)  # the configuration of the processes
         self._name = config.ray.name
         self._environment = worker_environment(
             secrets.token_bytes(32), self._own.engine.threads
@@ -202,8 +203,8 @@ class RayDeployment:
             )
 
     def _keep_pools(self) -> None:
-        """A pool on each node that may have vLLM servers. It takes none of Ray's resources, so it
-        keeps no machine."""
+        """A pool on each node that may have vLLM servers. The actor takes none of Ray's resources,
+        so it keeps no machine."""
         own = self.config.ray
         if not own.pool_bytes:
             return
@@ -254,7 +255,8 @@ class RayDeployment:
     # While it serves
 
     def leader(self) -> HeadPlace | None:
-        """Where the head that leads serves, or None if none does now, or it is out of reach."""
+        """Returns where the head that leads serves, or None if none does now, or it is out of
+        reach."""
         found: HeadPlace | None = self._ask_heads("place")
         return found
 
@@ -330,7 +332,8 @@ class RayDeployment:
             self._end(self._leaving.pop(reference))
 
     def urls(self) -> list[str]:
-        """Where the heads serve, or will once they lead: a client that loses one tries the next."""
+        """Returns where the heads serve, or will once they lead: a client that loses one tries the
+        next."""
         return [url for url in self._ask_each("url") if url]
 
     def _ask_heads(self, method: str) -> Any:

@@ -25,8 +25,8 @@ from moonpool.ray.wanted_listener import WantedListener
 
 LOOK_S = 0.5
 AGAIN_S = 10.0
-"""How long a restarted head waits for a leading head that does not respond. It is longer than a
-takeover takes."""
+"""How long a restarted head waits for a leading head that does not respond. This time is longer
+than a takeover takes."""
 FIRST_S = 120.0
 """The same at the start of the cluster, when the first head may still be loading."""
 
@@ -69,13 +69,13 @@ class HeadActor(ProcessActor):
         return "stands by" if self._is_standby and await self.pid() else "starts"
 
     async def place(self) -> HeadPlace | None:
-        """Where this head serves, or None if it does not lead, or does not answer yet."""
+        """Returns where this head serves, or None if it does not lead, or does not answer yet."""
         if not await self._leads() or not await self._answers():
             return None
         return HeadPlace(await self.url(), self._host, self._port)
 
     async def url(self) -> str:
-        """Where this head serves, or will once it leads; "" while that is not settled."""
+        """Returns where this head serves, or will once it leads; "" while that is not settled."""
         if not await self.pid():
             return ""
         shown = self._settings.api_host

@@ -39,7 +39,7 @@ class HeadFinder:
         self._handles: dict[str, Any] = {}
 
     async def leader(self) -> HeadPlace | None:
-        """Where the head that leads serves; None means that no actor says that it does."""
+        """Returns where the head that leads serves; None means that no actor says that it does."""
         places = await asyncio.gather(*(self._ask(name, "place") for name in self.names))
         return next(filter(None, places), None)
 

@@ -1,8 +1,8 @@
 """The base of all actors: one actor of Ray keeps one process of the cluster running.
 
-The process is the same command line that a person would type. It ends with its actor: where Ray
-loses the actor or its node, it starts another one in the same place of a placement group. A process
-that dies alone is started again by its actor, at once.
+The process is the same command line that a person would type. The process ends with its actor:
+where Ray loses the actor or its node, it starts another one in the same place of a placement group.
+A process that dies alone is started again by its actor, at once.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def _is_again() -> bool:
 
 
 def _node_address() -> str:
-    """This node's address, as Ray was told it."""
+    """Returns this node's address, as Ray was told it."""
     own = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)

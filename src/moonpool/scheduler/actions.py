@@ -17,9 +17,9 @@ from moonpool.types import BlockId, BlockKey, Pooling, SamplingParams, Token, To
 
 
 class Arriving(msgspec.Struct, frozen=True):
-    """Transfers in progress that fill blocks which a step reads: a fetch ("": none) and loads.
-    Before the attention of a layer, the engine waits until every transfer has delivered that layer.
-    The waits of a step together last at most `timeout_s`."""
+    """Transfers in progress that fill blocks which a step reads: a fetch (its id, or "" for none)
+    and loads from the SSD. Before the attention of a layer, the engine waits until every transfer
+    has delivered that layer. The waits of a step together last at most `timeout_s`."""
 
     fetch_id: str
     timeout_s: float
@@ -30,8 +30,8 @@ class DraftTask(NamedTuple):
     """What the draft model does for an entry before its step: it computes `token_ids`, which begin
     at position `start`, into its own blocks, and then guesses the next tokens greedily.
 
-    It guesses `num_drafts` tokens, fewer if one of `end_token_ids` comes: nothing is drawn after
-    that. The driver makes them the entry's drafts.
+    The draft model guesses `num_drafts` tokens, or fewer if one of `end_token_ids` comes, after
+    which nothing is drawn. The driver makes the guessed tokens the entry's drafts.
     """
 
     token_ids: Sequence[int]
@@ -81,11 +81,11 @@ class StepEntry(NamedTuple):
 
     @property
     def drafts(self) -> Sequence[int]:
-        """The guessed tokens."""
+        """Returns the guessed tokens, which are the last of the new ones."""
         return self.new_token_ids[len(self.new_token_ids) - self.num_drafts :]
 
     def with_drafts(self, token_ids: Sequence[int]) -> StepEntry:
-        """The entry after its draft model's work, which guessed `token_ids`."""
+        """Returns the entry after its draft model has guessed `token_ids`."""
         new_token_ids = (*self.new_token_ids, *token_ids)
         return self._replace(
             new_token_ids=new_token_ids, num_drafts=len(token_ids), draft_task=None
@@ -103,7 +103,7 @@ class RunStep(msgspec.Struct, frozen=True):
 
     entries: tuple[StepEntry, ...]
     max_repeats: int = 1
-    drafting_s: float = 0.0  # predicted time of the draft model's work
+    drafting_s: float = 0.0  # predicted time that the draft model works before the step
 
 
 class StopRepeating(msgspec.Struct, frozen=True):
@@ -125,15 +125,15 @@ class StepEnded(msgspec.Struct, frozen=True):
     further: Mapping[int, Sequence[Token]] = msgspec.field(default_factory=dict)
     """Entry -> the tokens after its first, one for each of its drafts that was right."""
     drafted: Mapping[int, Sequence[int]] = msgspec.field(default_factory=dict)
-    """Entry -> what its draft model guessed. An entry with a `draft_task` that is missing here had
-    no drafts: the draft model failed."""
+    """Entry -> the tokens that its draft model guessed. An entry with a `draft_task` that is
+    missing here had no drafts: the draft model failed."""
 
 
 class StepsEnded(msgspec.Struct, frozen=True):
     """A repeated step has ended; `tokens[i]` holds one token of `entries[i]` per repetition."""
 
     tokens: Sequence[Sequence[Token]]
-    seconds: float  # of all repetitions together
+    seconds: float  # time of all repetitions together
 
 
 class StepFailed(msgspec.Struct, frozen=True):
@@ -253,8 +253,8 @@ class LookUpBlocks(msgspec.Struct, frozen=True):
 
 
 class ForgetStored(msgspec.Struct, frozen=True):
-    """Drop the content of these slots, which is void: evicted, corrupt or incompletely written.
-    Not answered."""
+    """Drop the content of these slots, which is void because the blocks were evicted, corrupt or
+    incompletely written. Not answered."""
 
     slots: tuple[int, ...]
 
@@ -300,7 +300,7 @@ class ActionBuffer:
         self._actions: list[WorkerAction] = []
 
     def perform(self, action: WorkerAction) -> None:
-        """Adds an action; the driver performs them in this order."""
+        """Adds an action; the driver performs actions in the order of these calls."""
         self._actions.append(action)
 
     def report(self, report: Report) -> None:

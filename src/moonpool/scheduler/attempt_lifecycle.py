@@ -50,8 +50,9 @@ from moonpool.types import Token, TokenLogprobs, Tokens
 class AttemptLifecycle:
     """Moves attempts between their phases, and ends them.
 
-    An attempt ends in two steps. `_close` takes it out of the scheduler and stops its streams. Its
-    blocks are released when no transfer and no step in progress can touch them any more.
+    An attempt ends in two steps. `_close` takes it out of the scheduler and stops its streams. The
+    blocks of the attempt are released when no transfer and no step in progress can touch them any
+    more.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class AttemptLifecycle:
         self._cost = scheduler.cost
         self._eos = eos_token_ids
         self._speculation = scheduler.speculation
-        self._unreserved: list[RequestState] = []  # decodes that wait for blocks
+        # decodes that wait for blocks to hold their KVCache
+        self._unreserved: list[RequestState] = []
 
     # Begin
 
@@ -139,7 +141,7 @@ class AttemptLifecycle:
         )
 
     def retry_reservations(self) -> None:
-        """Reserves blocks for the decodes that wait for some. To be called after each event."""
+        """Reserves blocks for the decodes that wait for some. Call this method after each event."""
         if self._unreserved:
             waiting, self._unreserved = self._unreserved, []
             self._scheduler.take_back_ahead()
@@ -165,8 +167,8 @@ class AttemptLifecycle:
             self._release_if_idle(request)
 
     def on_send_ended(self, event: SendEnded) -> None:
-        """Handles the end of a prefill's stream. If it breaks during the prefill, the prefill goes
-        on, and the receiver computes what it lacks."""
+        """Handles the end of a prefill's stream. If the stream breaks during the prefill, the
+        prefill goes on, and the receiver computes what it lacks."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.SEND)
         self._actions_out.count("sent_bytes", event.num_bytes)
@@ -190,9 +192,9 @@ class AttemptLifecycle:
                 self._end_receiving(request)
 
     def on_receive_ended(self, event: ReceiveEnded) -> None:
-        """Handles the end of a decode's stream; what it lacks is computed again.
-        After a broken stream, the Conductor says first whether the attempt goes on: a prefill that
-        it has aborted breaks its stream before the abort arrives here."""
+        """Handles the end of a decode's KVCache stream; missing KVCache is computed again. After a
+        broken stream, the Conductor says first whether the attempt goes on: a prefill that it has
+        aborted breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
         self._actions_out.count("received_bytes", event.num_bytes)
@@ -223,7 +225,8 @@ class AttemptLifecycle:
             self._end_receiving(request)
 
     def _end_receiving(self, request: RequestState) -> None:
-        """Handles that all KVCache that can arrive has arrived. The decode computes the rest."""
+        """Handles the moment when all KVCache that can arrive has arrived. The decode computes the
+        missing KVCache."""
         request.stream_broken = False
         request.kv_arrived = True
         missing = len(request.attempt.token_ids) - request.num_computed
@@ -244,10 +247,11 @@ class AttemptLifecycle:
         self._join_if_ready(request)
 
     def _refusal(self, request: RequestState) -> str:
-        """Why one more decode would break an SLO; "" if it would not. An idle instance accepts."""
+        """Returns why one more decode would break an SLO, or "" if it would break none. An idle
+        instance accepts any decode."""
         scheduler, attempt = self._scheduler, request.attempt
         if attempt.max_step_s is not None or attempt.slo.tbt_s == float("inf"):
-            return ""  # it waits instead, or has no SLO
+            return ""  # the request waits for a batch instead, or has no SLO
         if not scheduler.running and not scheduler.joining:
             return ""
         step_s = scheduler.step_s_with(request)
@@ -325,8 +329,9 @@ class AttemptLifecycle:
         tokens: tuple[Token, ...],
         drafted: Sequence[int] | None,
     ) -> None:
-        """Accepts the right drafts, whose KVCache the step has computed. The rows of the others are
-        void: the next step writes over them. `drafted`: what the draft model guessed."""
+        """Accepts the right drafts, whose KVCache the step has computed. The rows of wrong drafts
+        are void: the next step writes over them. `drafted`: the tokens that the draft model
+        guessed."""
         token_ids = [token.token_id for token in tokens]
         speculation.end_draft_task(request, drafted, len(token_ids) - 1)
         speculation.judge(request, token_ids)
@@ -362,7 +367,8 @@ class AttemptLifecycle:
         self._fail_too_long()
 
     def on_step_failed(self, event: StepFailed) -> None:
-        """Fails the requests of a step, except those that can repeat it without a lost arena."""
+        """Fails the requests of a step, except those that can repeat it without the arena that was
+        lost."""
         self._actions_out.count("failed_steps")
         for request, _ in self._scheduler.end_step():
             request.drafts, request.draft_task = (), None
@@ -391,7 +397,7 @@ class AttemptLifecycle:
         seconds /= num_steps
         if self._config.learning:
             context_tokens += len(step) * (num_steps - 1) // 2
-            stages = self._config.micro_batches  # each has about as many decodes
+            stages = self._config.micro_batches  # each micro-batch has about as many decodes
             expected_s = self._cost.decode_step_s(stages * len(step), stages * context_tokens)
             self._scheduler.decode_factor.observe(seconds, expected_s)
         return seconds
@@ -409,7 +415,7 @@ class AttemptLifecycle:
         """Reports the first token, which is the newest, and hands the request over to its decode
         instance."""
         finish = request.finish_reason(self._eos)
-        request.tokens.pop()  # the decode instance computes it
+        request.tokens.pop()  # the decode instance computes the newest token
         attempt_id = request.attempt_id
         self._actions_out.report(PrefillDone(attempt_id=attempt_id, token=token, finish=finish))
         self._scheduler.remove(request)
@@ -426,7 +432,7 @@ class AttemptLifecycle:
     # End
 
     def on_abort(self, command: Abort) -> None:
-        """Aborts an attempt; an unknown one is ignored."""
+        """Aborts an attempt; ignores unknown attempts."""
         request = self._requests.get(command.attempt_id)
         if request is not None:
             self.abort(request)

@@ -1,13 +1,14 @@
 """One instance as a pure state machine, for every role.
 
 `handle` takes one event, a command of the head or an event of the messenger or the engine, and
-returns the actions to perform. It never waits, computes or moves a byte.
+returns the actions to perform. The state machine never waits, computes or moves a byte.
 
 A prefill instance loads a missing prefix from the SSD if that pays, fetches the blocks after it
 from a peer, computes the rest in chunks, and streams the KVCache to the decode instance layer by
 layer (Mooncake section 3, steps 1 to 3). A decode instance receives the KVCache into reserved
 blocks, checks the SLO again, and adds the request to its running batch (step 4). A mixed instance
-does both. KVCache that does not arrive or fails its checksum is computed again from the tokens.
+does the work of both. KVCache that does not arrive or fails its checksum is computed again from the
+tokens.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ from moonpool.types import BlockId, BlockKey, Role
 class Instance:
     """The state of one instance, and the entry of all its events.
 
-    An attempt at a request passes these phases (`RequestPhase`). Any of them may end in a failure
-    or an abort; blocks are freed only after the last step and transfer that can touch them.
+    An attempt at a request passes these phases (`RequestPhase`). Any phase may end in a failure or
+    an abort; blocks are freed only after the last step and transfer that can touch them.
 
         StartPrefill                                                 ReserveDecode
              |                                                            |
@@ -116,7 +117,7 @@ class Instance:
         Prefetch           loads ahead of the requests that need the blocks
         KvHandover         takeovers of prefixes from an instance that leaves
         ArenaTracker       lost and returning arenas (attention offload)
-        Effects            the actions of the current event, and the counters
+        ActionBuffer       the actions of the current event, and the counters
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Instance:
         memory: InstanceMemory = NEW_MEMORY,
         draft_model: DraftModelPlace | None = None,
     ) -> None:
-        """`draft_model`: guesses tokens that steps verify."""
+        """`draft_model`: the model that guesses tokens, which steps then verify."""
         self.config = config
         self.layout = layout
         self.role = role
@@ -195,7 +196,7 @@ class Instance:
         )
 
     def _make_handlers(self) -> dict[type[WorkerEvent], Callable[[Any], None]]:
-        """The method that handles each type of event."""
+        """Returns the method that handles each type of event."""
         attempts, loader = self._attempts, self._prefix_loader
         return {
             # Steps of the engine
@@ -208,10 +209,10 @@ class Instance:
             StartDecode: attempts.on_start_decode,
             StopReceiving: attempts.on_stop_receiving,
             Abort: attempts.on_abort,
-            # Streams between prefill and decode
+            # Events about streams between prefill and decode
             SendEnded: attempts.on_send_ended,
             ReceiveEnded: attempts.on_receive_ended,
-            # Prefix: from peers, for peers, from the SSD or a shared store
+            # Events about prefixes: from peers, for peers, from the SSD or a shared store
             FetchProgress: loader.on_fetch_progress,
             FetchEnded: self._on_fetch_ended,
             ReadRequested: self._on_read_requested,
@@ -225,7 +226,7 @@ class Instance:
             StoreLost: self._on_store_lost,
             TierPaused: self._on_tier_paused,
             TierResumed: self._on_tier_resumed,
-            # The instance in the cluster
+            # Events about the instance in the cluster
             Resync: self._on_resync,
             MarkReplicas: self._kv_cache.mark_replicas,
             SwitchRole: self._on_switch_role,
@@ -289,7 +290,8 @@ class Instance:
         self._actions_out.report(self._kv_cache.take_snapshot())
 
     def _on_switch_role(self, command: SwitchRole) -> None:
-        self.role = command.role  # attempts are not affected: their commands have all they need
+        # attempts are not affected, because their commands have all they need
+        self.role = command.role
         self._actions_out.report(RoleChanged(role=self.role))
 
     def _on_list_hot(self, command: ListHot) -> None:
@@ -370,7 +372,7 @@ class Instance:
 
     @property
     def tier(self) -> SsdTier | None:
-        """The SSD tier; None if there is none."""
+        """Returns the SSD tier, or None if the instance has none."""
         return self._kv_cache.tier
 
     @property
@@ -380,17 +382,18 @@ class Instance:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Totals since the start."""
+        """Returns the totals since the start."""
         return self._actions_out.counters
 
     @property
     def num_running(self) -> int:
-        """Requests in the running batch."""
+        """Returns the number of requests in the running batch."""
         return len(self._scheduler.running)
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for their first step; excludes those that receive or hand over."""
+        """Number of requests that wait for their first step, without those that receive or hand
+        over KVCache."""
         return len(self._scheduler.waiting)
 
     @property
@@ -400,7 +403,7 @@ class Instance:
 
     @property
     def num_waiting(self) -> int:
-        """All requests that do not run."""
+        """Number of requests that do not run."""
         return len(self.requests) - len(self._scheduler.running)
 
     @property
@@ -413,7 +416,7 @@ class Instance:
         return self._kv_cache.spares.is_spare(block_id)
 
     def load(self) -> InstanceLoad:
-        """Current gauges and counters."""
+        """Returns the current gauges and counters."""
         return InstanceLoad(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -452,31 +455,33 @@ class Instance:
 
 
 Performers = Mapping[type[WorkerAction], Callable[[Any], object]]
-"""The performer of each type of action, called with the action."""
+"""Maps each type of action to the function that performs it."""
 
 
 class InstanceDriver:
-    """Drives one instance: gives it events, and has the actions that follow performed.
+    """Drives one instance: passes events to it, and has the resulting actions performed.
 
     Live worker, simulator, tests and benchmarks differ in the parts that compute and move blocks.
-    Each names them in one table, action by action.
+    Each driver names its parts in one table, action by action.
     """
 
     def __init__(
         self, instance: Instance, now_s: Callable[[], float], performers: Performers
     ) -> None:
-        """`performers` may leave out actions that the instance never takes: one without SSD stores
-        nothing. A part that ends its work posts the outcome, but never from within its call."""
+        """`performers` may leave out actions that the instance never takes; an instance without an
+        SSD stores nothing. A part that finishes its work posts the outcome as an event, but never
+        from within its call."""
         self.instance = instance
         self._now_s = now_s
         self._performers = performers
 
     def post(self, event: WorkerEvent) -> None:
-        """Handles one event and performs what follows. Raises KeyError if an action has no
-        performer."""
+        """Passes one event to the instance and performs the resulting actions. Raises KeyError if
+        an action has no performer."""
         self.perform(self.instance.handle(event, self._now_s()))
 
     def perform(self, actions: Iterable[WorkerAction]) -> None:
-        """Performs actions in their order. Raises KeyError if one has no performer."""
+        """Performs actions in the order in which the instance returned them. Raises KeyError if one
+        has no performer."""
         for action in actions:
             self._performers[type(action)](action)

@@ -25,19 +25,23 @@ class InstanceConfig(Struct, frozen=True):
     prefix_caching: bool = True
     eviction: PolicyName = "lru"
     batching: Batching = "chunked"
-    max_steps_in_flight: int = 1  # more than one for the stages of a pipeline
-    micro_batches: int = 1  # steps that divide the decodes evenly: one per stage
-    engine_tokens: int = 0  # KVCache that the engine's own memory holds; 0 means the whole pool
-    tbt_slo_s: float = float("inf")  # for requests without an SLO of their own
-    layer_wise_load: bool = False  # a prefill may compute while its prefix still arrives
-    max_repeats: int = 1  # steps of decodes alone that may run without a report between them
-    ssd_blocks: int = 0  # slots of the SSD tier; 0 means no such tier
+    # most steps in progress at a time: more than one for the stages of a pipeline
+    max_steps_in_flight: int = 1
+    micro_batches: int = 1  # number of steps that divide the decodes evenly: one per stage
+    # KVCache tokens that the engine's own memory holds; 0 means the whole pool
+    engine_tokens: int = 0
+    tbt_slo_s: float = float("inf")  # TBT SLO of requests without an SLO of their own
+    layer_wise_load: bool = False  # whether a prefill may compute while its prefix still arrives
+    max_repeats: int = 1  # most steps of decodes alone that run without a report between them
+    ssd_blocks: int = 0  # number of slots of the SSD tier; 0 means no such tier
     ssd_admission: SsdAdmission = "always"
     ssd_write_ahead: bool = False
-    store_shared: bool = False  # a store that other instances use takes the place of the SSD
-    learning: bool = True  # measured times correct the cost model
-    kept_tokens: int = 0  # a token sees this many, with its own; 0 means all before it
-    speculative: SpeculativeConfig | None = None  # None: steps have no drafts
+    # whether a store that other instances also use takes the place of the SSD
+    store_shared: bool = False
+    learning: bool = True  # whether measured times correct the cost model
+    # length of the attention window in tokens, including the token itself; 0 means no window
+    kept_tokens: int = 0
+    speculative: SpeculativeConfig | None = None  # None means that steps have no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,9 @@ def instance_config(
 ) -> InstanceConfig:
     """Derives an instance's settings from the cluster's, for the live worker and the simulator.
 
-    The positional arguments come from the cluster's configuration. The others are what only the
-    driver knows of its store, engine and memory; they have no default, so that no driver omits one.
-    A pipeline neither overlaps layers nor repeats steps, whatever its driver allows.
+    The positional arguments come from the cluster's configuration. The keyword arguments are what
+    only the driver knows of its store, engine and memory; they have no default, so that no driver
+    omits one. A pipeline neither overlaps layers nor repeats steps, whatever its driver allows.
     """
     return InstanceConfig(
         chunk_tokens=engine.chunk_tokens,

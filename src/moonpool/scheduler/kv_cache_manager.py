@@ -25,7 +25,7 @@ One request's block table, with `hits` = blocks that `allocate` found in the pre
     [cached, end)    no hash; this owner's     the same: not full, or its    free list
                      alone                     tokens are not computed
 
-`release_unseen` does to the leading blocks what `free` does to all.
+`release_unseen` does to the leading blocks of a request what `free` does to all of its blocks.
 
 If another block already has the hash, `cache_full_blocks` leaves the duplicate without one, and
 `free` puts it on the free list.
@@ -93,7 +93,7 @@ class KVCacheManager:
             self.tier = SsdTier(
                 config.ssd_blocks, num_blocks, config.ssd_admission, config.eviction
             )
-        self.num_dropped = 0  # blocks evicted from DRAM that are not on the SSD
+        self.num_dropped = 0  # number of blocks evicted from DRAM that are not on the SSD
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
         self._kept_tokens = config.kept_tokens
@@ -102,7 +102,8 @@ class KVCacheManager:
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
         self._next_sequence = 0
-        self._reused: list[BlockId] | None = None  # unless there is a tier to copy them to
+        # blocks that requests have found again; None without a tier to copy them to
+        self._reused: list[BlockId] | None = None
         if self.tier is not None and config.ssd_write_ahead and not config.store_shared:
             self._reused = []
 
@@ -119,7 +120,7 @@ class KVCacheManager:
         return tier.knows(key)
 
     def tier_load(self) -> TierLoad | None:
-        """Current gauges of the SSD; None if there is none."""
+        """Returns the current gauges of the SSD, or None without an SSD."""
         if self.tier is None:
             return None
         slots = self.tier.slots
@@ -156,15 +157,15 @@ class KVCacheManager:
         return (request.tokens.size - 1) // self.layout.block_tokens
 
     def cached_prefix(self, request: RequestState) -> list[BlockId]:
-        """Cached blocks of the request's prefix. Callers must acquire them before the next
-        allocation, which may evict them."""
+        """Returns the cached blocks of the request's prefix. Callers must acquire these blocks
+        before the next allocation, which may evict them."""
         if not self.caches(request):
             return []
         return self.pool.match(request.keys[: self.max_cached_blocks(request)])
 
     def acquire_arrived(self, request: RequestState) -> None:
         """Holds the cached blocks of a waiting request's prefix, with gaps while more arrive."""
-        if not request.fetching:  # blocks that are being written must stay held
+        if not request.fetching:  # blocks that a transfer still writes must stay held
             self.pool.release(request.fetch_owner)
         if request.arriving:
             found = self.pool.find_all(request.keys[: self.max_cached_blocks(request)])
@@ -174,7 +175,7 @@ class KVCacheManager:
 
     def allocate(self, request: RequestState, num_blocks: int) -> int | None:
         """Holds the cached blocks of the request's prefix, and new ones up to `num_blocks`.
-        Returns how many were cached; None, holding nothing, if there is no room."""
+        Returns how many blocks were cached, or None, holding nothing, if there is no room."""
         assert not request.block_ids
         cached = self.cached_prefix(request)
         self.pool.acquire(request.owner, cached)
@@ -200,7 +201,8 @@ class KVCacheManager:
         return self._reused is not None
 
     def take_reused(self) -> list[BlockId]:
-        """Returns the cached blocks that requests have got since the last call, and clears them."""
+        """Returns the cached blocks that requests have acquired since the last call, and clears the
+        list."""
         if not self._reused:
             return []
         reused, self._reused = self._reused, []
@@ -219,8 +221,8 @@ class KVCacheManager:
         return True
 
     def shrink(self, request: RequestState) -> bool:
-        """Ends the request's holds on blocks beyond those for its tokens. Returns False if there
-        are none."""
+        """Ends the request's holds on blocks beyond those for its tokens. Returns False if the
+        request holds no such blocks."""
         kept = self.layout.blocks_for(request.tokens.size)
         if len(request.block_ids) <= kept:
             return False
@@ -267,8 +269,8 @@ class KVCacheManager:
         have a window; blocks with a hash stay cached. The full blocks must be cached before.
 
         A step in progress or a transfer may still touch these blocks; then a later call ends the
-        holds. A kernel may read beside the window, so a block of the window takes their place in
-        the block table.
+        holds. A kernel may read slightly outside the window, so a block of the window takes their
+        place in the block table.
         """
         if not self.has_windows or request.steps_pending or request.pending:
             return
@@ -288,8 +290,8 @@ class KVCacheManager:
             self.spares.mark(self.pool.find_all(keys), spare)
 
     def drop_cached(self) -> list[BlockId]:
-        """Forgets all cached blocks that nobody holds. Returns the SSD slots that are
-        void now."""
+        """Forgets all cached blocks that nobody holds. Returns the SSD slots whose content is now
+        void."""
         voided: list[BlockId] = []
         if self.continuations is not None:
             self.continuations.forget()
@@ -302,7 +304,7 @@ class KVCacheManager:
         return voided
 
     def take_changes(self) -> BlocksChanged | None:
-        """Returns the changes since the last call; None if there are none."""
+        """Returns the changes since the last call, or None if there are none."""
         tier = self.tier
         if not (self.pool.has_changes or (tier is not None and tier.slots.has_changes)):
             return None

@@ -1,11 +1,12 @@
 """Brings the missing blocks of a prompt's prefix into this instance's DRAM before its prefill.
 
 Blocks come from the instance's SSD, where loading is faster than computing, and the blocks after
-them from the peer that the Conductor named; both at the same time. Blocks that do not arrive are
-computed. A peer that reads blocks from this instance's SSD gets its answer when they are in DRAM.
+them from the peer that the Conductor named, at the same time. Blocks that do not arrive are
+computed. A peer that reads blocks from this instance's SSD gets its answer when the blocks are in
+DRAM.
 
 With a shared store in place of the SSD, a prefill without a named peer first looks up which blocks
-the store has. These are then loaded as if they were on an SSD.
+the store has. These blocks are then loaded as if they were on an SSD.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from moonpool.types import BlockKey
 FETCH_PATIENCE = 10.0
 """A fetch ends after this multiple of its expected time, plus one second."""
 PROBE_EVERY = 16
-"""Where only the learned factor speaks against loading, one load in this many runs anyway."""
+"""If only the learned factor speaks against loading, one load in this many runs anyway."""
 
 
 @dataclass(slots=True)
@@ -52,10 +53,10 @@ class _Read:
 
 
 class PrefixLoader:
-    """The fetches, loads and look-ups of waiting requests, and the reads of peers.
+    """Owns the fetches, loads and look-ups of waiting requests, and the reads of peers.
 
     The scheduler holds the requests: it skips a request while `arriving` is set, unless
-    `LayerwiseOverlap` lets it compute early.
+    `LayerwiseOverlap` lets the request compute early.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class PrefixLoader:
         cost: CostModel,
         learning: bool = True,
     ) -> None:
-        """`requests` is shared with the instance. With `learning`, measured load times correct the
-        cost model's."""
+        """`requests` is the instance's own dict of requests. With `learning`, measured load times
+        correct the cost model's."""
         self.promotion = overlap.promotion
         self._requests = requests
         self._overlap = overlap
@@ -78,11 +79,13 @@ class PrefixLoader:
         self._scheduler = scheduler
         self._actions_out = actions_out
         self._cost = cost
-        self._load_factor = LearnedFactor()  # by which loads take longer than `cost` predicts
+        # factor by which loads take longer than `cost` predicts
+        self._load_factor = LearnedFactor()
         self._learning = learning
-        self._num_doubted = 0  # loads that pay by `cost`, but not by the learned factor
-        self._waiting_for: dict[str, list[RequestState]] = {}  # load id -> requests
-        self._reads: dict[str, _Read] = {}  # reads of peers that wait for loads
+        self._num_doubted = 0  # number of loads that pay by `cost`, but not by the learned factor
+        # id of a load -> requests that wait for it
+        self._waiting_for: dict[str, list[RequestState]] = {}
+        self._reads: dict[str, _Read] = {}  # peers' reads that wait for loads
 
     # Requests of this instance
 
@@ -99,7 +102,7 @@ class PrefixLoader:
             self._fetch(request, fetch, keys[: fetch.num_blocks], num_local)
 
     def _look_up(self, request: RequestState, keys: Sequence[BlockKey]) -> bool:
-        """Looks up unknown `keys` in a shared store. Returns False if there is no need."""
+        """Looks up unknown `keys` in a shared store. Returns False if no look-up is needed."""
         if not self._kv_cache.store_shared:
             return False
         num_known, _ = self.promotion.reach(keys)
@@ -129,14 +132,15 @@ class PrefixLoader:
         self._load(request, keys)
 
     def _load(self, request: RequestState, keys: Sequence[BlockKey]) -> int:
-        """Starts loads if they pay. Returns how many blocks of the prefix are or will be here."""
+        """Starts loads if they pay. Returns how many blocks of the prefix are or will be in this
+        instance's DRAM."""
         held = self._pool.match(keys)
         if not self._kv_cache.num_slots:
             return len(held)
         num_local, absent = self.promotion.reach(keys)
         if not absent or not self._pays(request, len(held), num_local, len(absent)):
             return len(held)
-        # Hold the blocks in DRAM, so that loading the others does not evict them.
+        # The blocks in DRAM are held, so that loading the others does not evict them.
         found = [block for block in map(self._pool.find, keys[:num_local]) if block is not None]
         self._pool.acquire(request.fetch_owner, found)
         load_ids = self.promotion.load(absent, self._overlap.enabled)
@@ -151,7 +155,7 @@ class PrefixLoader:
 
     def _pays(self, request: RequestState, num_held: int, num_local: int, num_absent: int) -> bool:
         """Whether loading gives the first token sooner than computing. The time that the request
-        waits for others does not count: loading continues meanwhile."""
+        waits for other requests does not count, because loading continues meanwhile."""
         layout, cost, num_tokens = self._kv_cache.layout, self._cost, len(request.tokens)
         predicted_s = cost.load_s(num_absent * layout.block_bytes, self.promotion.num_loads + 1)
         load_s = predicted_s * self._load_factor.value
@@ -164,7 +168,7 @@ class PrefixLoader:
         return predicted_s < saved_s and self._num_doubted % PROBE_EVERY == 0
 
     def _queue_s(self, request: RequestState) -> float:
-        """Estimated seconds of the prefills before this request."""
+        """Returns the estimated seconds of the prefills before this request."""
         queue_s = 0.0
         for other in (*self._scheduler.running, *self._scheduler.waiting):
             if other is not request and other.num_uncomputed > 1:
@@ -199,7 +203,7 @@ class PrefixLoader:
         )
 
     def on_fetch_progress(self, event: FetchProgress) -> None:
-        """Updates the estimate of a request's fetch; the fetch of a takeover needs none."""
+        """Updates the estimate of a request's fetch; a takeover's fetch needs no estimate."""
         request = self._requests.get(AttemptId(event.fetch_id))
         if request is None:
             return
@@ -213,7 +217,7 @@ class PrefixLoader:
             request.fetch_eta = TransferEta(self._cost.transfer_s(num_bytes, same_host=False))
 
     def on_fetch_ended(self, request: RequestState, event: FetchEnded) -> None:
-        """Caches the blocks that arrived; the request computes the others."""
+        """Caches the blocks that arrived; the request computes the missing ones."""
         request.pending.discard(PendingTransfer.FETCH)
         self._actions_out.count("corrupt_slices", event.corrupt_slices)
         self._actions_out.count("fetched_bytes", event.num_bytes)
@@ -277,7 +281,7 @@ class PrefixLoader:
                 del self._reads[read_id]
                 self._grant(read_id, read.keys)
         self.promotion.free(event.load_id)
-        # These hold their blocks themselves, and may need the blocks that were just freed.
+        # These requests hold their blocks themselves, and may need the blocks that were just freed.
         for request in overlapping:
             if not request.closing:
                 self._acquire_arrived(request)
@@ -288,7 +292,7 @@ class PrefixLoader:
         """Grants a peer's read, after loading blocks that are on the SSD only."""
         num_local, absent = self.promotion.reach(event.keys)
         if absent and self._kv_cache.num_slots:
-            # Hold the blocks in DRAM until the others have been loaded.
+            # The blocks in DRAM are held until the others have been loaded.
             found = map(self._pool.find, event.keys[:num_local])
             self._pool.acquire(
                 BlockOwner("read", event.read_id), [b for b in found if b is not None]

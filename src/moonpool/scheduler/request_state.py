@@ -53,15 +53,16 @@ class TransferEta(NamedTuple):
 
     @property
     def due_s(self) -> float:
-        """The remaining time, for an instance that can act only when a report arrives. It rounds
-        to the nearer of this report and the next: acting too early costs as much waiting as acting
+        """The remaining time, for an instance that can act only when a report arrives. Rounds to
+        the nearer of this report and the next one: acting too early costs as much waiting as acting
         too late costs idling."""
         return self.left_s - self.part_s / 2
 
 
 @dataclass(slots=True)
 class TenantAccount:
-    """The counter of one tenant at this instance. `served`: tokens over the weight."""
+    """The counter of one tenant at this instance. `served`: tokens computed for the tenant, over
+    its weight."""
 
     weight: float
     served: float = 0.0
@@ -84,12 +85,13 @@ class RequestState:
     attempt: AttemptSpec
     phase: RequestPhase
     tokens: Tokens
-    target: PeerAddress | None = None  # the decode instance, or None if this instance decodes
+    # address of the decode instance, or None if this instance decodes
+    target: PeerAddress | None = None
     num_computed: int = 0
     num_scheduled: int = 0
     steps_pending: int = 0
     num_preemptions: int = 0
-    num_reused: int = 0  # tokens with KVCache when the prefill began
+    num_reused: int = 0  # prompt tokens whose KVCache was present when the prefill began
     num_fetched_tokens: int = 0
     num_loaded_tokens: int = 0
     corrupt_slices: int = 0
@@ -97,32 +99,43 @@ class RequestState:
     num_cached_blocks: int = 0
     num_streamed_blocks: int = 0
     num_unseen_blocks: int = (
-        0  # leading blocks that it no longer holds, because no later token sees them
+        # number of leading blocks that the request no longer holds, because no later token sees
+        # them
+        0
     )
-    block_ids: list[BlockId] = field(default_factory=list)  # the block table
-    keys: list[BlockKey] = field(default_factory=list)  # of its full blocks, as far as known
+    block_ids: list[BlockId] = field(default_factory=list)  # the block table of the request
+    # keys of the request's full blocks, as far as known
+    keys: list[BlockKey] = field(default_factory=list)
     pending: set[PendingTransfer] = field(default_factory=set)
-    load_ids: set[str] = field(default_factory=set)  # loads from the SSD that it waits for
+    # ids of the SSD loads that the request waits for
+    load_ids: set[str] = field(default_factory=set)
     lookup_start: int | None = None  # index in `keys` from which a shared store is looked up
     fetched_blocks: list[BlockId] = field(default_factory=list)
     fetch_first_index: int = 0  # index in `keys` of the first fetched block
-    closing: bool = False  # it has ended, but transfers or steps may still touch its blocks
-    started: bool = False  # PrefillStarted was reported
-    num_overlap_blocks: int = 0  # present or arriving when it began; 0 without overlap
-    missed: bool = False  # a step found that part of its prefix had not arrived
-    num_granted_blocks: int | None = None  # of its fetch, or None if the source has not answered
+    # whether the attempt has ended while transfers or steps may still touch its blocks
+    closing: bool = False
+    started: bool = False  # whether PrefillStarted was reported
+    # blocks present or arriving when the request began to compute early; 0 without overlap
+    num_overlap_blocks: int = 0
+    missed: bool = False  # whether a step found that part of the prefix had not arrived
+    # number of blocks granted for its fetch, or None if the source has not answered
+    num_granted_blocks: int | None = None
     fetch_eta: TransferEta = field(default_factory=TransferEta)
     has_first_token: bool = False
     kv_arrived: bool = False
-    scored: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position in the prompt
+    # logprobs by position in the prompt
+    scored: dict[int, TokenLogprobs] = field(default_factory=dict)
     pooled: bytes = b""  # the engine's sum of the hidden states of the computed tokens
-    stream_ended: bool = False  # no more of its KVCache will arrive
-    stream_broken: bool = False  # it waits until the Conductor says that it goes on without
-    account: TenantAccount | None = None  # None if it is in no queue of the scheduler
-    aged_s: float = 0.0  # from then on it counts as one of the best priority
-    drafts: tuple[int, ...] = ()  # guessed tokens in the step in progress; not part of `tokens`
-    draft_task: DraftTask | None = None  # of the draft model, in the step in progress
-    speculation: DraftState | None = None  # None if it was never offered a draft
+    stream_ended: bool = False  # whether no more KVCache of the request will arrive
+    # whether the request waits until the Conductor says that it goes on without the stream
+    stream_broken: bool = False
+    # account of its tenant, or None if the request is in no queue of the scheduler
+    account: TenantAccount | None = None
+    aged_s: float = 0.0  # time from which the request counts as one of the best priority
+    # drafts (guessed tokens) in the step in progress; not part of `tokens`
+    drafts: tuple[int, ...] = ()
+    draft_task: DraftTask | None = None  # work of the draft model in the step in progress
+    speculation: DraftState | None = None  # None if the request was never offered a draft
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -131,12 +144,12 @@ class RequestState:
 
     @property
     def owner(self) -> BlockOwner:
-        """The owner in the block pool of the blocks in its block table."""
+        """The block pool's owner of the blocks in the request's block table."""
         return BlockOwner("work", self.attempt.attempt_id)
 
     @property
     def fetch_owner(self) -> BlockOwner:
-        """The owner in the block pool of the prefix blocks it holds while it waits."""
+        """The block pool's owner of the prefix blocks that the request holds while it waits."""
         return BlockOwner("fetch", self.attempt.attempt_id)
 
     @property
@@ -146,28 +159,28 @@ class RequestState:
 
     @property
     def looking_up(self) -> bool:
-        """Whether a shared store has yet to answer which blocks it has."""
+        """Whether a shared store still has to answer which blocks it has."""
         return self.lookup_start is not None
 
     @property
     def arriving(self) -> bool:
-        """Whether a part of its prefix is arriving, or may be."""
+        """Whether a part of the request's prefix is arriving, or may be."""
         return self.fetching or self.looking_up or bool(self.load_ids)
 
     @property
     def overlapping(self) -> bool:
-        """Whether it began to compute while part of its prefix was arriving, and the outcome is
-        still open."""
+        """Whether the request began to compute while part of its prefix was arriving, and the
+        outcome is still open."""
         return self.num_overlap_blocks > 0
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that no step has computed or is computing."""
+        """Number of tokens that no step has computed or is computing."""
         return self.tokens.size - self.num_scheduled
 
     @property
     def decoding(self) -> bool:
-        """Whether this instance decodes it, and only its newest generated token is left to
+        """Whether this instance decodes the request, and only the newest generated token is left to
         compute."""
         # Without the properties, whose calls count: it is asked several times a step.
         tokens = self.tokens
@@ -179,21 +192,22 @@ class RequestState:
 
     @property
     def idle(self) -> bool:
-        """Whether no transfer and no step in progress can touch its blocks."""
+        """Whether no transfer and no step in progress can touch the request's blocks."""
         return not self.pending and not self.steps_pending
 
     @property
     def streaming(self) -> bool:
-        """Whether its blocks are sent to the decode instance as they fill."""
+        """Whether the request's blocks are sent to the decode instance as they fill."""
         return PendingTransfer.SEND in self.pending and not self.closing
 
     def num_prompt_tokens_of(self, num_tokens: int) -> int:
-        """How many of the next `num_tokens` to be computed are of the prompt."""
+        """Returns how many of the next `num_tokens` to be computed are prompt tokens."""
         left = len(self.attempt.token_ids) - self.num_computed
         return min(num_tokens, max(left, 0))
 
     def report_started(self, actions_out: ActionBuffer, cached_tokens: int) -> None:
-        """Reports once, as soon as it is known how many tokens need no prefill, that it began."""
+        """Reports once that the prefill began, as soon as it is known how many tokens are
+        cached."""
         if self.started:
             return
         self.started = True
@@ -217,7 +231,7 @@ class RequestState:
         num_tokens: int,
         num_bytes: int = 0,
     ) -> None:
-        """Reports a part of a traced attempt that has ended now."""
+        """Reports a part of a traced attempt that has just ended."""
         if self.attempt.is_traced:
             span = AttemptSpan(
                 attempt_id=self.attempt_id,
@@ -229,10 +243,10 @@ class RequestState:
             actions_out.report(span)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the newest token is the last one; None if it is not."""
+        """Returns why the newest token is the last one, or None if more tokens follow."""
         sampling, tokens = self.attempt.sampling, self.tokens
         if sampling.pooling != "none":
-            return FinishReason.STOP  # the embedding is complete
+            return FinishReason.STOP  # an embedding request ends with its prompt
         num_generated = tokens.size - tokens.first_generated
         if num_generated >= sampling.min_tokens:
             newest = tokens.newest

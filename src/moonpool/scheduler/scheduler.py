@@ -1,9 +1,9 @@
 """Decides which requests an instance runs in its next step, and which one is preempted when blocks
 run out.
 
-Read `_begin_step` first: it is the whole algorithm, and the methods after it are its parts in their
-order. A request enters from `waiting`, which gives it blocks, or by `join`, which brings its own.
-It leaves by `remove`.
+Read `_begin_step` first: this method is the whole algorithm, and the methods after it are its parts
+in their order. A request enters from `waiting`, which gives it blocks, or by `join`, which brings
+its own. A request leaves by `remove`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moonpool.types import BlockId
 Step = list[Share[RequestState]]
 NO_IDS: frozenset[int] = frozenset()
 MAX_SCORED_TOKENS = 128
-"""Most prompt tokens of a request in a step that computes their logprobs: each needs the logits of
-the whole vocabulary."""
+"""Most prompt tokens of a request in a step that computes their logprobs, because each of these
+tokens needs the logits of the whole vocabulary."""
 
 
 class Scheduler:
@@ -64,23 +64,25 @@ class Scheduler:
         self.steps: deque[Step] = deque()
         self._config = config
         self.cost = cost
-        self.decode_factor = LearnedFactor()  # by which decodes take longer than `cost` predicts
+        # factor by which decodes take longer than `cost` predicts
+        self.decode_factor = LearnedFactor()
         self._plan = PLANNERS[config.batching]()
-        # The baselines ignore the time between tokens; that is what makes them baselines.
+        # The baseline policies ignore the time between tokens.
         self._chunk_budget = ChunkBudget(config, cost) if config.batching == "chunked" else None
         self._contended_chunks = None
         if config.batching == "chunked":
             self._contended_chunks = ContendedChunks(config.chunk_tokens, cost)
         self.speculation = speculation
-        # What is predicted of the steps in progress: of a mixed one, and the seconds of one with
-        # drafts. None and 0 if the step is of another kind.
+        # Predictions for the steps in progress: the expected time of a mixed step, and the seconds
+        # of a step with drafts. They are None and 0 for a step of another kind.
         self._expected: deque[tuple[ExpectedStep | None, float]] = deque()
         self._kv_cache = kv_cache
         self._layout = kv_cache.layout
         self._actions_out = actions_out
         self.overlap = overlap
         self._repeating = False
-        self._newest_joining: RequestState | None = None  # it may have joined
+        # the newest request in `joining`, which may have joined since
+        self._newest_joining: RequestState | None = None
         self.order = QueueOrder()
 
     # Queues
@@ -91,7 +93,7 @@ class Scheduler:
         return sum(r.tokens.size for r in self.running) + sum(r.tokens.size for r in self.joining)
 
     def step_s_with(self, request: RequestState) -> float:
-        """Predicted time of a step of all running and joining decodes and this one."""
+        """Returns the predicted time of a step of all running and joining decodes and this one."""
         num_running = len(self.running) + len(self.joining)
         context_tokens = self.context_tokens + request.tokens.size
         seconds = self.cost.decode_step_s(num_running + 1, context_tokens)
@@ -114,8 +116,8 @@ class Scheduler:
         """Adds a request with all of its KVCache; it runs once the engine has room for it.
 
         Where the TBT SLO counts (`max_step_s`), it joins between two steps, and its first token is
-        delivered when its first step begins. Else its first gap would include the rest of the step
-        under way, and short answers would miss their SLO at any load.
+        delivered when its first step begins. Otherwise its first gap would include the rest of the
+        step under way, and short answers would miss their SLO at any load.
         """
         self.order.enter(request)
         self.joining.append(request)
@@ -126,7 +128,7 @@ class Scheduler:
             self._admit_joining()
 
     def remove(self, request: RequestState) -> None:
-        """Takes a request out of all queues; it may be in none."""
+        """Removes a request from all queues, of which it may be in none."""
         self.order.leave(request)
         if request in self.waiting:
             self.waiting.remove(request)
@@ -144,13 +146,13 @@ class Scheduler:
         return any(len(r.block_ids) * size >= r.tokens.size + size for r, _ in step)
 
     def take_back_ahead(self) -> bool:
-        """Takes back the blocks that a repeated step held ahead of its tokens: it has ended early
-        where another request needs them. Returns False if there were none."""
+        """Takes back the blocks that a repeated step held ahead of its tokens, because the step has
+        ended early. Returns False if the step held no such blocks."""
         idle = [request for request in self.running if not request.steps_pending]
         return sum(map(self._kv_cache.shrink, idle)) > 0
 
     def too_long(self) -> list[RequestState]:
-        """Running requests that have outgrown the instance's blocks."""
+        """Returns the running requests that have outgrown the instance's blocks."""
         capacity_tokens = self._kv_cache.sequences.max_sequence_blocks * self._layout.block_tokens
         return [r for r in self.running if r.tokens.size > capacity_tokens]
 
@@ -163,7 +165,8 @@ class Scheduler:
     # Steps
 
     def end_step(self, seconds: float = 0.0) -> Step:
-        """Removes and returns the oldest step, which took `seconds`; nothing is learned from 0."""
+        """Removes and returns the oldest step, which took `seconds`; nothing is learned if
+        `seconds` is 0."""
         self._repeating = False
         step = self.steps.popleft()
         mixed, drafted_s = self._expected.popleft()
@@ -186,18 +189,17 @@ class Scheduler:
         # them that are scheduled (`num_scheduled`). A step is a list of (request, number of
         # tokens): one token of a decode, up to a chunk of a prefill. The two kinds share steps.
         #
-        # 1. Blocks    Running requests come first: each gets the blocks for its tokens. If none
-        #              are left, the youngest request of the worst priority, and of the tenant that
-        #              was served most, is preempted.
-        # 2. Admit     Received requests, then waiting ones in their order (`queue_order`), enter
-        #              `running` while there is room.
-        # 3. Select    `running` is split into decodes and prefills that can be computed now. The
-        #              prefills have the order of waiting requests: one may overtake another.
-        # 4. Budget    Beside decodes, the TBT SLO limits the tokens of the step. So does another
-        #              tenant whose prompts would go first (`contended_chunks`).
-        # 5. Plan      The batching policy takes from both lists (`batching.policies`).
-        # 6. Drafts    What the budget leaves may verify guessed tokens of decodes (`speculation`).
-        # 7. Start     The chosen tokens are counted as scheduled, and the engine gets the step.
+        # 1. Blocks Running requests come first: each gets the blocks for its tokens. If no blocks
+        # are left, the youngest request of the worst priority, and of the tenant that was served
+        # most, is preempted. 2. Admit Received requests, then waiting ones in their order
+        # (`queue_order`), enter `running` while there is room. 3. Select `running` is split into
+        # decodes and prefills that can be computed now. The prefills have the order of waiting
+        # requests: one may overtake another. 4. Budget Beside decodes, the TBT SLO limits the
+        # tokens of the step. The prompts of another tenant that would go first also limit them
+        # (`contended_chunks`). 5. Plan The batching policy takes from both lists
+        # (`batching.policies`). 6. Drafts What the budget leaves may verify guessed tokens of
+        # decodes (`speculation`). 7. Start The chosen tokens are counted as scheduled, and the
+        # engine gets the step.
         # ------------------------------------------------------------------------------------
         if not (self.running or self.waiting or self.joining):
             return False
@@ -230,12 +232,13 @@ class Scheduler:
     # 1. Blocks
 
     def _allocate_for_decodes(self) -> None:
-        """Gives every running request the blocks for its tokens; preempts one if none are left."""
+        """Gives every running request the blocks for its tokens; preempts a request if no blocks
+        are left."""
         block_tokens = self._layout.block_tokens
         lacking = [r for r in self.running if r.tokens.size > len(r.block_ids) * block_tokens]
         for request in lacking:
             if request.phase is not RequestPhase.RUNNING or not request.num_uncomputed:
-                continue  # just preempted, or all of its tokens are in steps in progress
+                continue  # just preempted, or all tokens of the request are in steps in progress
             while not self._kv_cache.grow(request, request.tokens.size):
                 # A prefill that hands over never lacks blocks, so the last victim is `request`.
                 idle = (
@@ -253,7 +256,7 @@ class Scheduler:
 
     def preempt_for(self, attempt: AttemptSpec) -> bool:
         """Preempts a running request of a tenant that was served far more than that of an attempt
-        without blocks. Returns False if there is none that is in no step."""
+        without blocks. Returns False if each such request is in a step."""
         victim = self.order.victim(r for r in self._behind(attempt) if not r.steps_pending)
         if victim is None:
             return False
@@ -261,19 +264,19 @@ class Scheduler:
         return True
 
     def may_preempt_for(self, attempt: AttemptSpec) -> bool:
-        """Whether `preempt_for` may preempt one when the steps in progress have ended."""
+        """Whether `preempt_for` may preempt a request when the steps in progress have ended."""
         return any(True for _ in self._behind(attempt))
 
     def _behind(self, attempt: AttemptSpec) -> Iterator[RequestState]:
-        """The running requests that should give way, the youngest first."""
+        """Returns the running requests that should give way, the youngest first."""
         if not self.order.is_plain or not self.order.is_present(attempt):
             for request in reversed(self.running):
                 if request.target is None and self.order.is_behind(attempt, request):
                     yield request
 
     def _preempt(self, request: RequestState) -> None:
-        """Frees a running request's blocks and puts it first in the waiting queue. It is computed
-        again later, after whatever of it is still cached."""
+        """Frees a running request's blocks and puts it first in the waiting queue. The request is
+        computed again later, after the part of it that is still cached."""
         self._actions_out.count("preemptions")
         request.num_preemptions += 1
         request.num_overlap_blocks = 0
@@ -315,7 +318,7 @@ class Scheduler:
         assert self._newest_joining is not None
         newest = self._newest_joining.attempt
         if newest.slo == attempt.slo and newest.max_step_s is not None:
-            max_step_s = newest.max_step_s  # the Conductor has learned since
+            max_step_s = newest.max_step_s  # the Conductor has learned a new limit since
         context_tokens = sum(r.tokens.size for r in self.running) + request.tokens.size
         seconds = self.cost.decode_step_s(len(self.running) + 1, context_tokens)
         return seconds * self.decode_factor.value <= max_step_s
@@ -339,13 +342,13 @@ class Scheduler:
                 break
             if request.arriving:
                 if not self._allocate_overlapping(request):
-                    skipped.append(self.waiting.popleft())  # later requests pass it meanwhile
+                    skipped.append(self.waiting.popleft())  # later requests pass this one meanwhile
                     continue
             elif not self._allocate(request):
                 break
             if self.waiting[0] is request:
                 self.waiting.popleft()
-            else:  # others were preempted for it
+            else:  # other requests were preempted for this one
                 self.waiting.remove(request)
                 self.waiting = deque(sorted(self.waiting, key=self.order.key))
             if not request.overlapping:
@@ -356,7 +359,7 @@ class Scheduler:
 
     def _spare_before(self, request: RequestState) -> int:
         """Returns the tokens of a step that running requests leave to a waiting one. The running
-        requests that it overtakes wait, and keep their blocks."""
+        requests that the waiting one overtakes wait, and keep their blocks."""
         key = self.order.key(request)
         before = (r for r in self.running if r.decoding or self.order.key(r) <= key)
         return self._config.chunk_tokens - sum(r.num_uncomputed for r in before)
@@ -386,7 +389,7 @@ class Scheduler:
 
     def _release_fetched(self) -> bool:
         """Releases the fetched blocks of waiting requests: the first of them may need the room, and
-        the others cannot run before it. Returns False if there were none."""
+        the others cannot run before it. Returns False if no waiting request had fetched blocks."""
         owners = [r.fetch_owner for r in self.waiting if not r.arriving]
         held = self._kv_cache.pool.owners()
         for owner in reversed(owners):
@@ -394,12 +397,12 @@ class Scheduler:
         return any(held.get(owner) for owner in owners)
 
     def _begin_prefill(self, request: RequestState) -> None:
-        """Moves an allocated request to `running`; at its first time, reports it and opens the
+        """Moves an allocated request to `running`; the first time, also reports it and opens the
         stream to its decode instance."""
         request.phase = RequestPhase.RUNNING
         self.running.append(request)
         if request.started or request.has_first_token:
-            return  # it was preempted
+            return  # the request was preempted before
         request.num_reused = request.num_computed
         if not request.overlapping:
             request.report_started(self._actions_out, request.num_computed)
@@ -426,7 +429,8 @@ class Scheduler:
             num_tokens = request.tokens.size
             num_uncomputed = num_tokens - request.num_scheduled
             if not num_uncomputed or num_tokens > len(request.block_ids) * block_tokens:
-                continue  # all tokens are in steps in progress, or it waits for blocks
+                # all tokens of the request are in steps in progress, or it waits for blocks
+                continue
             if request.num_overlap_blocks and not self._may_overlap(request):
                 continue
             decoding = num_uncomputed == 1 and request.decoding
@@ -436,20 +440,20 @@ class Scheduler:
         if not self.order.is_plain:
             if len(prefills) > 1:
                 prefills.sort(key=lambda share: self.order.key(share[0]))
-            if len(decodes) > self._config.max_sequences:  # some must wait for others
+            if len(decodes) > self._config.max_sequences:  # some decodes must wait for others
                 decodes.sort(key=lambda share: self.order.key(share[0]))
         return self._micro_batch(decodes, bool(prefills)), prefills
 
     def _may_overlap(self, request: RequestState) -> bool:
-        """A request that computes early has one step at a time, until it is known to be valid, and
-        none beside decodes."""
+        """Whether a request may overlap: one that computes early has one step at a time, until it
+        is known to be valid, and none beside decodes."""
         if request.missed or request.steps_pending:
             return False
         return not request.arriving or not any(r.decoding for r in self.running)
 
     def _micro_batch(self, decodes: Step, prefills: bool) -> Step:
-        """The decodes of one stage's micro-batch: an even share, so that no stage waits for a
-        larger batch of another (SARATHI section 3.2). Decodes alone never fill more steps than
+        """Returns the decodes of one stage's micro-batch: an even share, so that no stage waits for
+        a larger batch of another (SARATHI section 3.2). Decodes alone never fill more steps than
         there are stages, because more steps would only be smaller."""
         stages = self._config.micro_batches
         if stages == 1 or not decodes:
@@ -475,8 +479,8 @@ class Scheduler:
         self._actions_out.perform(RunStep(entries, repeats, drafting_s))
 
     def _allocate_repeats(self, step: Step) -> int:
-        """How often a step of decodes may run without any report: until an answer may end or the
-        blocks run out. Holds the blocks for all these tokens."""
+        """Returns how often a step of decodes may run without any report: until an answer may end
+        or the blocks run out. Holds the blocks for the tokens of all these repetitions."""
         left = min(r.attempt.sampling.max_tokens - r.tokens.num_generated for r, _ in step)
         repeats = min(self._config.max_repeats, max(left, 1))
         while repeats > 1 and not self._try_repeats(step, repeats):
@@ -484,8 +488,8 @@ class Scheduler:
         return repeats
 
     def _try_repeats(self, step: Step, repeats: int) -> bool:
-        """Holds the blocks for `repeats` more tokens of each request. Returns False, holding none,
-        if there is no room."""
+        """Holds the blocks for `repeats` more tokens of each request. Returns False, holding no
+        block, if there is no room."""
         block_tokens = self._layout.block_tokens
         lacking: list[RequestState] = []
         needs: list[tuple[Sequence[BlockId], int]] = []
@@ -509,7 +513,7 @@ class Scheduler:
         attempt, tokens, drafts = request.attempt, request.tokens, request.drafts
         start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
         if request.draft_task is not None:
-            drafts = ()  # the draft model guesses them when the step begins
+            drafts = ()  # the draft model guesses the tokens when the step begins
         last = end == tokens.size
         sampling = attempt.sampling
         needs_prompt_ids = last and sampling.repetition_penalty != 1

@@ -10,13 +10,13 @@ blocks are evicted without a write. Blocks under write are held and cannot be pr
 so an instance with an SSD promises fewer blocks than it has (`reserved_blocks`).
 
 Blocks are also copied to the SSD while they are in use, where the disk has nothing else to do
-(`write_ahead`): so the most used ones survive a power cut. Blocks that requests have found come
-first. New blocks go to free slots only, because the SSD then holds a block that DRAM holds too. The
-copies in progress and those that wait hold no more blocks than `reserved_blocks`; what finds no
-place is tried again at its next use.
+(`write_ahead`), so that the most used blocks survive a power cut. Blocks that requests have found
+again come first. New blocks go to free slots only, because the SSD then holds a block that DRAM
+holds too. The copies in progress and those that wait hold no more blocks than `reserved_blocks`; a
+block that finds no place is tried again at its next use.
 
-A shared store takes the place of the SSD where other instances use it too. It receives every new
-block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
+A shared store takes the place of the SSD where other instances use it too. The store receives every
+new block immediately (`publish`), not only when the block leaves DRAM. So other instances find the
 block, and so does a cluster that starts after this one has ended.
 
 A load belongs to the instance, not to the request that caused it. Any request or peer that needs a
@@ -42,13 +42,14 @@ from moonpool.scheduler.request_state import TransferEta
 from moonpool.types import BlockId, BlockKey
 
 RESERVED_SHARE = 16
-"""One block in this many may be under write to the SSD; at least as many are kept free."""
+"""At most this fraction (1 / RESERVED_SHARE) of the blocks is under write to the SSD, and as many
+are kept free."""
 MAX_BATCH_BLOCKS = 16
-"""Blocks per write. Small writes free their blocks sooner than one large write would."""
+"""Most blocks of one write. Small writes free their blocks sooner than one large write would."""
 
 
 def reserved_blocks(num_blocks: int, num_slots: int) -> int:
-    """The most blocks of the DRAM pool that demotion holds at a time."""
+    """Returns the most blocks of the DRAM pool that demotion holds at a time."""
     return max(num_blocks // RESERVED_SHARE, 1) if num_slots and num_blocks > 1 else 0
 
 
@@ -57,40 +58,44 @@ class _Store:
     keys: tuple[BlockKey, ...]
     depths: tuple[int, ...]
     slots: tuple[BlockId, ...]
-    owners: tuple[tuple[str, float] | None, ...]  # tenants with a share of the cache
-    ahead: bool  # its blocks stay in DRAM
+    # the tenant of each block, if it has a share of the cache
+    owners: tuple[tuple[str, float] | None, ...]
+    ahead: bool  # whether the blocks stay in DRAM
 
 
 class Demotion:
-    """The writes in progress. Their owners are of kind "demote" in both pools."""
+    """Manages the writes in progress. Owners of these writes are of kind "demote" in both pools."""
 
     def __init__(
         self, kv_cache: KVCacheManager, actions_out: ActionBuffer, ahead_blocks: int = 0
     ) -> None:
-        """`ahead_blocks`: how many blocks copies may hold, where that is not a part of
-        `reserved_blocks`: nobody is promised blocks there."""
+        """`ahead_blocks`: how many blocks copies may hold, if that is not a part of
+        `reserved_blocks` because no request is promised blocks there."""
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._actions_out = actions_out
         self._ahead_blocks = ahead_blocks
         self._stores: dict[str, _Store] = {}
-        self._hung: dict[str, tuple[BlockId, ...]] = {}  # slots that a hung disk may still write
+        # slots that a hung disk may still write, by write
+        self._hung: dict[str, tuple[BlockId, ...]] = {}
         self._num_stores = 0
         self._num_storing = 0  # blocks
-        self._num_copying = 0  # of these, blocks that stay in DRAM
+        self._num_copying = 0  # number of blocks under write that stay in DRAM
         self._writing: set[BlockKey] = set()
-        self._ahead: dict[BlockKey, BlockId] = {}  # held, to be copied while the disk is idle
-        self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)  # not published yet
+        # blocks that are held to be copied while the disk is idle
+        self._ahead: dict[BlockKey, BlockId] = {}
+        # keys that are not published yet
+        self._new: deque[BlockKey] = deque(maxlen=self._pool.num_blocks)
         self._limit = reserved_blocks(self._pool.num_blocks, kv_cache.num_slots)
 
     @property
     def owners(self) -> set[BlockOwner]:
-        """All owners of holds for writes."""
+        """Returns all owners of holds for writes."""
         ahead = {_ahead(key) for key in self._ahead}
         return owners_of("demote", self._stores) | owners_of("hung:store", self._hung) | ahead
 
     def publish(self, keys: Iterable[BlockKey]) -> None:
-        """Writes newly cached blocks to a shared store; does nothing if there is none."""
+        """Writes newly cached blocks to a shared store; does nothing without a shared store."""
         tier = self._kv_cache.tier
         if tier is not None and self._kv_cache.store_shared and not tier.lost:
             self._new.extend(keys)
@@ -112,20 +117,20 @@ class Demotion:
 
     @property
     def _room(self) -> int:
-        """How many more blocks may be demoted."""
+        """Returns how many more blocks may be demoted."""
         if self._ahead_blocks:
             return max(self._limit - self._num_storing + self._num_copying, 0)
         return self._ahead_room
 
     @property
     def _ahead_room(self) -> int:
-        """How many more blocks may be held for copies."""
+        """Returns how many more blocks may be held for copies."""
         held = self._num_storing + len(self._ahead)
         return max(max(self._limit, self._ahead_blocks) - held, 0)
 
     def write_ahead(self, new: Sequence[BlockKey], disk_reads: bool = False) -> None:
-        """Copies blocks in use to the SSD: `new` ones, and those that requests have found since the
-        last call. `disk_reads`: the disk is busy for requests."""
+        """Copies blocks in use to the SSD: `new` blocks, and blocks that requests have found since
+        the last call. `disk_reads`: whether the disk is busy for requests."""
         tier, pool = self._kv_cache.tier, self._pool
         if tier is None or not self._kv_cache.writes_ahead:
             return
@@ -156,15 +161,15 @@ class Demotion:
             self._ahead[key] = block_id
 
     def _write_held(self, tier: SsdTier) -> None:
-        """Starts one write of blocks that wait."""
+        """Starts one write of blocks that wait to be copied."""
         owner = self._next_owner()
         blocks = self._take_ahead(MAX_BATCH_BLOCKS, owner)
         self._actions_out.count("written_ahead_blocks", len(blocks))
         self._write(tier, owner, blocks, ahead=True)
 
     def _take_ahead(self, num_blocks: int, heir: BlockOwner | None = None) -> list[BlockId]:
-        """Ends the holds of the first blocks that wait; `heir` holds those that are still cached,
-        which are returned."""
+        """Ends the holds of the first blocks that wait for a copy; `heir` holds those that are
+        still cached, which are returned."""
         taken = list(islice(self._ahead.items(), num_blocks))
         cached = [block_id for key, block_id in taken if self._pool.key_of(block_id) == key]
         if heir is not None:
@@ -188,11 +193,11 @@ class Demotion:
             self._write(tier, owner, list(blocks))
 
     def _demote(self, tier: SsdTier, num_blocks: int) -> int:
-        """Demotes at most `num_blocks`, and at most one write's; returns how many."""
+        """Demotes at most `num_blocks`, and no more than fit into one write; returns how many."""
         pool = self._pool
         owner = self._next_owner()
         victims = pool.withdraw(owner, min(num_blocks, MAX_BATCH_BLOCKS))
-        # Victims come with the end of a prompt first; the disk stores a prompt in its order.
+        # The pool returns the end of a prompt first, but the disk stores a prompt in its order.
         written = [b for b in reversed(victims) if self._deserves_write(tier, b)]
         writing = set(written)
         pool.release_some(owner, [b for b in victims if b not in writing])
@@ -206,7 +211,8 @@ class Demotion:
     def _write(
         self, tier: SsdTier, owner: BlockOwner, blocks: list[BlockId], ahead: bool = False
     ) -> None:
-        """Writes as many of the owner's blocks as there are slots for; releases the others."""
+        """Writes as many of the owner's blocks as there are slots for; releases the remaining
+        blocks."""
         pool = self._pool
         slots, voided = tier.reserve(owner, len(blocks))
         if voided:
@@ -253,7 +259,7 @@ class Demotion:
             slot, key = store.slots[index], store.keys[index]
             if not tier.fill(slot, key, store.depths[index], store.owners[index]):
                 void.append(slot)
-        if event.hung:  # the disk could still overwrite what is written to these slots next
+        if event.hung:  # the hung disk could overwrite what is written to these slots next
             tier.slots.release_some(owner, store.slots[:num_stored])
             tier.slots.hand_over(owner, BlockOwner("hung:store", event.store_id))
             self._hung[event.store_id] = store.slots[num_stored:]
@@ -281,24 +287,25 @@ class _Load:
     keys: tuple[BlockKey, ...]
     slots: tuple[BlockId, ...]
     block_ids: tuple[BlockId, ...]
-    num_sharing: int  # loads in progress when it began, itself included
+    num_sharing: int  # loads in progress when this load began, including itself
 
 
 class Promotion:
-    """The loads in progress. Their owners are of kind "load" in both pools."""
+    """Manages the loads in progress. Owners of these loads are of kind "load" in both pools."""
 
     def __init__(self, kv_cache: KVCacheManager, actions_out: ActionBuffer) -> None:
         self._kv_cache = kv_cache
         self._actions_out = actions_out
         self._loads: dict[str, _Load] = {}
-        self._loading: dict[BlockKey, tuple[str, BlockId]] = {}  # load id and target block
-        self._etas: dict[str, TransferEta] = {}  # of loads that arrive layer by layer
+        # (id of the load, target block) by key
+        self._loading: dict[BlockKey, tuple[str, BlockId]] = {}
+        self._etas: dict[str, TransferEta] = {}  # estimates of loads that arrive layer by layer
         self._hung: set[str] = set()
         self._num_loads = 0
 
     @property
     def owners(self) -> set[BlockOwner]:
-        """All owners of holds for loads."""
+        """Returns all owners of holds for loads."""
         return owners_of("load", self._loads) | owners_of("hung:load", self._hung)
 
     @property
@@ -307,11 +314,12 @@ class Promotion:
         return len(self._loads)
 
     def num_sharing(self, load_id: str) -> int:
-        """Loads that shared the disk when this one began, itself included."""
+        """Returns how many loads shared the disk when this load began, including itself."""
         return self._loads[load_id].num_sharing
 
     def target_of(self, key: BlockKey, load_ids: Collection[str]) -> BlockId | None:
-        """The block into which one of these loads reads `key`; None if none does."""
+        """Returns the block into which one of these loads reads `key`, or None if no load reads
+        it."""
         load_id, block_id = self._loading.get(key, ("", None))
         return block_id if load_id in load_ids else None
 
@@ -321,17 +329,18 @@ class Promotion:
             self._etas[load_id] = eta
 
     def eta(self, load_id: str) -> TransferEta | None:
-        """None if there is no progress yet, or if the load does not arrive layer by layer."""
+        """Returns None if there is no progress yet, or if the load does not arrive layer by
+        layer."""
         return self._etas.get(load_id)
 
     def size_of(self, load_id: str) -> int:
-        """Number of blocks of a load; 0 if it has ended."""
+        """Returns the number of blocks of a load, or 0 if it has ended."""
         load = self._loads.get(load_id)
         return 0 if load is None else len(load.keys)
 
     def reach(self, keys: Sequence[BlockKey]) -> tuple[int, list[BlockKey]]:
-        """The length of the longest run of `keys` that is in DRAM or on the SSD, and the keys of
-        that run which are not in DRAM."""
+        """Returns the length of the longest run of `keys` that is in DRAM or on the SSD, and the
+        keys of that run which are not in DRAM."""
         pool = self._kv_cache.pool
         absent: list[BlockKey] = []
         for index, key in enumerate(keys):
@@ -343,18 +352,18 @@ class Promotion:
         return len(keys), absent
 
     def present(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each of `keys` is in DRAM or on the SSD."""
+        """Returns whether each of `keys` is in DRAM or on the SSD."""
         pool = self._kv_cache.pool
         return [pool.find(key) is not None or self._is_stored(key) for key in keys]
 
     def _is_stored(self, key: BlockKey) -> bool:
-        """Whether a load can bring the block, or does."""
+        """Whether a load can bring the block, or is bringing it."""
         tier = self._kv_cache.tier
         return tier is not None and (tier.slot_of(key) is not None or key in self._loading)
 
     def load(self, keys: Sequence[BlockKey], by_layer: bool = False) -> set[str] | None:
         """Starts loading `keys`, which `reach` has just returned as absent. Returns the ids of the
-        loads to wait for; None, starting nothing, if there is no room."""
+        loads to wait for, or None, starting nothing, if there is no room."""
         tier, loading = self._kv_cache.tier, self._loading
         assert tier is not None
         waits = {loading[key][0] for key in keys if key in loading}
@@ -390,7 +399,8 @@ class Promotion:
         if event.hung:
             self._hung.add(event.load_id)
         elif event.num_blocks < len(load.keys) and not tier.lost:
-            bad = load.slots[event.num_blocks]  # the state of the slots after it is unknown
+            # the state of the slots after the first failed one is unknown
+            bad = load.slots[event.num_blocks]
             tier.slots.uncache([bad])
             actions_out.perform(ForgetStored((bad,)))
         actions_out.count("loaded_blocks", event.num_blocks)

@@ -191,7 +191,7 @@ class AskedPlan(NamedTuple):
 
 
 class ClusterSearch(NamedTuple):
-    """A search for the cheapest cluster. Its methods raise ConfigError."""
+    """A search for the cheapest cluster. The methods of the search raise ConfigError."""
 
     pool_of_runs: SimulationPool
     workload: Workload

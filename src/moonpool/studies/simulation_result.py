@@ -72,7 +72,7 @@ class SimulationResult:
 
     @property
     def simulation(self) -> Simulation:
-        """The whole simulation. Its attributes may change in any release."""
+        """The whole simulation. The attributes of the simulation may change in any release."""
         return self._simulation
 
     @cached_property

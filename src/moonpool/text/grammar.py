@@ -1,9 +1,9 @@
 """Structured output (guided decoding): which tokens a JSON schema, regular expression or grammar
 allows next.
 
-The state of a grammar is a function of the tokens generated so far. It therefore does not travel
-with a request: every instance that draws the next token allows the same ones, before and after a
-fault. The matchers kept here are only a cache, which saves reading those tokens again.
+The state of a grammar is a function of the tokens generated so far. The state therefore does not
+travel with a request: every instance that draws the next token allows the same ones, before and
+after a fault. The matchers kept here are only a cache, which saves reading those tokens again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ LIMITS = LLParserLimits(
 )
 """Limits on grammars from clients. The cost of an ambiguous grammar grows with the square of its
 items per row. At 500 items a token takes 10 ms; at llguidance's default of 2,000, half a second.
-JSON schemas have tens. The lexer's limits are a fifth of the defaults and less: `(a{1000}){1000}`
-takes half a second and 50 MB with them, and 2 s and 180 MB without."""
+JSON schemas have tens of rules. The lexer's limits are a fifth of the defaults and less:
+`(a{1000}){1000}` takes half a second and 50 MB with them, and 2 s and 180 MB without."""
 log = logging.getLogger("moonpool_engine.engine")
 
 Mask = NDArray[np.bool_]
 
 
 class Grammars:
-    """The matchers of one model, whose answers end with one of `ends`. Used by one thread.
+    """The matchers of one model, whose answers end with one of `ends`. One thread uses these
+    grammars.
 
     `open_vocabulary` is called at first use, or by `prepare`.
     """
@@ -129,7 +130,7 @@ _BRACE = ord("{")
 
 @cache
 def _single_bytes() -> LLTokenizer:
-    return LLTokenizer("byte")  # takes 2 ms
+    return LLTokenizer("byte")  # this check takes 2 ms
 
 
 class _LlguidanceVocabulary(TokenizerWrapper):

@@ -17,7 +17,8 @@ LARGEST = {
 LARGEST_SIZE = 1 << 24
 LARGEST_EXPERTS = 1 << 17  # of all layers together
 LARGEST_NUMBER = 1e30
-"""No model is near these. A larger number would fill the memory before any weight is read."""
+"""No model has numbers near these. A larger number would fill the memory before any weight is
+read."""
 
 
 class ModelError(ValueError):

@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, and what its small files say. Needs no torch."""
+"""The folder of a model: where it is, and what its small files say. The module needs no torch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class TokenizerParts:
 
 
 class TextStream(Protocol):
-    """The incremental detokenizer of one answer. It never returns part of a character."""
+    """The incremental detokenizer of one answer. `TextStream` never returns part of a character."""
 
     def push(self, token_id: int) -> str:
         """The text that is complete with this token; may be ""."""

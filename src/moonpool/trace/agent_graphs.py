@@ -2,10 +2,10 @@
 
 Each call names its play (a program), its session (an agent of it), and the calls that it depends
 on: it starts `delay_ms` after they completed, or after they were dispatched. If a call has several
-delays, the longest counts, after the last of the calls has ended. A call that depends only on
-dispatched calls waits for what those waited for, plus its delay.
+delays, the longest one counts, after the last of the named calls has ended. A call that depends
+only on dispatched calls waits for the same calls as those, plus its delay.
 
-Ids of blocks are those of a play.
+Block ids are unique within a play.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_graph(first: dict[str, Any]) -> bool:
 
 
 class GraphParser:
-    """One call per line, after the header."""
+    """Parses one call per line, after the header."""
 
     format = "dynamo"
     header_lines = 1
@@ -77,7 +77,7 @@ class GraphParser:
             row = self._decode(line)
         except MALFORMED as error:
             raise LineError(explain(line, _GraphLine, "agentic", error)) from None
-        if row.schema == SCHEMA:  # of a second file behind the first
+        if row.schema == SCHEMA:  # the header of a second file that follows the first
             if row.block_size != self.block_tokens:
                 raise LineError(f"block_size is {row.block_size}, before it {self.block_tokens}")
             return OTHER_LINE
@@ -86,7 +86,7 @@ class GraphParser:
         ended = [one for one in row.dependencies or () if one.trigger == "completion"]
         begun = [one for one in row.dependencies or () if one.trigger != "completion"]
         program, agent = row.play_id or row.session_id, row.session_id or row.play_id
-        # Other agents are sub-agents of those that they depend on.
+        # Other agents are sub-agents of the agents that they depend on.
         is_root = not ended and not begun
         first = self._first_agents.setdefault(program, agent) if is_root else agent
         num_input = self._length("input_length", row.input_length, row.input_tokens)

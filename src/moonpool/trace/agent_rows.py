@@ -1,12 +1,13 @@
-"""Rows of agents in Mooncake's form, as AIPerf and Dynamo have them: one call per line.
+"""Rows of agents in Mooncake's form, as AIPerf and Dynamo write them: one call per line.
 
 AIPerf's rows name their `session_id` and the `delay` after the answer before. A prompt is an
 `input_length`, a `text_input`, `messages`, or a whole `payload` of an API. Without `hash_ids`, a
-row's `input_length` or `text_input` is what it adds to the prompt and the answer before it;
-`messages` are the whole history, unless `message_mode` is "delta".
+row's `input_length` or `text_input` is added to the preceding prompt and answer; `messages` are the
+whole history, unless `message_mode` is "delta".
 
 Dynamo's rows have a `request_id` and the whole prompt, and name the calls that they `wait_for`;
-then pass `delay` and `tool_wait_ms`. The calls that a row waits for may stand in later lines.
+after these, `delay` and `tool_wait_ms` pass. The calls that a row waits for may stand in later
+lines.
 
 Times are milliseconds, or dates. Fields that are null count as absent.
 """
@@ -33,7 +34,7 @@ from moonpool.types import MALFORMED
 AGENT_FIELDS = frozenset(
     {"delay", "delay_ms", "wait_for", "request_id", "tool_wait_ms", "text_input"}
 ) | {"messages", "payload", "message_mode"}
-"""A file with one of them in its first rows is of agents."""
+"""A file that has one of these fields in its first rows is a trace of agents."""
 
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Length = Annotated[float, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
@@ -43,7 +44,7 @@ _LARGEST_ID = 2**63 - 1
 
 
 class AgentLine(msgspec.Struct, gc=False):
-    """The fields of a row; those after `slo_class` are Dynamo's other names of earlier ones."""
+    """The fields of a row; the fields after `slo_class` are Dynamo's names of earlier ones."""
 
     input_length: _Length | None = None
     output_length: _Length | None = None
@@ -71,15 +72,15 @@ class AgentLine(msgspec.Struct, gc=False):
 
 
 class AgentParser:
-    """One row per line. A row without tokens is left to `CallOrder`, which knows what waits for
-    it."""
+    """Parses one row per line. A row without tokens is left to `CallOrder`, which knows what waits
+    for it."""
 
     format = "mooncake"
     header_lines = 0
     units_per_s = 1000.0
 
     def __init__(self, block_tokens: int, ignored: tuple[str, ...]) -> None:
-        """`block_tokens` is the block size, 0 for a file without hashes."""
+        """`block_tokens` is the block size, or 0 for a file without hashes."""
         self._has_hashes = block_tokens > 0
         self.block_tokens = block_tokens or SESSION_BLOCK_TOKENS
         self.ignored = ignored
@@ -189,7 +190,7 @@ def _answer(row: AgentLine) -> int:
 
 
 def _own_blocks(row: AgentLine, num_input: int, block_tokens: int) -> tuple[int, ...]:
-    """Ids of the blocks of a whole prompt of which only the length is known: those of a session
+    """Returns block ids for a prompt of which only the length is known; prompts of one session
     begin alike. Other rows have none: the text that a row adds to its session is named later, and a
     standalone row shares nothing."""
     session = name_of(row.session_id)

@@ -1,8 +1,8 @@
 """The prompt blocks of a trace: keys in the engine's block size, turns, and LRU hit ratios.
 
 A trace names blocks by integers, and equal ids mean equal whole prefixes. The key of an engine's
-block is such an id with a position inside the trace's block, so equal keys mean equal prefixes too.
-Keys of different engine block sizes, or of different traces, must not meet in one pool.
+block is such an id with a position inside the trace's block, so equal keys mean equal prefixes,
+too. Keys of different engine block sizes, or of different traces, must not meet in one pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moonpool.trace.row import TraceRow
 from moonpool.types import BlockKey
 
 _ID_BYTES = 8
-_PRIVATE = b"\xff\xff\xff\xff"  # larger than any position in a block: unique
+_PRIVATE = b"\xff\xff\xff\xff"  # larger than any position in a block, and therefore unique
 
 
 def prompt_keys(
@@ -56,7 +56,8 @@ def prompt_keys(
 
 
 def private_keys(number: int, input_tokens: int, block_tokens: int) -> tuple[BlockKey, ...]:
-    """Keys of the `number`-th prompt of a trace without hashes; no other prompt has them."""
+    """Returns the keys of the `number`-th prompt of a trace without hashes; no other prompt has
+    these keys."""
     name = number.to_bytes(_ID_BYTES, "little")
     num_full = input_tokens // block_tokens
     return tuple(BlockKey(name + i.to_bytes(4, "little") + _PRIVATE) for i in range(num_full))
@@ -78,7 +79,8 @@ block is often a system prompt that all requests share."""
 
 
 class Turn:
-    """One row of a session: its length, the leading blocks seen before, and its number."""
+    """One row of a session: its length, the leading blocks that the session has seen, and its
+    number."""
 
     __slots__ = ("arrived_s", "hit_blocks", "index", "input_tokens", "output_tokens")
 
@@ -87,7 +89,7 @@ class Turn:
         self.input_tokens = row.input_tokens
         self.output_tokens = row.output_tokens
         self.hit_blocks = hit_blocks
-        self.index = index  # 1 for a first turn
+        self.index = index  # number of the turn, 1 for a first turn
 
 
 class TurnTracker:

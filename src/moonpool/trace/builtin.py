@@ -1,9 +1,9 @@
 """The built-in profiles of the generator.
 
 "conversation" is fitted to Mooncake's public conversation trace. "toolagent" and "synthetic" match
-the number of requests, mean lengths and hit ratio in Table 2 of the FAST'25 paper; no more was
-published, so their distributions are assumptions. The profiles with fixed lengths are the data sets
-in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
+the number of requests, mean lengths and hit ratio in Table 2 of the FAST'25 paper; the paper
+published nothing else, so their distributions are assumptions. The profiles with fixed lengths are
+the data sets in Table 2 of the arXiv paper. Rates that no paper gives are assumptions.
 
 "agents" are sessions that grow for about twenty turns, with the gaps between turns published for
 coding agents: 2 s in the median, 11 min at P99. "coding-agents" has the statistics of Weka's corpus

@@ -1,4 +1,5 @@
-"""Plays programs in a closed loop: a call starts when those before it have ended and its tools ran.
+"""Plays programs in a closed loop: a call starts when the calls before it have ended and its tools
+have run.
 
 Pure: the driver tells what ended, and gets what starts then and after how long. The simulator and
 `replay` share it, and so what a client does that is refused (`retry_after_s`).
@@ -21,7 +22,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class LoopCall(Protocol):
-    """What the loop needs of a request; see `TraceRow`."""
+    """The part of a request that the loop needs; see `TraceRow`."""
 
     @property
     def call(self) -> str: ...
@@ -48,14 +49,15 @@ class ClosedLoop(Generic[T]):
     """The calls that were read and have not ended."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[_Waiting[T]]] = {}  # by call: those that wait for it
+        # calls that wait, by the call that they wait for
+        self._open: dict[str, list[_Waiting[T]]] = {}
         self._failed: set[str] = set()
-        self.num_dropped = 0  # calls of programs that were given up
+        self.num_dropped = 0  # number of calls of programs that were abandoned
         self.num_waiting = 0
 
     def drops(self, call: T) -> bool:
         """Whether a call that was read now never starts: one that it waits for has failed before.
-        It is not added then."""
+        A dropped call is not added."""
         if self._failed.isdisjoint(call.after):
             return False
         self._failed.add(call.call)
@@ -68,7 +70,7 @@ class ClosedLoop(Generic[T]):
         missing = [name for name in call.after if name in self._open]
         self._open[call.call] = []
         if call.after and not missing:
-            return True  # those before it ended before it was read
+            return True  # the calls before it ended before it was read
         waiting = _Waiting(call, len(missing))
         for name in missing:
             self._open[name].append(waiting)
@@ -99,8 +101,8 @@ class ClosedLoop(Generic[T]):
 
 
 def retry_after_s(status: int, num_tries: int, told_s: float | None) -> float | None:
-    """Returns how long a client waits before it repeats a call that was refused; None if it gives
-    up. `told_s`: the server's Retry-After. `num_tries`: so far."""
+    """Returns how long a client waits before it repeats a refused call, or None if it gives up.
+    `told_s`: the seconds in the server's Retry-After. `num_tries`: number of tries so far."""
     if (status != 429 and status < 500) or num_tries >= MAX_TRIES:
         return None
     if told_s is not None:

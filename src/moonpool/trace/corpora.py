@@ -1,16 +1,16 @@
-"""Public corpora of agents, of which each line is a whole program.
+"""Public corpora of agents, in which each line is a whole program.
 
 * Weka's coding agents (github.com/callanjfox/kv-cache-tester): one conversation with its requests,
-  their blocks and pauses, and sub-agents within it. `jq -c . traces/*.json > corpus.jsonl` puts a
-  folder of them into one file. They have no times of their own: all begin at once, unless a run is
-  told how many run at a time.
+  their blocks and pauses, and sub-agents within it. `jq -c . traces/*.json > corpus.jsonl` joins a
+  folder of such files. The programs have no start times: all begin at once, unless a run is told
+  how many run at a time.
 * Sessions of OpenTelemetry spans, as llm-d's and LMCache's agentic traces are: the spans that have
   tokens are calls, and a call waits for those that had ended when it began. A session begins at the
   time of its first call.
 * AIPerf's conversations, with the text of each of their `turns`.
 
-Blocks of one conversation are its own, but for the definitions of tools: Weka's conversations whose
-definitions are equally long share them. Weka's corpora whose `hash_id_scope` is "global" share all
+Blocks belong to one conversation, except for the definitions of tools: Weka's conversations whose
+definitions are equally long share these. Weka's corpora whose `hash_id_scope` is "global" share all
 equal ids. Two lines with one name, as of two files, are two programs.
 """
 
@@ -83,7 +83,7 @@ class ProgramNames:
 
 
 class ProgramLines:
-    """What parsers of files with one program per line share."""
+    """The common part of parsers of files with one program per line."""
 
     header_lines = 0
     units_per_s = 1.0
@@ -99,7 +99,7 @@ class ProgramLines:
 
 
 class WekaParser(ProgramLines):
-    """One conversation per line."""
+    """Parses one conversation per line."""
 
     format = "weka"
 
@@ -136,7 +136,8 @@ class WekaParser(ProgramLines):
         num_shared: int,
         depth: int,
     ) -> str:
-        """Adds the calls of an agent, the first one after those named; returns its last call."""
+        """Adds the calls of an agent, the first one after the named calls; returns its last
+        call."""
         if depth > MAX_NESTED:
             raise LineError(f"sub-agents are nested deeper than {MAX_NESTED}")
         last, last_end_s = "", 0.0
@@ -154,7 +155,7 @@ class WekaParser(ProgramLines):
                 continue
             num_input, num_output = whole_length(request, "in"), whole_length(request, "out")
             begin_s = duration(request, "t") or 0.0
-            if not num_input or not num_output:  # it is counted, and nothing waits for it
+            if not num_input or not num_output:  # the call is counted, and no call waits for it
                 rows.append(ParsedRow(UNTIMED, 0, 0, session=session, after=waits_for))
                 continue
             think_s = duration(request, "think_time")
@@ -181,12 +182,12 @@ class WekaParser(ProgramLines):
     def _blocks(
         self, request: dict[str, Any], num_tokens: int, session: str, num_shared: int
     ) -> tuple[int, ...]:
-        """The ids of a prompt's blocks, in the whole corpus."""
+        """Returns the ids of a prompt's blocks, unique in the whole corpus."""
         ids = request.get("hash_ids") or []
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise LineError(f"hash_ids of a request of {session} is not a list of integers")
         num_blocks = -(-num_tokens // self.block_tokens)
-        if not ids:  # then the prompts of its agent go on from one to the next
+        if not ids:  # then each prompt of the agent continues the previous one
             return tuple(block_id(f"{session}//{i}".encode()) for i in range(num_blocks))
         if len(ids) < num_tokens // self.block_tokens or len(ids) > num_blocks:
             raise LineError(
@@ -195,13 +196,13 @@ class WekaParser(ProgramLines):
         root = session.partition("/")[0]
         found = [block_id(f"tools/{num_shared}/{one}".encode()) for one in ids[:num_shared]]
         found += [block_id(f"{root}/{one}".encode()) for one in ids[num_shared:]]
-        if len(found) < num_blocks:  # of the last, partial block
+        if len(found) < num_blocks:  # the id of the last, partial block
             found.append(block_id(f"{session}/{num_tokens}/{ids[-1] if ids else 0}/end".encode()))
         return tuple(found)
 
 
 class SpansParser(ProgramLines):
-    """One session of OpenTelemetry spans per line."""
+    """Parses one session of OpenTelemetry spans per line."""
 
     format = "spans"
     _from_1970: bool | None = None
@@ -226,7 +227,7 @@ class SpansParser(ProgramLines):
 def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> list[ParsedRow]:
     """Orders the calls of a session by their times: each waits for those that had ended when it
     began. A call that waits for none begins with the first one, or at its own time if `exact`.
-    Calls without a prompt or an answer are pauses, and come after the others."""
+    Calls without a prompt or an answer are pauses, and are sorted after the others."""
     by_time = sorted(found, key=lambda call: call[:2])
     calls = [one for one in by_time if _tokens(one[3], _INPUT) and _tokens(one[3], _OUTPUT)]
     rows: list[ParsedRow] = []
@@ -261,8 +262,8 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
 
 
 def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tuple[int, ...]:
-    """Returns the blocks of a span's prompt: by its text if the span has it, or else as a
-    continuation of the prompt before."""
+    """Returns the blocks of a span's prompt: from its text if the span has it, or else as a
+    continuation of the previous prompt."""
     num_blocks = -(-num_tokens // SESSION_BLOCK_TOKENS)
     found = next((attributes[key] for key in _TEXTS if key in attributes), None)
     if found is None:
@@ -271,7 +272,7 @@ def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tupl
     parts = (one if isinstance(one, str) else as_json(one) for one in (*before, found))
     text = "".join(parts)
     ids = text_prompt(text).block_ids or (block_id(name.encode()),)
-    # The text is as long as the tokens say, whatever a token has of it.
+    # The text is cut to the length in tokens, whatever text a token has.
     per_block = len(ids) / num_blocks
     return tuple(
         block_id(b"%d/%d" % (ids[min(int((i + 1) * per_block), len(ids)) - 1], i))
@@ -282,9 +283,9 @@ def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tupl
 
 
 class TurnsParser:
-    """One conversation of AIPerf's per line. A turn adds its text to the prompt and the answer
-    before it, and starts `delay` milliseconds after that answer; without one, as long after it as
-    their timestamps are apart."""
+    """Parses one of AIPerf's conversations per line. A turn adds its text to the prompt and the
+    answer before it, and starts `delay` milliseconds after that answer; without one, as long after
+    it as their timestamps are apart."""
 
     format = "turns"
     header_lines = 0
@@ -296,7 +297,7 @@ class TurnsParser:
         self._milliseconds = Milliseconds()
 
     def begin(self) -> None:
-        """Nothing: a conversation may go on in another line."""
+        """Does nothing, because a conversation may continue in another line."""
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
         """Raises LineError."""
@@ -361,7 +362,7 @@ def calls_of(spans: list[Any]) -> Iterator[CallSpan]:
         if not isinstance(span, dict):
             raise LineError("a span is no object")
         attributes = span.get("attributes") or {}
-        if isinstance(attributes, list):  # as OTLP writes them
+        if isinstance(attributes, list):  # the form in which OTLP writes attributes
             attributes = {
                 one["key"]: _plain(one.get("value"))
                 for one in attributes
@@ -406,7 +407,7 @@ def _instant(span: dict[str, Any], names: Sequence[str]) -> float:
         raise LineError(f"{names[0]} of a span is {value!r:.40}; it must be a time") from None
     if not isfinite(number) or number < 0:
         raise LineError(f"{names[0]} of a span is {value!r:.40}; it must be a time")
-    for unit in (1e17, 1e14, 1e11):  # nanoseconds, microseconds, milliseconds since 1970
+    for unit in (1e17, 1e14, 1e11):  # units since 1970: nanoseconds, microseconds, milliseconds
         if number >= unit:
             return number / (unit / 1e8)
     return number
@@ -454,4 +455,4 @@ def duration(fields: dict[str, Any], name: str, unit: str = "seconds") -> float 
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e12:
         raise LineError(f"{name} is {value!r:.40}; it must be {unit}")
-    return max(float(value), 0.0)  # clocks that were set back leave negative durations
+    return max(float(value), 0.0)  # clocks that were set back lead to negative durations

@@ -23,7 +23,7 @@ from moonpool.types import Struct
 
 
 class PublicTrace(Struct, frozen=True):
-    """A trace to download. `sha256` is None where no reference sum is published."""
+    """A trace to download. `sha256` is None if no reference checksum is published."""
 
     file_name: str
     url: str
@@ -58,7 +58,7 @@ def download(trace: PublicTrace, folder: Path, progress: Progress) -> Outcome:
         resumed = _fetch(trace, part, progress)
         found = _sha256(part)
         if resumed and trace.sha256 not in (None, found):
-            part.unlink()  # the older part may be of another version
+            part.unlink()  # the older part may belong to another version
             _fetch(trace, part, progress)
             found = _sha256(part)
         if trace.sha256 not in (None, found):
@@ -94,13 +94,13 @@ def _fetch(trace: PublicTrace, part: Path, progress: Progress) -> bool:
     """Completes `part`. Returns whether it resumed an earlier download."""
     have_bytes = part.stat().st_size if part.exists() else 0
     headers = {"Range": f"bytes={have_bytes}-"} if have_bytes else {}
-    headers["Accept-Encoding"] = "identity"  # a range must count uncompressed bytes
+    headers["Accept-Encoding"] = "identity"  # a range must count bytes without compression
     try:
         with httpx.stream(
             "GET", trace.url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
         ) as response:
             if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-                return True  # `part` is complete; the checksum decides
+                return True  # `part` is complete, so the checksum decides
             if response.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
                 raise TraceError(
                     f"{trace.url} answered {response.status_code} {response.reason_phrase};"

@@ -15,7 +15,7 @@ from moonpool.trace.profile import PROBABILITIES, GeneratorProfile, Quantiles, S
 SHORT_S = 10.0
 LONG_S = 300.0
 """Periods after which the two factors of a bursty arrival rate change."""
-_MIN_RATE = 0.1  # of the mean rate, between strong bursts
+_MIN_RATE = 0.1  # least rate between strong bursts, relative to the mean rate
 
 
 def sampler(table: Quantiles, rng: random.Random) -> Callable[[], float]:
@@ -121,7 +121,7 @@ class DayClock:
 
 
 def _two_rates(cv2: float) -> tuple[float, float, float]:
-    """(low, high, probability of high) with mean 1 and variance `cv2`."""
+    """Returns (low, high, probability of high) with mean 1 and variance `cv2`."""
     low = max(_MIN_RATE, 1 - cv2**0.5)
     share_high = (1 - low) ** 2 / ((1 - low) ** 2 + cv2) if cv2 else 0.0
     high = low + (1 - low) / share_high if share_high else 1.0

@@ -28,11 +28,11 @@ from moonpool.trace.row import TraceError, TraceRow
 from moonpool.trace.statistics import dispersion
 
 _MIN_ROWS = 100
-_EDGE_SHARE = 0.3  # of the duration, at either end
-_SHARED_FAN_OUT = 16  # different continuations that make a prefix a shared prompt
+_EDGE_SHARE = 0.3  # share of the duration that is left out at either end
+_SHARED_FAN_OUT = 16  # number of different continuations that make a prefix a shared prompt
 _MAX_TURN_SHARES = 6
 _MIN_SAMPLES = 20
-_TOOL_GAP_S = 10.0  # a person does not read and write faster
+_TOOL_GAP_S = 10.0  # pauses below this are tools, because a person does not read and write faster
 _MIN_TOOL_SHARE = 0.05
 
 
@@ -57,8 +57,8 @@ class _Row:
 def fit(rows: Iterable[TraceRow], block_tokens: int, name: str = "fitted") -> GeneratorProfile:
     """Fits a profile to rows in order of time.
 
-    `block_tokens` is the block size of the trace, 0 without hashes. Rows must be spread over ticks,
-    which otherwise look like bursts. Raises TraceError if the rows do not suffice.
+    `block_tokens` is the block size of the trace, or 0 without hashes. Rows must be spread over
+    ticks, which otherwise look like bursts. Raises TraceError if the rows do not suffice.
     """
     held = list(rows)
     if len(held) < _MIN_ROWS:
@@ -104,7 +104,8 @@ def _link(rows: Sequence[TraceRow]) -> list[_Row]:
         depths = [depth for depth, block in enumerate(row.hash_ids, 1) if block in shared]
         depth = depths[-1] if depths else 0
         found = _Row(row, row.hash_ids[depth - 1] if depth else -1, depth)
-        # One tracker per shared prompt: a row may contain the shared prompt of other rows.
+        # There is one tracker per shared prompt, because a row may contain the shared prompt of
+        # other rows.
         tracker = trackers.setdefault(found.shared_id, TurnTracker(min_blocks=depth + 1))
         found.turn, previous = tracker.add(row)
         by_turn[found.turn] = found

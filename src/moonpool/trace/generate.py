@@ -47,10 +47,12 @@ def generate(
     rate_rps: float | None = None,
     closed_loop: bool = False,
 ) -> Iterator[TraceRow]:
-    """Yields rows until either limit is reached. `rate_rps` replaces the rate of the profile.
+    """Yields rows until either limit is reached. `rate_rps` replaces the rate of the workload's
+    profile.
 
-    `closed_loop`: sessions are programs, and each turn waits for the one before it: the gap is that
-    from its end. Only sessions that begin within the trace are rows of it. Raises TraceError.
+    `closed_loop`: whether sessions are programs, in which each turn waits for the previous one, and
+    a gap begins at that one's end. Only sessions that begin within the trace have rows in it.
+    Raises TraceError.
     """
     check_profile(profile)
     _check_limits(num_requests, duration_s, rate_rps)
@@ -147,8 +149,8 @@ def _programs(
 class _Session:
     """An active session at one of its turns.
 
-    `ids` are those of its prompt's full blocks, None before its first row. `prompt` is the number
-    of the shared prompt that it starts with.
+    `ids` are the ids of its prompt's full blocks, or None before its first row. `prompt` is the
+    number of the shared prompt with which it starts.
     """
 
     __slots__ = (
@@ -172,7 +174,7 @@ class _Session:
         self.calls_tool = False
         self.repeats = False
         self.ids: list[int] | None = None
-        self.hash_ids: tuple[int, ...] = ()  # of its last row
+        self.hash_ids: tuple[int, ...] = ()  # block ids of its last row
 
     @property
     def length_class(self) -> int:
@@ -207,7 +209,7 @@ class _Sessions:
         self._next_start_s = -_WARM_UP_S + rng.expovariate(rate_per_s)
 
     def next_turn(self) -> tuple[float, _Session]:
-        """The next turn in even time: of a waiting session, or of a new one."""
+        """Returns the next turn in even time: of a waiting session, or of a new one."""
         if self._waiting and self._waiting[0][0] < self._next_start_s:
             even_s, _, session = heapq.heappop(self._waiting)
             return even_s, session
@@ -283,7 +285,7 @@ class _Sessions:
         return gap_s
 
     def _follow_up(self, session: _Session) -> int:
-        """The length of the next prompt. Cuts `session.ids` to the blocks that it keeps."""
+        """Returns the length of the next prompt. Cuts `session.ids` to the blocks that it keeps."""
         choice = self.rng.random()
         num_full = session.input_tokens // BLOCK_TOKENS
         if choice < self.profile.repeat_share:

@@ -1,10 +1,10 @@
-"""Logs of requests as JSON lines: those of proxies, servers and observability tools.
+"""Logs of requests as JSON lines, written by proxies, servers and observability tools.
 
 A request is an object that says, under one of the usual names and at any depth, when it arrived
 and how many tokens its prompt and its answer have. So LiteLLM's spend logs and logging payloads,
 OpenAI's responses with `created` and `usage`, runs of LangSmith, Langfuse and Helicone, flat
 objects with dotted names, and moonpool's own `--log-requests --log-format json` are all read. Other
-lines of a log are skipped and counted. Nothing in such a log tells which prompts share a prefix.
+lines of a log are skipped and counted. Such a log does not tell which prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 MAX_DEPTH = 6
 MAX_OBJECTS = 500
-"""The most objects of one line; more of them are not looked through."""
+"""Most objects of one line that are searched."""
 SHOWN_FIELDS = 12
 MAX_NUMBER = 10**20
-"""Nanoseconds since 1970 are below it."""
+"""Times in nanoseconds since 1970 are below this number."""
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 Objects = list[tuple[tuple[str, ...], dict[str, Any]]]
@@ -134,7 +134,8 @@ class JsonLogParser:
             return None
         total_s = fields.get("total_s")
         if "outcome" in fields and isinstance(total_s, int | float):
-            time -= round(total_s * AZURE_UNITS_PER_S)  # our own log is written at the end
+            # moonpool's own log is written at the end of a request
+            time -= round(total_s * AZURE_UNITS_PER_S)
         shape = time, num_input, num_output, (), _session(fields), _text(fields, "tenant")
         slo_class = _text(fields, "slo_class")
         program = fields.get("program")
@@ -200,7 +201,7 @@ class JsonLogParser:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Returns the object of a line; None if it has none."""
+    """Returns the object of a line, or None if it has none."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except MALFORMED:
@@ -218,7 +219,7 @@ def is_request(fields: dict[str, Any]) -> bool:
 
 
 def _objects(fields: dict[str, Any]) -> Objects:
-    """The object and those in it, breadth first."""
+    """Returns the object and the objects in it, breadth first."""
     found: Objects = [((), fields)]
     for path, own in found:  # grows meanwhile
         if len(path) == MAX_DEPTH:
@@ -240,8 +241,8 @@ def _place_of(objects: Objects) -> _Place | None:
 
 
 def _arrival_near(usage: tuple[str, ...], objects: Objects) -> tuple[tuple[str, ...], str] | None:
-    """The best name of an arrival in the objects around the usage, the innermost first; else in
-    any other object."""
+    """Returns the best name of an arrival in the objects around the usage, the innermost first, or
+    else in any other object."""
     best: tuple[bool, int, int, tuple[str, ...], str] | None = None
     for path, fields in objects:
         name = _named(fields, ARRIVAL)
@@ -255,7 +256,7 @@ def _arrival_near(usage: tuple[str, ...], objects: Objects) -> tuple[tuple[str, 
 
 
 def _roles(path: tuple[str, ...], fields: dict[str, Any]) -> dict[str, str]:
-    """The names of an object that have a role; "" for a role that none has."""
+    """Returns the names in an object that have a role; "" stands for a role without a name."""
     prompt, answer = _named(fields, PROMPT), _named(fields, ANSWER)
     if path and _plain(path[-1]) in USAGE:
         prompt = prompt or _named(fields, _IN_USAGE[0])
@@ -264,7 +265,7 @@ def _roles(path: tuple[str, ...], fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _named(fields: dict[str, Any], names: Sequence[str]) -> str:
-    """The field with the best of these names, however it is written; "" means that none has a
+    """Returns the field with the best of these names, in any spelling, or "" if none of them has a
     value."""
     plain = {
         _plain(name): name
@@ -275,7 +276,7 @@ def _named(fields: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """`gen_ai.usage.inputTokens` and `Input tokens` are `input_tokens`."""
+    """Normalises names: `gen_ai.usage.inputTokens` and `Input tokens` become `input_tokens`."""
     last = name.rpartition(".")[2].strip("@ ").replace(" ", "_").replace("-", "_")
     return _CAMEL.sub("_", last).lower()
 

@@ -109,7 +109,7 @@ class JsonlParser:
     header_lines = 0
 
     def __init__(self, block_tokens: int, units_per_s: float, ignored: tuple[str, ...]) -> None:
-        """`block_tokens` is the block size, 0 for a file without hashes."""
+        """`block_tokens` is the block size, or 0 for a file without hashes."""
         self.block_tokens = block_tokens
         self.units_per_s = units_per_s
         self.ignored = ignored
@@ -180,7 +180,7 @@ def _parsed(
     ids: tuple[int, ...],
     session: str | int | None,
 ) -> ParsedRow | None:
-    """The row of a request; None if it has no prompt or no answer."""
+    """Returns the row of a request, or None if it has no prompt or no answer."""
     if num_input == 0 or num_output == 0:
         return None
     shape = time, num_input, num_output, plain_ids(ids), name_of(session)
@@ -192,8 +192,8 @@ def _whole(field: str, value: float) -> int:
 
 
 def jsonl_parser(first_lines: list[bytes], name: str) -> Parser | ProgramParser | Gatherer:
-    """The parser for a file with these first lines. `name` is "mooncake", "bailian", "log" or
-    "auto"."""
+    """The parser for a file with these first lines. `name` is one of "mooncake", "bailian", "log"
+    and "auto"."""
     rows = [json_object(line) or {} for line in first_lines]
     first = next(filter(None, rows), {})
     if name == "auto":
@@ -264,7 +264,8 @@ def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _block_tokens(rows: list[dict[str, Any]]) -> int:
-    """The block size: the power of two that fits all rows if there is exactly one, else 512."""
+    """Returns the block size: the power of two that fits all rows if there is exactly one, or else
+    512."""
     least, most = 1, MAX_LENGTH_TOKENS
     for row in rows:
         tokens, ids = row.get("input_length", row.get("input_tokens")), row.get("hash_ids")
@@ -294,10 +295,10 @@ class _WrittenLine(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 def write_trace(rows: Iterable[TraceRow], path: Path) -> int:
-    """Writes rows as Mooncake's format, times in whole milliseconds. Returns their number.
+    """Writes rows in Mooncake's format, with times in whole milliseconds. Returns their number.
 
-    Hash ids must be those of blocks of 512 tokens, or none. The file appears under its name only
-    when it is complete. Raises OSError.
+    Hash ids must name blocks of 512 tokens, or be empty. The file appears under its name only when
+    it is complete. Raises OSError.
     """
     partial = path.with_name(path.name + ".part")
     encode = msgspec.json.Encoder().encode

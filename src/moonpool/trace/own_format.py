@@ -1,7 +1,7 @@
 """Trace formats from outside the package: a parser of single lines, named "module:Name".
 
-docs/extending.md describes the interface. The reader does the rest, as for built-in formats: it
-sorts, counts from the first request, and names the line in every error.
+docs/extending.md describes the interface. The reader does everything else, as for built-in formats:
+it sorts, counts from the first request, and names the line in every error.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OwnParser:
         return row._replace(hash_ids=ids, session=str(row.session), tenant=str(row.tenant))
 
     def _parsed(self, row: TraceRow) -> ParsedRow:
-        """`arrived_s` is in seconds, whatever the units of the parser's times are."""
+        """`arrived_s` is in seconds, whatever the unit of the parser's times."""
         time = row.arrived_s
         if isinstance(time, int | float):
             time = time * self.units_per_s

@@ -2,10 +2,10 @@
 
 * A line with one prompt: AIPerf's `single_turn` and `random_pool` (`text` or `texts`), and the
   custom files of `vllm bench serve` (`prompt`, `output_tokens`).
-* ShareGPT's conversations: a list of messages `from` a human and from a model. Each answer is a
-  call, as long as its text; `jq -c '.[]' FILE > FILE.jsonl` puts each on a line.
+* ShareGPT's conversations: a list of messages `from` a human and from a model. Each answer becomes
+  a call as long as its text; `jq -c '.[]' FILE > FILE.jsonl` writes each on a line.
 
-Without times all begin at once.
+Without times, all calls begin at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_prompt(first: dict[str, Any]) -> bool:
     """Whether a file's first object is a prompt and what belongs to it."""
     if first.keys() <= _KNOWN:
         return any(name in first for name in _PROMPTS)
-    # vLLM's custom files may have columns of their own; a log would tell when a request came.
+    # vLLM's custom files may have further columns; a log would tell when a request came.
     return isinstance(first.get("prompt"), str) and not has_arrival(first)
 
 
@@ -41,7 +41,7 @@ def is_sharegpt(first: dict[str, Any]) -> bool:
 
 
 class PromptParser:
-    """One prompt on each line."""
+    """Parses one prompt on each line."""
 
     format = "prompts"
     header_lines = 0
@@ -78,7 +78,7 @@ class PromptParser:
 
 
 class ShareGptParser(ProgramLines):
-    """One conversation on each line."""
+    """Parses one conversation on each line."""
 
     format = "sharegpt"
 

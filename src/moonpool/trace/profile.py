@@ -25,14 +25,15 @@ The class of a prompt is the number of bounds that its tokens without the shared
 NUM_CLASSES = len(CLASS_TOKENS) + 1
 
 Quantiles = tuple[float, ...]
-"""A distribution by its quantiles at PROBABILITIES, linear between them; one value: a constant."""
+"""A distribution by its quantiles at PROBABILITIES, linear between them; one value means that all
+are equal."""
 
 
 class SharedPrompts(Struct, frozen=True):
     """System prompts or documents that many sessions start with, in whole blocks.
 
     A first prompt has one with probability `share`. The weight of the r-th most popular of `count`
-    is 1 / r ** `skew` (Zipf). `tokens` is the distribution of their lengths.
+    is 1 / r ** `skew` (Zipf). `tokens` is the distribution of the lengths of these prompts.
     """
 
     share: float
@@ -54,9 +55,9 @@ class Branches(Struct, frozen=True):
     """Follow-ups that keep only a prefix of the previous prompt: edits, or histories that were cut
     because they grew too long."""
 
-    class_share: tuple[float, ...]  # of follow-ups, by length class of the previous prompt
-    kept_share: Quantiles  # of the previous prompt's full blocks
-    new_share: Quantiles  # new tokens over tokens cut off
+    class_share: tuple[float, ...]  # share of follow-ups by length class of the previous prompt
+    kept_share: Quantiles  # share of the previous prompt's full blocks that is kept
+    new_share: Quantiles  # new tokens relative to the tokens cut off
 
 
 class GeneratorProfile(Struct, frozen=True):
@@ -68,8 +69,8 @@ class GeneratorProfile(Struct, frozen=True):
     one with the probability `first_continue_share` of its length class, the k-th later turn with
     `continue_share[k - 1]`; the last value holds for all later turns. `message_tokens` is the
     length that a follow-up adds to the previous prompt and answer. `repeat_share` is the share of
-    follow-ups that repeat the previous prompt. `closed_loop`: its sessions are programs, whose next
-    turn waits for the answer of the one before it.
+    follow-ups that repeat the previous prompt. `closed_loop`: whether its sessions are programs,
+    whose next turn waits for the previous answer.
     """
 
     name: str
@@ -107,7 +108,7 @@ class Mix(Struct, frozen=True):
 
     @property
     def rate_rps(self) -> float:
-        """The mean rate of a day."""
+        """Returns the mean rate of a day."""
         return sum(
             kind.profile.rate_rps * sum(kind.by_hour) / len(kind.by_hour) for kind in self.kinds
         )

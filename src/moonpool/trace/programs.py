@@ -2,12 +2,13 @@
 
 A row of a program has no time of its own: it starts when the rows that it waits for have ended and
 its tools have run. Rows are read in the order in which their programs begin, so that a row is known
-before those are over that it waits for; `CallOrder.place` gives it the time of its program. A row
-without a prompt or an answer is left out, and what waits for it waits for what it waited for.
+before the rows that it waits for are over; `CallOrder.place` gives it the time of its program. A
+row without a prompt or an answer is left out, and the calls that wait for it wait for the calls
+before it instead.
 
-A file may name the calls (`wait_for`), or only the session: then each row waits for the one before
-it. Where a file tells when answers ended, as logs do, tools ran for the time from the end of one
-answer to the next call. A call that began before the one before it had ended did not wait for it.
+A file may name the calls (`wait_for`), or only the session: then each row waits for the previous
+one. If a file tells when answers ended, as logs do, tools ran for the time from the end of one
+answer to the next call. A call that began before the previous one had ended did not wait for it.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ SESSION_BLOCK_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What is known of an agent: its last call, and its context as far as a file gives parts."""
+    """What is known about an agent: its last call, and its context as far as the file gives parts
+    of it."""
 
     time: float
     parent: str = ""
     call: str = ""
     ended: float | None = None
     num_calls: int = 0
-    num_tokens: int = 0  # prompt and answer of its last call
-    pause_s: float = 0.0  # before calls that were left out since its last one
+    num_tokens: int = 0  # tokens of prompt and answer of its last call
+    pause_s: float = 0.0  # time before calls that were left out since its last one
     blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that the file itself names. What waits for one that is left out waits for those in
-    `after` instead, and `delay_s` longer."""
+    """A call that the file names itself. Calls that wait for a call that is left out wait for the
+    calls in `after` instead, and `delay_s` longer."""
 
     time: float
     session: str
@@ -63,8 +65,8 @@ class CallOrder:
         block_tokens: int = SESSION_BLOCK_TOKENS,
         has_programs: bool = False,
     ) -> None:
-        """`has_programs`: as a former pass has found. A call without a session is then the first of
-        a session of its own."""
+        """`has_programs`: whether a previous pass has found programs. A call without a session is
+        then the first of a session of its own."""
         self._units_per_s = units_per_s
         self._block_tokens = block_tokens or SESSION_BLOCK_TOKENS
         self._all_have_sessions = has_programs
@@ -105,7 +107,7 @@ class CallOrder:
             return self._named_by(row)
         if session is None or not session.call:
             return (), 0.0
-        # A row with a name of its own says what it waits for.
+        # A row that has its own name tells what it waits for.
         if row.delay_s is not None or (row.time == UNTIMED and not row.call):
             return (session.call,), (row.delay_s or 0.0) + session.pause_s
         if session.ended is None or row.time < session.ended:
@@ -113,8 +115,9 @@ class CallOrder:
         return (session.call,), (row.time - session.ended) / self._units_per_s
 
     def _named_by(self, row: ParsedRow) -> tuple[tuple[str, ...], float]:
-        """The calls that a row names. A call that starts alongside others waits for what they wait
-        for. A call that waits for one that was left out waits for what that one waited for."""
+        """The calls that a row names. A call that starts alongside others waits for the same calls
+        as they do. A call that waits for one that was left out waits for what that one waited
+        for."""
         found: dict[str, None] = {}
         earlier_s = 0.0
         for name in row.after or row.alongside:
@@ -129,12 +132,13 @@ class CallOrder:
         return tuple(found), (row.delay_s or 0.0) + earlier_s
 
     def _time(self, row: ParsedRow, session: _Session | None, after: tuple[str, ...]) -> float:
-        """When the row's program begins; of one that waits for nothing, when it starts itself."""
+        """Returns when the row's program begins; for a row that waits for nothing, returns its own
+        start."""
         if row.time != UNTIMED and not after:
             return row.time
         times = [self._named[name].time for name in (*row.after, *row.alongside)]
         if session is not None and (after or not (times or session.call)):
-            times.append(session.time)  # without a call: the first ones were left out
+            times.append(session.time)  # without a call: the first calls were left out
         if not times:
             return row.time if row.time != UNTIMED else 0.0
         return max(times) + (0.0 if after else (row.delay_s or 0.0) * self._units_per_s)
@@ -190,7 +194,7 @@ class CallOrder:
         )
 
     def _session_of(self, row: ParsedRow) -> str:
-        """A call without a session belongs to that of the first call that it names."""
+        """A call without a session belongs to the session of the first call that it names."""
         return row.session or self._session_before(row) or row.call
 
     def _parent_of(self, row: ParsedRow, session: str) -> str:
@@ -203,8 +207,8 @@ class CallOrder:
         return self._named[names[0]].session if names else ""
 
     def _blocks(self, session: _Session, row: ParsedRow, num_tokens: int) -> tuple[int, ...]:
-        """Ids of a prompt that goes on after the last one of its session. Its `hash_ids` are those
-        of the text that it begins with, as far as that is known."""
+        """Returns the block ids of a prompt that continues the last one of its session. The row's
+        `hash_ids` name the blocks of the text with which it begins, as far as known."""
         blocks, num_blocks = session.blocks, -(-num_tokens // self._block_tokens)
         if not blocks:
             blocks.extend(row.hash_ids[: row.input_tokens // self._block_tokens])
@@ -223,13 +227,13 @@ class _Row:
     time: float
     after: tuple[str, ...]
     session: str
-    follows: bool  # waits for the row before it in its session
+    follows: bool  # whether it waits for the previous row of its session
 
 
 @dataclass(slots=True, eq=False)
 class CallGraph:
-    """An order of a file's rows, by their numbers, in which none comes before those that it waits
-    for. Files may have those in later lines.
+    """An order of a file's rows, by their numbers, in which each row comes after the rows that it
+    waits for. Files may have the rows that a row waits for in later lines.
 
     Rows without waits keep the order of their times, and rows of a session that wait for the one
     before them that of their session: by time where they have one, else by the file.
@@ -237,7 +241,7 @@ class CallGraph:
 
     _rows: list[_Row] = field(default_factory=list)
     _named: dict[str, int] = field(default_factory=dict)
-    _times: dict[str, float] = field(default_factory=dict)  # of sessions, at their last rows
+    _times: dict[str, float] = field(default_factory=dict)  # time of each session at its last row
 
     def add(self, row: ParsedRow) -> None:
         """Adds the next row of the file."""
@@ -290,7 +294,7 @@ class CallGraph:
 
 
 class RowError(Exception):
-    """What is wrong with a row, by its number."""
+    """An error in a row, which it identifies by its number."""
 
     def __init__(self, number: int, error: LineError) -> None:
         super().__init__(str(error))

@@ -30,15 +30,15 @@ class KnownPrompt(NamedTuple):
 
 
 def text_prompt(text: str, block_tokens: int = SESSION_BLOCK_TOKENS) -> KnownPrompt:
-    """The prompt of a plain text."""
+    """Returns the prompt of a plain text."""
     data, width = text.encode(), BYTES_PER_TOKEN * block_tokens
     parts = (data[start : start + width] for start in range(0, len(data), width))
     return KnownPrompt(-(-len(data) // BYTES_PER_TOKEN), tuple(_chained(parts)))
 
 
 def message_text(messages: Sequence[Any], tools: Any = None) -> str:
-    """The text of chat messages, and of the tools before them, in an order that only grows when
-    messages are added."""
+    """Returns the text of chat messages, and of the tools before them, in an order that only grows
+    when messages are added."""
     parts = [as_json(tools)] if tools else []
     for message in messages:
         if isinstance(message, str):
@@ -53,7 +53,7 @@ def message_text(messages: Sequence[Any], tools: Any = None) -> str:
 
 
 def body_prompt(body: dict[str, Any], block_tokens: int = SESSION_BLOCK_TOKENS) -> KnownPrompt:
-    """The prompt of a request as it is sent: a completion, a chat, a message or a response."""
+    """Returns the prompt of a request body: a completion, a chat, a message or a response."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
         starts = range(0, len(prompt), block_tokens)
@@ -83,7 +83,7 @@ def answer_tokens(body: dict[str, Any]) -> float | None:
 
 
 def content_text(content: Any, depth: int = 0) -> str:
-    """The text of a message's content. Images and other media count by their kind alone."""
+    """Returns the text of a message's content. Images and other media count by their kind alone."""
     if content is None or depth > MAX_DEPTH:
         return ""
     if isinstance(content, str):

@@ -1,10 +1,10 @@
 """Opens a trace of any known format as a stream of rows in order of time.
 
 The reader passes over a file twice. The first pass checks every row, so that no run of an hour ends
-at a bad line, and finds what needs the whole file: its start, its ticks, whether it is sorted. The
-second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one an index
-(time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for later lines,
-a third pass finds an order first (`CallGraph`).
+at a bad line, and finds the facts that need the whole file: its start, its ticks, and whether it is
+sorted. The second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one
+an index (time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for
+later lines, a third pass finds an order first (`CallGraph`).
 
 Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
 is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.
@@ -49,26 +49,27 @@ from moonpool.trace.vllm_log import VllmLogParser, is_vllm_log
 TraceFormat = Literal["auto", "mooncake", "bailian", "azure", "burstgpt", "vidur", "log", "vllm"]
 LOG_PARSERS = (JsonLogParser, VllmLogParser)
 NAMING_PARSERS = (AgentParser, GraphParser, OwnParser)
-"""Their rows may name later ones."""
+"""In these formats, rows may name later rows."""
 _JSONL = ("mooncake", "bailian")
-_HEAD_ROWS = 100  # rows that decide between seconds and milliseconds
+_HEAD_ROWS = 100  # number of rows that decide between seconds and milliseconds
 _HEAD_BYTES = 32 << 20  # fewer rows decide if they are long
 
 MAX_LINE_BYTES = 8 << 20
 """Longer than any row: a million block ids of seven digits each."""
 MAX_PROGRAM_BYTES = 256 << 20
-"""Longer than any line with a whole program: a thousand calls with a million tokens each."""
+"""Limit of a line's length, above any line with a whole program: a thousand calls with a million
+tokens each."""
 MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
 """A log with more lines that are not requests is another kind of file."""
 SAMPLE_ROWS = 8192
 """Rows of which the times decide about ticks."""
 _MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
 _MIN_REGULAR = 0.95  # share of gaps that must be multiples of the tick
-_TOLERANCE = 0.01  # of a tick
+_TOLERANCE = 0.01  # tolerance as a share of a tick
 
 
 class Trace(Iterator[TraceRow]):
-    """Iterates over the rows of a file once, in order of time. `info` is known from the start."""
+    """Iterates over the rows of a file once, in order of time. `info` is known after opening."""
 
     def __init__(self, info: TraceInfo, rows: Iterator[TraceRow]) -> None:
         self.info = info
@@ -85,7 +86,7 @@ class _Index:
     """Times, offsets and line numbers of the rows of an unsorted file, in order of time."""
 
     def __init__(self, times: array[float], offsets: array[int], numbers: array[int]) -> None:
-        import numpy as np  # imported for unsorted files only
+        import numpy as np  # numpy is only imported for unsorted files
 
         order = np.argsort(np.frombuffer(times, dtype=np.float64), kind="stable")
         self.times = np.frombuffer(times, dtype=np.float64)[order]
@@ -105,7 +106,7 @@ class _Unsorted:
         """Adds a line. A line that is left out is still read, because others may wait for it."""
         if self._origin is None:
             self._origin = time
-        elapsed = time - self._origin  # dated times are integers, too large for a float
+        elapsed = time - self._origin  # dated times are integers that a float cannot hold
         self._times.append(elapsed)
         self._offsets.append(offset)
         self._numbers.append(number)
@@ -135,7 +136,7 @@ class _Scan:
         self.index: _Index | None = None
         self.head_times = array("d")
         self.has_programs = False
-        self.needs_order = False  # the lines alone do not tell times and prompts
+        self.needs_order = False  # whether the lines alone do not tell times and prompts
 
 
 def open_trace(
@@ -149,10 +150,9 @@ def open_trace(
     """Opens the trace at `path`. `arrived_s` counts from its first row and is divided by `speed`.
 
     `format` is a `TraceFormat`, "module:Name", or the name of an installed format.
-    Rows without a prompt or an answer are skipped and counted, and so are lines of a log that are
-    no requests. Rows of a file with rounded times
-    are spread evenly over its ticks, unless `spread_ticks` is False. `limit` is the largest number
-    of rows. Raises TraceError.
+    Rows without a prompt or an answer are skipped and counted, as are lines of a log that are not
+    requests. Rows of a file with rounded times are spread evenly over its ticks, unless
+    `spread_ticks` is False. `limit` is the largest number of rows that are read. Raises TraceError.
     """
     path = Path(path)
     if not (isfinite(speed) and speed > 0):
@@ -232,7 +232,7 @@ def _left_out(scan: _Scan) -> int:
 
 
 def own_parser(format: str) -> Parser | None:
-    """The parser of a format from outside the package; None stands for a built-in one. Raises
+    """Returns the parser of a format from outside the package, or None for a built-in one. Raises
     TraceError."""
     if format in get_args(TraceFormat):
         return None
@@ -354,7 +354,8 @@ def _scan(
     places: Sequence[tuple[int, int]] | None = None,
 ) -> _Scan | None:
     """The first pass. Returns None if the file is not sorted, so that the pass must keep an index.
-    `places`: of the lines, in the order to read them in; without, that of the file."""
+    `places`: the places of the lines, in the order in which to read them; without it, in the file's
+    order."""
     scan = _Scan()
     order = CallOrder(parser.units_per_s, parser.block_tokens)
     unsorted = _Unsorted()
@@ -457,7 +458,7 @@ def _of_tenant(tenant: str, hash_id: int) -> int:
 
 
 def error_at(path: Path, number: int, what: str) -> TraceError:
-    """The error about a line."""
+    """Returns the error about a line."""
     return TraceError(f"{path}:{number}: {what}")
 
 
@@ -475,7 +476,7 @@ def open_file(path: Path) -> BinaryIO:
     if head.startswith(b"\x1f\x8b"):
         file.close()
         raise TraceError(f"{path} is compressed; unpack it with gunzip first")
-    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)  # spreadsheet programs write the mark
+    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)  # spreadsheet programs write this mark
     return file
 
 
@@ -514,7 +515,7 @@ def cut_off(line: bytes) -> str:
 def find_tick(times: Iterable[float]) -> float:
     """The step to which rising `times` were rounded, in their unit.
 
-    0.0 if few rows share a time, or if the gaps are not multiples of one step.
+    Returns 0.0 if few rows share a time, or if the gaps are not multiples of one step.
     """
     num_rows = 0
     gaps: list[float] = []

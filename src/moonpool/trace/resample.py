@@ -36,8 +36,8 @@ class _Reuse(NamedTuple):
 
 
 def resample(rows: Sequence[TraceRow], seed: int) -> list[TraceRow]:
-    """Returns another sample of the workload. Seed 0 is the trace itself; so is any draw of a trace
-    without duration, and a draw without rows. The same seed gives the same rows."""
+    """Returns another sample of the workload. A seed of 0 gives the trace itself, as does any draw
+    of a trace without duration, or of one without rows. The same seed gives the same rows."""
     if seed == 0 or not rows or rows[-1].arrived_s <= 0:
         return list(rows)
     rng = Random(seed)
@@ -92,8 +92,8 @@ class _Draw:
         self._common = common
         self._fresh = count(first_free)
         self._names: dict[tuple[int, int], int] = {}  # (block of the trace, slot)
-        self._last_slot: dict[int, int] = {}  # of a block of the trace
-        self._drawn: set[int] = set()  # rows of the trace
+        self._last_slot: dict[int, int] = {}  # last slot of a block of the trace
+        self._drawn: set[int] = set()  # rows of the trace that were drawn
         self._replaced: set[int] = set()  # rows of the draw whose prefix another row continues
 
     def add(self, number: int, row: TraceRow, at_s: float, slot: int, reuse: _Reuse) -> None:

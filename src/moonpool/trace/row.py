@@ -1,7 +1,7 @@
 """The rows of a trace: as a parser reads them, and as the reader yields them; with the two errors.
 
-A trace holds arrival times, lengths and shared prompt blocks of requests. It has no text, and does
-not tell how a request was served.
+A trace holds arrival times, lengths and shared prompt blocks of requests. A row has no text, and
+does not tell how the request was served.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_LENGTH_TOKENS = 10**9
 
 
 class TraceError(ValueError):
-    """A trace cannot be used. The message is one line: file and line, what is wrong, what to do."""
+    """A trace cannot be used. The message is one line: the file and line, the problem, and what to
+    do."""
 
 
 class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
@@ -29,11 +30,11 @@ class TraceRow(Struct, frozen=True, kw_only=False, gc=False):
     share no prefixes, so their ids differ. `priority`: a lower one is served first, as in the API.
 
     A call of a program (an agent) has a name, `call`, and waits for the calls in `after`: it starts
-    `delay_s` after the last of them has ended, which is how long its tools ran. `arrived_s` is then
-    no time of its own but that of its program. `session` names its agent, and `parent` the agent
-    that waits for that one; "" means that none does. `tool`: what runs when it has ended.
+    `delay_s`, the time that its tools ran, after the last of those has ended. `arrived_s` is then
+    the time of its program. `session` names its agent, and `parent` the agent that waits for that
+    agent; "" means that no agent waits. `tool`: the tool that runs when the call has ended.
 
-    `slo_class` names the class whose service levels hold for it; "" means that of its tenant, if
+    `slo_class` names the class whose service levels apply; "" means the class of its tenant, if
     there is one, or none.
     """
 
@@ -63,7 +64,8 @@ class TraceInfo(Struct, frozen=True):
     `block_tokens` is the block size of the trace (0: no hashes). `tick_s` is the step to which its
     times were rounded (0: not rounded, or not noticeably). `skipped_rows` had no prompt or no
     answer, and `other_lines` of a log were no requests; neither are part of `num_rows`. `ignored`
-    are fields that the parser does not use. `has_programs`: some rows start when others have ended.
+    are fields that the parser does not use. `has_programs`: whether some rows start when others
+    have ended.
     """
 
     path: str
@@ -84,13 +86,13 @@ UNTIMED = float("-inf")
 
 
 class ParsedRow(NamedTuple):
-    """One row of a file. `time` is in the parser's units since an origin of the file's own.
+    """One row of a file. `time` is in the parser's units since the file's own origin.
 
-    `delay_s`: it starts this long after the rows named in `after`, or after the row before it of
-    its `session`; None means its time. `ended`: when its answer ended, in the units of `time`:
-    the row after it of its session then starts as long after that end as in the file.
-    `adds`: its prompt is `input_tokens` longer than the prompt and the answer before it in its
-    session. `alongside`: it starts `delay_s` after these began, if it waits for none to end.
+    `delay_s`: it starts this long after the rows named in `after`, or after the previous row of its
+    `session`; None means at `time`. `ended`: when its answer ended, in the units of `time`: the
+    next row of its session then starts as long after that end as in the file. `adds`: whether its
+    prompt is `input_tokens` longer than the previous prompt and answer of its session. `alongside`:
+    it starts `delay_s` after these rows began, if it waits for no row to end.
     """
 
     time: float
@@ -125,11 +127,11 @@ class LaterCallError(LineError):
 
 @runtime_checkable
 class Parser(Protocol):
-    """Parses single lines. `parse` raises `LineError`; None is a row to skip and count, and
-    OTHER_LINE a line that is not a row at all."""
+    """Parses single lines. `parse` raises `LineError`; it returns None for a row to skip and count,
+    and OTHER_LINE for a line that is not a row at all."""
 
     format: str
-    block_tokens: int  # 0: no hashes
+    block_tokens: int  # 0 means that there are no hashes
     header_lines: int
     ignored: tuple[str, ...]  # fields of the file that the parser does not use
 
@@ -142,7 +144,7 @@ class Parser(Protocol):
 
 
 class ProgramParser(Protocol):
-    """Parses lines of which each has a whole program. As `Parser` otherwise."""
+    """Parses lines that each have a whole program. Otherwise it is like `Parser`."""
 
     format: str
     block_tokens: int
@@ -157,13 +159,13 @@ class ProgramParser(Protocol):
         ...
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:
-        """The calls of the line's program, each after those that it waits for; none: it is left
-        out. Raises LineError."""
+        """Returns the calls of the line's program, each after the calls that it waits for, or none
+        to leave it out. Raises LineError."""
         ...
 
 
 def damage(line: bytes) -> str | None:
-    """What is wrong with the bytes of a line, or None."""
+    """Returns the fault in the bytes of a line, or None."""
     if b"\0" in line:
         return "the line has binary data; this is not a text file"
     try:

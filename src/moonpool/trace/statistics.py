@@ -1,9 +1,9 @@
 """The characterisation of a trace: load, lengths, arrivals, sharing of blocks, turns.
 
-`TraceStatistics` takes rows one by one, in order of time. It keeps two lengths and the gaps of each
-row and an entry per distinct block, never the rows. `TraceFigures` is the value that `trace info
---json` writes: shares and ratios lie between 0 and 1, quantiles are interpolated linearly. Times
-must be as the file has them, not spread over ticks.
+`TraceStatistics` takes rows one by one, in order of time. `TraceStatistics` keeps two lengths and
+the gaps of each row, and an entry per distinct block, but never the rows. `TraceFigures` is the
+value that `trace info --json` writes: shares and ratios lie between 0 and 1, quantiles are
+interpolated linearly. Times must be as in the file, not spread over ticks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moonpool.types import Struct
 WINDOWS_S = (10, 60, 300)
 LRU_CAPACITIES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
 LONG_TOKENS = 32 * 1024
-_COUNT_S = 10  # the finest window; the others are multiples of it
+_COUNT_S = 10  # the finest window in seconds; all other windows are multiples of it
 _POPULAR = 10
 
 
@@ -43,9 +43,9 @@ class Lengths(Struct, frozen=True):
     input_tokens: Distribution
     output_tokens: Distribution
     prompt_per_decode_token: float
-    correlation: float  # of input and output, Pearson's
-    long_request_share: float  # of requests with more than 32k input tokens
-    long_token_share: float  # of input tokens in those
+    correlation: float  # Pearson's correlation of input and output
+    long_request_share: float  # share of requests with more than 32k input tokens
+    long_token_share: float  # share of input tokens in these requests
 
 
 class ArrivalFigures(Struct, frozen=True):
@@ -65,23 +65,24 @@ class ArrivalFigures(Struct, frozen=True):
 class Blocks(Struct, frozen=True):
     """Sharing of prompt blocks. Hit ratios are those of an unbounded cache.
 
-    `lru_hit_ratio` is that of an LRU cache, by its capacity in blocks. `chain_violations` counts
-    blocks that follow different blocks; if it is not 0, equal ids do not mean equal prefixes.
+    `lru_hit_ratio` is the hit ratio of an LRU cache, by its capacity in blocks. `chain_violations`
+    counts blocks that follow different blocks; if it is not 0, equal ids do not mean equal
+    prefixes.
     """
 
     block_tokens: int
     references: int
     distinct: int
     never_reused_share: float
-    never_reused_full_share: float  # full blocks only
+    never_reused_full_share: float  # share of full blocks only
     hit_ratio_blocks: float
     hit_ratio_tokens: float
     mean_request_hit_ratio: float
     no_hit_requests: int
     hottest_references: tuple[int, ...]
-    top_share: dict[int, float]  # of all re-references, by number of hottest blocks
-    popular_blocks: int  # with 10 references or more
-    popularity_slope: float  # of log references over log rank, ranks 10 to 10,000
+    top_share: dict[int, float]  # share of all re-references, by number of hottest blocks
+    popular_blocks: int  # blocks with 10 references or more
+    popularity_slope: float  # slope of log references over log rank, ranks 10 to 10,000
     reuse_gap_s: Distribution | None
     lru_hit_ratio: dict[int, float]
     chain_violations: int
@@ -99,7 +100,7 @@ class Turns(Struct, frozen=True):
 
 
 class TraceFigures(Struct, frozen=True):
-    """All figures of a trace. Without hashes, `blocks` and `turns` are None."""
+    """All figures of one trace. Without hashes, `blocks` and `turns` are None."""
 
     requests: int
     duration_s: float
@@ -110,7 +111,7 @@ class TraceFigures(Struct, frozen=True):
 
 
 def spread_of(values: Sequence[float]) -> Distribution | None:
-    """The distribution of `values`; None without values."""
+    """Returns the distribution of `values`, or None without values."""
     if not values:
         return None
     ranked = sorted(values)
@@ -127,8 +128,8 @@ def spread_of(values: Sequence[float]) -> Distribution | None:
 
 
 def dispersion(times_s: Iterable[float], window_s: float) -> float | None:
-    """Variance over mean of the number of `times_s` (rising) per whole window; None for less than
-    two windows."""
+    """Returns variance over mean of the number of `times_s` (rising) per whole window, or None for
+    fewer than two windows."""
     counts: Counter[int] = Counter()
     last_s = 0.0
     for time_s in times_s:
@@ -174,7 +175,7 @@ class TraceStatistics:
 
     @property
     def window_s(self) -> int:
-        """The window of `arrivals_per_window`."""
+        """Returns the window of `arrivals_per_window`."""
         return _COUNT_S
 
     @property
@@ -327,7 +328,8 @@ def _some_spread(values: array[int]) -> Distribution:
 
 
 def _slope(ranked: list[int]) -> float:
-    """Least-squares slope of log references over log rank, ranks 10 to 10,000; 0 without them."""
+    """Returns the least-squares slope of log references over log rank, ranks 10 to 10,000, or 0
+    without these."""
     ranks = range(10, min(len(ranked), 10_000) + 1)
     points = [(math.log(rank), math.log(ranked[rank - 1])) for rank in ranks]
     if len(points) < 2:

@@ -1,7 +1,7 @@
 """Traces as CSV files: Azure (2023, 2024, multimodal), BurstGPT, Vidur, and logs of one's own.
 
-None has hashes. A log of one's own needs a column each for the arrival, the tokens of the prompt
-and the tokens of the answer, under one of the usual names (`LOG_COLUMNS`).
+No such table has hashes. A log of one's own needs a column each for the arrival, the tokens of the
+prompt and the tokens of the answer, under one of the usual names (`LOG_COLUMNS`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.trace.row import MAX_LENGTH_TOKENS, LineError, ParsedRow, damage
 from moonpool.types import Struct
 
 AZURE_UNITS_PER_S = 10_000_000
-"""Azure writes seven fractional digits; integers of this unit keep all of them."""
+"""Azure writes seven fractional digits; integers of this unit keep all digits."""
 
 
 class TableFormat(Struct, frozen=True):
@@ -36,7 +36,7 @@ class TableFormat(Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All known columns."""
+        """Returns all known columns."""
         named = (self.time, self.input_tokens, self.output_tokens)
         return (*named, *((self.session,) if self.session else ()), *self.others)
 
@@ -192,7 +192,7 @@ def _number(cell: bytes) -> float:
 
 
 def _name(cells: list[bytes], column: int) -> str:
-    """`column` -1: there is none."""
+    """`column` is -1 if there is no such column."""
     return "" if column < 0 else cells[column].decode("utf-8", "replace")
 
 
@@ -217,8 +217,8 @@ def _quoted(line: bytes) -> list[bytes]:
 
 
 def table_parser(header_line: bytes, name: str, first_rows: Sequence[bytes] = ()) -> TableParser:
-    """The parser for a file with this header. `name` is a format or "auto". The unit of a log's
-    times is derived from `first_rows`. Raises LineError."""
+    """The parser for a file with this header. `name` is the name of a format, or "auto". The unit
+    of a log's times is derived from `first_rows`. Raises LineError."""
     found = damage(header_line)
     if found is not None:
         raise LineError(found)
@@ -283,7 +283,7 @@ def _log_table(header: Sequence[str]) -> TableFormat | None:
 def _with_times(
     table: TableFormat, header: Sequence[str], first_rows: Sequence[bytes]
 ) -> TableFormat:
-    """`table`, with the unit of its times.
+    """Returns `table` with the unit of its times.
 
     Dates, or numbers. Times since 1970 tell their unit by their size. Others are milliseconds as in
     Mooncake's files, unless some have fractions.
@@ -293,7 +293,7 @@ def _with_times(
         cells = [row[column] for row in map(_cells, first_rows) if len(row) > column]
         times = [float(cell) for cell in cells]
     except LineError:
-        return table  # the first pass names the row
+        return table  # the first pass names the faulty row
     except ValueError:
         return msgspec.structs.replace(table, is_dated=True)
     latest = max(filter(isfinite, times), default=0.0)

@@ -14,7 +14,7 @@ from moonpool.trace.row import TraceError, TraceRow
 COMMON_SHARE = 0.01
 COMMON_ROWS = 100
 """Blocks in more than this share and number of prompts are common: system prompts or documents.
-All copies of a request share them."""
+All copies of a request share these values."""
 
 
 def parse_share(text: str) -> Fraction:

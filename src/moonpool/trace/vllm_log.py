@@ -1,10 +1,10 @@
-"""vLLM's own log as a trace: its lines about requests that came, and about their answers.
+"""Reads vLLM's own log as a trace: its lines about requests that came, and about their answers.
 
 The arrival and the prompt are in `Received request ID: ...`, or with VLLM_LOGGING_LEVEL=DEBUG in
-`Request ID details: ...`; the answer in `Generated response ID: ...`. Each names the token ids,
-which are counted. So vLLM needs --enable-log-requests and --enable-log-outputs, and no
---max-log-len. A line may be text as vLLM writes it, or an object with a `message`, as a logging
-configuration makes it.
+`Request ID details: ...`; the answer in `Generated response ID: ...`. Each of these lines has the
+token ids, which are counted. So vLLM must run with --enable-log-requests and --enable-log-outputs,
+and without --max-log-len. A line may be text as vLLM writes it, or an object with a `message`, as a
+logging configuration makes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ANSWERED = re.compile(r"Generated response (\S+?)( \([^)]*\))?: ")
 _SHORT_DATE = re.compile(r"\b(\d\d-\d\d) (\d\d:\d\d:\d\d)\b")
 _TIMES = ("timestamp", "asctime", "time", "@timestamp", "created")
 _YEAR = "2000-"
-"""vLLM's own lines have no year."""
+"""A line of vLLM's log has no year."""
 MAX_REQUESTS = 1_000_000
 """Requests whose arrivals are kept until their answers come, and after."""
 
@@ -47,7 +47,7 @@ class VllmLogParser:
         self._num_uncounted = 0
 
     def parse(self, line: bytes) -> ParsedRow | None:
-        """Raises LineError: a time that is none, an id of two requests, too many of them."""
+        """Raises LineError for an invalid time, an id of two requests, or too many requests."""
         text, moment = _message(line)
         asked = _ASKED.search(text)
         if asked is not None:

@@ -1,4 +1,5 @@
-"""What is wrong with a line of JSON that could not be decoded, in terms of its format's fields."""
+"""Describes what is wrong with a line of JSON that could not be decoded, in terms of its format's
+fields."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def wrong_ids(num_ids: int, input_length: int, block_tokens: int) -> str:
 def explain(
     line: bytes, shape: type, name: str, error: Exception, required: Sequence[str] = ()
 ) -> str:
-    """Says what is wrong with a line that is not of the struct `shape`. `required`: the fields that
-    every row of the format `name` has."""
+    """Returns what is wrong with a line that does not fit the struct `shape`. `required`: the
+    fields that every row of the format `name` has."""
     found = damage(line)
     if found is not None:
         return found

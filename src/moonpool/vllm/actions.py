@@ -34,8 +34,8 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class SubmitFailed:
-    """A request failed and has no more outputs. `refused`: the request itself is at fault.
-    `status`: the HTTP status, with which the server refused."""
+    """A request failed and has no more outputs. `refused`: whether the request itself is at fault.
+    `status`: the HTTP status with which the server refused."""
 
     attempt_id: AttemptId
     message: str
@@ -50,7 +50,8 @@ class EngineStepEnded:
 
 @dataclass(frozen=True, slots=True)
 class CacheEventsReceived:
-    """Events of the engine's cache, in order. `lost`: some were lost, so earlier ones are void."""
+    """Events of the engine's cache, in order. `lost`: whether some events were lost, so that
+    earlier ones are void."""
 
     events: tuple[ForeignEvent, ...]
     lost: bool = False
@@ -58,14 +59,14 @@ class CacheEventsReceived:
 
 @dataclass(frozen=True, slots=True)
 class PrefixesCounted:
-    """What the engine has counted of its prefix cache, since its own start."""
+    """The engine's own counts of its prefix cache, since its start."""
 
     counts: PrefixCounts
 
 
 @dataclass(frozen=True, slots=True)
 class CacheExplained:
-    """Why the events of the engine's cache do not fit, for the operator; "" means that they do."""
+    """Why the events of the engine's cache do not fit, for the operator, or "" if they fit."""
 
     note: str
 
@@ -91,7 +92,7 @@ class PoolJoined:
 
 @dataclass(frozen=True, slots=True)
 class PoolChanged:
-    """What the pool holds now."""
+    """The pool reports what it holds now."""
 
     report: BlocksChanged | BlocksSnapshot
 
@@ -112,7 +113,8 @@ class PoolReady:
 @dataclass(frozen=True, slots=True)
 class AwaitPool:
     """Copy these blocks from the pool at `source` into the pool of the engine's host; without a
-    source, wait until the engine has stored them there. Post `PoolReady`, in any case."""
+    source, wait until the engine has stored them there. The driver posts `PoolReady` in any
+    case."""
 
     attempt_id: AttemptId
     keys: tuple[BlockKey, ...]
@@ -123,9 +125,9 @@ class AwaitPool:
 class SubmitRequest:
     """Submit an attempt with its tokens to the engine; post `EngineOutput`s or `SubmitFailed`.
 
-    `hands_over`: compute only the prompt, and keep its KVCache for the holder of the handle.
-    `handle`: the place of the prompt's KVCache. `has_pool`: the engine shares a pool, which names
-    blocks by the cache salt: it gets one in any case.
+    `hands_over`: whether to compute only the prompt, and keep its KVCache for the holder of the
+    handle. `handle`: the place of the prompt's KVCache. `has_pool`: whether the engine shares a
+    pool, which names blocks by the cache salt, so that a salt is always sent.
     """
 
     attempt: AttemptSpec
@@ -136,7 +138,7 @@ class SubmitRequest:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Cancel a request. No output of it may be posted from now on."""
+    """Cancel a request. No output of the request may be posted from now on."""
 
     attempt_id: AttemptId
 
@@ -149,8 +151,8 @@ class FlushStep:
 @dataclass(frozen=True, slots=True)
 class ExplainCache:
     """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
-    lost ones again, and post `CacheExplained`. Or they fit again. `other_block_tokens`: the size
-    of blocks in events of another size; 0 means that there were none."""
+    lost ones again, and post `CacheExplained`. The events may also fit again. `other_block_tokens`:
+    the block size of events that have another size, or 0 without such events."""
 
     fits: bool
     other_block_tokens: int = 0

@@ -35,7 +35,7 @@ class ExternalBlocksRemoved(Struct, frozen=True):
 
 
 class ExternalBlocksCleared(Struct, frozen=True):
-    """All blocks were removed."""
+    """All blocks of the engine's cache were removed."""
 
 
 ForeignEvent = ExternalBlocksStored | ExternalBlocksRemoved | ExternalBlocksCleared
@@ -45,8 +45,8 @@ def salt_of(
     layout_fingerprint: bytes, tenant: str, adapter: str = "", always: bool = False
 ) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
-    then contain. `always`: returns a salt for no tenant, too, because a pool names its blocks
-    by it."""
+    then contain. `always`: whether a salt is returned for no tenant, too, because a pool names its
+    blocks by it."""
     has_salt = salt_part(tenant) or adapter or always
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
@@ -85,7 +85,7 @@ class ExternalBlocks:
         self._keys: dict[ForeignHash, BlockKey] = {}
         self._copies: dict[tuple[ForeignHash, str], int] = {}  # by medium
         self._media: dict[ForeignHash, int] = {}
-        self._holders: dict[BlockKey, int] = {}  # number of hashes with that key
+        self._holders: dict[BlockKey, int] = {}  # number of block hashes with each key
         self._changes = Changes()
         self.other_block_tokens = 0
         """The block size of the last event whose blocks have another one; 0 means that there was
@@ -132,7 +132,8 @@ class ExternalBlocks:
         for name, key in zip(event.hashes, keys, strict=True):
             place = name, event.medium
             copies = self._copies.get(place, 0)
-            self._copies[place] = copies + 1  # prompts computed at the same time leave several
+            # prompts that were computed at the same time leave several copies
+            self._copies[place] = copies + 1
             if not copies:
                 self._media[name] = self._media.get(name, 0) + 1
             if name not in self._keys:
@@ -177,13 +178,13 @@ class ExternalBlocks:
 class AssumedBlocks:
     """The blocks assumed of an engine that publishes no events.
 
-    It is assumed to keep what it computed, up to `num_blocks`, and to evict the least recently used
-    blocks, the end of a prompt first.
+    The server is assumed to keep what it computed, up to `num_blocks`, and to evict the least
+    recently used blocks, the end of a prompt first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._held: dict[BlockKey, None] = {}  # the least recently used first
+        self._held: dict[BlockKey, None] = {}  # keys of the blocks, the least recently used first
         self._changes = Changes()
 
     def __len__(self) -> int:

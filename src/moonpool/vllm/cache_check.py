@@ -12,7 +12,8 @@ from moonpool.vllm.events import Connection
 LEAST_TOKENS = 4096
 """Prompt tokens that one comparison covers."""
 OTHER_CLIENTS = 1.2
-"""A server that counts this many times our tokens has other clients, whose hits are not ours."""
+"""A server that counts this many times moonpool's tokens has other clients, whose hits are not
+moonpool's."""
 FAR_APART = 0.2
 """If two shares of hits differ by more than this, a line in the log says so."""
 
@@ -25,8 +26,8 @@ def why_no_events(
     block_tokens: int,
     sources: Mapping[str, Any] | None,
 ) -> str:
-    """One clause. `sources`: what the server says of its publishers, by rank, or None if it does
-    not tell. `num_published`: how many came."""
+    """One clause. `sources`: what the server says about its publishers, by rank, or None if it does
+    not tell. `num_published`: number of events that came."""
     if num_published and other_block_tokens:
         return (
             f"those at {events} are of blocks of {other_block_tokens} tokens, and this server has"
@@ -68,7 +69,8 @@ class HitCheck:
     """Compares each time another LEAST_TOKENS tokens of prompts were sent."""
 
     def __init__(self, fetches: bool = False) -> None:
-        """`fetches`: the server's connector is to fetch what a prefill instance has computed."""
+        """`fetches`: whether the server's connector should fetch what a prefill instance has
+        computed."""
         self._fetches = fetches
         self._before = CacheView(source="")
         self.note = ""

@@ -1,5 +1,5 @@
-"""Watches over what is believed of a vLLM server's cache: finds out why its KV events do not fit,
-and compares its own counts of hits with what was expected."""
+"""Checks what is assumed about a vLLM server's cache: finds out why its KV events do not fit, and
+compares the server's counts of hits with the expected ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT_S = 5.0
 
 
 class CacheWatch:
-    """Watches one server, as long as it is there. `post` takes what is found out."""
+    """Watches one server for as long as it is present. `post` receives the findings."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class CacheWatch:
         fetches: bool = False,
         count_s: float = COUNT_S,
     ) -> None:
-        """`fetches`: as in `HitCheck`. `count_s`: seconds from one look at the counters to the
-        next."""
+        """`fetches`: the same as in `HitCheck`. `count_s`: seconds between two reads of the
+        counters."""
         self._dialect = dialect
         self._client = dialect.client
         self._reader = reader
@@ -42,7 +42,7 @@ class CacheWatch:
         self._check = HitCheck(fetches)
         self._count_s = count_s
         self._lock = asyncio.Lock()
-        self._said = ""  # of the events, last
+        self._said = ""  # last reported state of the events
         self._is_distrusted = False
         self._other_block_tokens = 0
 
@@ -58,23 +58,23 @@ class CacheWatch:
         await self._look_at(self._reader)
 
     async def run(self, view: Callable[[], CacheView | None]) -> None:
-        """Reads the events and the server's counters again and again. `view`: what is believed
-        now."""
-        await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment
+        """Reads the events and the server's counters again and again. `view`: returns what is
+        assumed now."""
+        await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment to be set up
         while True:
             if self._reader is not None:
                 await self._look_at(self._reader)
             try:
                 counts = await self._dialect.counts()
             except VllmError:
-                counts = None  # its health is watched elsewhere
+                counts = None  # the server's health is watched elsewhere
             if counts is not None:
                 self._post(PrefixesCounted(counts))
                 self._compare(view())
             await asyncio.sleep(self._count_s)
 
     async def _look_at(self, reader: EventReader) -> None:
-        """Says once what is wrong with the events, and once that it no longer is."""
+        """Reports once what is wrong with the events, and once that it is right again."""
         async with self._lock:
             url = self._client.url
             if reader.is_open and not self._is_distrusted:

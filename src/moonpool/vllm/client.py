@@ -34,7 +34,7 @@ IDLE_S = 2.0
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
-"""Largest response that is passed on whole: it goes to the head in one frame."""
+"""Largest response that is passed on whole, because it goes to the head in one frame."""
 EVENTS = b"text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
@@ -44,7 +44,8 @@ NO_RANK = re.compile(r"data_parallel_rank \d+ is out of range")
 
 
 Health = Literal["well", "unwell", "silent", "gone"]
-"""`silent`: it listens, and does not answer in time. `gone`: no server listens at the address."""
+"""`silent`: the server listens, but does not answer in time. `gone`: no server listens at the
+address."""
 
 
 def _is_done(event: bytes) -> bool:
@@ -53,7 +54,7 @@ def _is_done(event: bytes) -> bool:
 
 class VllmError(Exception):
     """A request to a server failed; one line says why. Clients of the API may read it, so it does
-    not contain the server's address. `refused`: the request itself is at fault.
+    not contain the server's address. `refused`: whether the request itself is at fault.
     """
 
     def __init__(self, message: str, refused: bool = False, status: int = 0) -> None:
@@ -64,7 +65,7 @@ class VllmError(Exception):
 
 
 class RankGoneError(VllmError):
-    """The server has no such data-parallel rank, or no longer: it was scaled down."""
+    """The server has no such data-parallel rank, or no longer has it because it was scaled down."""
 
 
 class VllmSilentError(VllmError):
@@ -80,7 +81,8 @@ def _tls_context() -> ssl.SSLContext:
 
 class VllmClient:
     """Calls the server at `url`, which may end with "@" and one of its data-parallel ranks, and
-    then with "#" and one of its models. `api_key` is the key that it was started with, if any."""
+    then with "#" and one of its models. `api_key` is the key that the server was started with, if
+    any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """Raises VllmError for what no request can be sent with."""
@@ -134,7 +136,7 @@ class VllmClient:
 
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
         """Yields the parts of a response to a client's own body: each event of a stream, or the
-        whole. The first one begins with a line, the content type. Raises VllmError."""
+        whole response. The first one begins with a line, the content type. Raises VllmError."""
         with _told():
             async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
                 kind = response.headers.get(b"content-type", b"application/octet-stream")
@@ -149,7 +151,8 @@ class VllmClient:
                     begin = b""
 
     async def get(self, path: str, optional: bool = False) -> bytes:
-        """`optional`: a server that does not serve it gives b"". Raises VllmError."""
+        """`optional`: whether to return b"" if the server does not have the path. Raises
+        VllmError."""
         return await self._ask("GET", path, b"", optional, ASK_S)
 
     async def post(
@@ -182,9 +185,9 @@ class VllmClient:
         path: str = COMPLETIONS,
         is_done: Callable[[bytes], bool] = _is_done,
     ) -> AsyncGenerator[bytes]:
-        """Yields the events of a completion, or the whole of it. Raises VllmError.
+        """Yields the events of a completion, or the whole completion. Raises VllmError.
 
-        `is_done`: whether an event says that the response is complete, but for `[DONE]`.
+        `is_done`: whether an event says that the response is complete, in addition to `[DONE]`.
 
         `traceparent` makes the server's own spans part of the request's trace.
         Closing the iterator early also aborts the request at the server. Reading to the end keeps
@@ -219,7 +222,7 @@ async def _events(response: HttpResponse) -> AsyncIterator[bytes]:
 
 
 async def _whole_events(response: HttpResponse) -> AsyncIterator[bytes]:
-    """Yields server-sent events as they are. A comment between them is one, too."""
+    """Yields server-sent events as they are. A comment between events counts as an event, too."""
     buffer = bytearray()
     async for chunk in response.parts():
         buffer += chunk

@@ -1,7 +1,7 @@
 """Requests for vLLM's `/v1/completions`, and the parsing of its responses.
 
 Prompts and outputs are token ids (`return_token_ids`), so that both sides mean the same tokens. The
-head converts them from and to text.
+head converts token ids to and from text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from moonpool.vllm.block_names import salt_of
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
 _GREEDY_BELOW = 1e-5
-"""vLLM draws at 0.01 for every temperature below that but 0; from here on, greedy is nearer."""
+"""vLLM draws at 0.01 for every temperature below 0.01 except 0; from this value on, greedy is
+nearer."""
 
 
 class DialectError(ValueError):
-    """A response of vLLM cannot be used; one line says why. `refused`: a retry would not help."""
+    """A response of vLLM cannot be used; one line says why. `refused`: whether a retry would not
+    help."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -58,15 +60,15 @@ class _Completion(msgspec.Struct):
 
 
 REFUSALS = (400, 413, 422)
-"""HTTP statuses that mean that the request itself is at fault."""
+"""HTTP statuses that mean that the request is at fault."""
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _COMPLETION = msgspec.json.Decoder(_Completion)
 _encode = msgspec.json.encode
 
 
 def most_new_tokens(work: AttemptSpec, context: int) -> int:
-    """What is left of the answer, as far as a server with this context can go. Where it cannot,
-    the answer goes on elsewhere."""
+    """Returns the remaining length of the answer, as far as a server with this context can compute
+    it. If the server cannot compute all of it, the answer continues on another one."""
     left = work.sampling.max_tokens - (len(work.token_ids) - work.num_prompt_tokens)
     return max(min(left, context - len(work.token_ids)), 1)
 
@@ -153,12 +155,13 @@ def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str,
 
 
 def is_streamed(submit: SubmitRequest) -> bool:
-    """vLLM does not stream the log-probabilities of a prompt."""
+    """Whether a completion is streamed; vLLM does not stream the log-probabilities of a prompt."""
     return not submit.hands_over and submit.attempt.sampling.prompt_logprobs is None
 
 
 def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool:
-    """Whether an answer goes on within a bad word: vLLM looks for these in its own tokens only."""
+    """Whether an answer continues within a bad word: vLLM only looks for bad words in its own
+    tokens."""
     done = tuple(generated)
     return any(
         done[-length:] == token_ids[:length]
@@ -171,8 +174,8 @@ def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool
 def structured_outputs(grammar: str) -> dict[str, Any]:
     """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
 
-    A Lark grammar stays as it is. What llguidance wraps is unwrapped. vLLM itself lets a model
-    reason before, if it was started with a reasoning parser.
+    Converts a grammar for vLLM; a Lark grammar stays unchanged. Grammars that llguidance wraps are
+    unwrapped. vLLM itself lets a model reason first, if it was started with a reasoning parser.
     """
     if not grammar.startswith("{"):
         return {"grammar": grammar}

@@ -1,8 +1,8 @@
 """The events of a vLLM server's prefix cache (`--kv-events-config`), over ZeroMQ.
 
 The batches of events are numbered. The reader requests missed batches again if the server has a
-replay endpoint. If a missed batch is gone, the reader reports that all earlier events are void. All
-input is untrusted: it is decoded to bounded, typed values or dropped.
+replay endpoint. If a missed batch cannot be had again, the reader reports that all earlier events
+are void. All input is untrusted: it is decoded to bounded, typed values or dropped.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from moonpool.vllm.block_names import (
 log = logging.getLogger("moonpool.vllm")
 
 MAX_MESSAGE_BYTES = 64 << 20
-QUEUED = 100_000  # batches; vLLM keeps as many
-REPLAY_S = 5.0  # without a message from the server
+QUEUED = 100_000  # most queued batches; vLLM keeps as many
+REPLAY_S = 5.0  # longest time without a message from the server
 LOOK_MS, REPLAY_LOOK_MS = 2000, 250
-"""How long events are awaited, and where they are asked for because none come by themselves."""
+"""How long events are awaited, normally, and when they are requested because none come
+otherwise."""
 Connection = Literal["none", "open", "refused"]
 """The state of the connection to a publisher; `refused` means that what listens there is no
 publisher."""
 _SEQ_BYTES = 8
-_END = -1  # as a sequence number: nothing more to repeat
+_END = -1  # a sequence number that means that nothing more is repeated
 _MAX_TOKEN = (1 << 32) - 1
 
 _FIELDS = {
@@ -84,7 +85,8 @@ def read_batch(payload: bytes) -> tuple[ForeignEvent, ...]:
 
 
 def _by_name(event: Any) -> dict[str, Any]:
-    """Returns an event's fields by name. Newer releases name them, older ones only order them."""
+    """Returns an event's fields by name. Newer releases name the fields, older ones only order
+    them."""
     if isinstance(event, dict):
         return event
     if not isinstance(event, list) or not event:
@@ -99,7 +101,7 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
     if kind == "AllBlocksCleared":
         return ExternalBlocksCleared()
     if not _are_hashes(hashes) or fields.get("group_idx"):
-        return None  # a group other than the first is another kind of layers
+        return None  # a group other than the first has another kind of layers
     medium = str(fields.get("medium") or "")
     if kind == "BlockRemoved":
         return ExternalBlocksRemoved(hashes=tuple(hashes), medium=medium)
@@ -116,9 +118,9 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
         # An adapter's prompts have a salt of their own, which names the adapter too.
         first = first[1:] if first[:1] == [adapter] else []
         if parent is None and not first:
-            return None  # of another client, or of a vLLM that names no salts
+            return None  # the block belongs to another client, or to a vLLM that names no salts
     if first and not _is_salt(first):
-        return None  # images and the like
+        return None  # blocks with images and similar content
     return ExternalBlocksStored(
         hashes=tuple(hashes),
         parent=parent,
@@ -141,7 +143,7 @@ def _are_tokens(found: Any) -> TypeGuard[list[int]]:
 
 
 class EventReader:
-    """Follows one publisher. `replay` is its replay endpoint, "" without one."""
+    """Follows one publisher. `replay` is the replay endpoint, or "" without one."""
 
     def __init__(self, events: str, replay: str) -> None:
         """Raises EventsError."""
@@ -154,14 +156,14 @@ class EventReader:
         self._context = zmq.asyncio.Context.instance()
         self.events, self.replay = events, replay
         self.asks_replay = False
-        """Set it to request events at the replay endpoint, because none come by themselves. It is
-        reset when they do, and when that endpoint does not respond."""
+        """Set to request events at the replay endpoint, because none come otherwise. The flag is
+        reset when events come, and when that endpoint does not respond."""
         self.connection: Connection = "none"
         self.num_published = self.num_replayed = 0
-        """Batches that came by themselves, and those that were asked for."""
+        """Number of batches that were published, and number of batches that were requested."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
-        self._next: int | None = None  # number of the next batch
-        self._is_replayed = False  # the replay endpoint responds
+        self._next: int | None = None  # sequence number of the next batch
+        self._is_replayed = False  # whether the replay endpoint responds
         for where in (events, replay):
             if where:
                 self._connected(self._zmq.SUB, where).close()
@@ -217,7 +219,7 @@ class EventReader:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, QUEUED)  # with less, the replay endpoint would drop some
+        socket.set(zmq.RCVHWM, QUEUED)  # with a lower limit, the replay endpoint would drop batches
         socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.TCP_KEEPALIVE, 1)
         return socket
@@ -244,7 +246,7 @@ class EventReader:
         if number == 0:
             self._next = None
         if self._next is not None and number < self._next:
-            return  # already received from the replay
+            return  # already received from the replay endpoint
         if due is not None and number != self._next:
             self._post(CacheEventsReceived((), lost=True))
         self._pass_on(number, frames[-1])
@@ -261,11 +263,11 @@ class EventReader:
             self._post(CacheEventsReceived(events))
 
     async def _catch_up(self, first: int) -> bool:
-        """Requests the batches from `first` on again, and reports a gap among them. Returns whether
-        there was a reply."""
+        """Requests the batches from `first` on again, and reports any gap among them. Returns
+        whether there was a reply."""
         if not self.replay:
             return False
-        socket = self._connected(self._zmq.DEALER, self.replay)  # one request, many replies
+        socket = self._connected(self._zmq.DEALER, self.replay)  # one request gets many replies
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:

@@ -1,4 +1,4 @@
-"""The properties of a vLLM server, from what it tells about itself over HTTP."""
+"""The properties of a vLLM server, from what the server tells about itself over HTTP."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _UNBOUNDED_CONTEXTS = 64
 
 
 class VllmFacts(msgspec.Struct, frozen=True):
-    """`offer` is what it serves; the others describe its KVCache. `make`: of the server.
-    `assumed`: what of it the server does not tell, in words; "" means that it tells all.
-    `num_slots`: places of one sequence each that its KVCache is cut into; 0 means that it is not
-    cut. `num_ranks`: data-parallel ranks behind its address."""
+    """`offer` is what the server serves; the other fields describe its KVCache. `make`: the make of
+    the server. `assumed`: the properties that the server does not tell, in words; "" means that it
+    tells all. `num_slots`: number of places for one sequence each into which its KVCache is
+    divided; 0 means that it is not divided. `num_ranks`: number of data-parallel ranks behind its
+    address."""
 
     offer: ModelOffer
     block_tokens: int
@@ -71,7 +72,7 @@ def read_facts(
     models: bytes, metrics: str, document: bytes = b"", rank: int | None = None
 ) -> VllmFacts:
     """Reads the properties from `/v1/models`, `/metrics` and `/openapi.json`, which a server may
-    lack (b""). `rank`: of this data-parallel rank. Raises DialectError."""
+    lack (b""). `rank`: the data-parallel rank whose facts are read. Raises DialectError."""
     listed = _read_models(models)
     own = [model for model in listed if not model.parent]
     if not own or not own[0].max_model_len:
@@ -111,7 +112,7 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
     labels = ranks.get(engine or "", found[0])
     block_size, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
     block_tokens = int(block_size) if block_size.isdigit() else 0
-    # Without a rank, it is all of them.
+    # Without a rank, the facts of all ranks together are read.
     counted = [labels] if rank is not None or not ranks else list(ranks.values())
     numbers = [each.get("num_gpu_blocks", "") for each in counted]
     num_blocks = sum(map(int, numbers)) if all(map(str.isdigit, numbers)) else 0
@@ -123,7 +124,7 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
             f"its vllm:cache_config_info states num_gpu_blocks {blocks!r} of block_size"
             f" {block_size!r}: moonpool needs vLLM 0.10.2 or newer"
         )
-    block_tokens = block_tokens or 16  # an encoder has no KVCache
+    block_tokens = block_tokens or 16  # an encoder has no KVCache, so the block size is arbitrary
     contexts = -(-offer.max_model_tokens // block_tokens) * _UNBOUNDED_CONTEXTS
     return VllmFacts(offer, block_tokens, contexts, caches_prefixes=False)
 
@@ -150,8 +151,8 @@ def _read_paths(document: bytes) -> tuple[str, ...]:
 
 
 def read_counts(metrics: str, rank: int | None = None) -> PrefixCounts | None:
-    """Reads the hits of the prefix cache from `/metrics`, or None if it has none. `rank`: of one
-    data-parallel rank; None means the sums of all."""
+    """Reads the hits of the prefix cache from `/metrics`, or None if it has none. `rank`: the
+    data-parallel rank whose counts are read; None means the sums of all."""
     labels = r"(?:\{.*\})?"
     if rank is not None:
         engine = engine_of(metrics, rank) or str(rank)

@@ -43,8 +43,8 @@ def forwarded_body(
     has_pool: bool = False,
 ) -> bytes:
     """Returns the client's body with the server's name of the model and the tenant's cache salt.
-    `takes_salt`: the server knows the field. `more`: further fields of its own. Raises
-    DialectError."""
+    `takes_salt`: whether the server knows the field of the salt. `more`: further fields that the
+    server alone knows. Raises DialectError."""
     assert attempt.call is not None
     if len(attempt.token_ids) > attempt.num_prompt_tokens:
         raise DialectError("the answer cannot go on elsewhere; send the request again")
@@ -75,8 +75,8 @@ async def forwarded_outputs(
 
 
 def read_part(attempt: AttemptSpec, part: bytes) -> EngineOutput:
-    """Returns a part of the response as an output. A stream has an event in each; a whole response
-    counts the tokens that it says it has."""
+    """Returns a part of the response as an output. Each part of a stream has an event; a whole
+    response counts the tokens that it states."""
     num_tokens = 1
     kind, _, whole = part.partition(b"\n")
     if kind.startswith(b"application/json"):

@@ -1,7 +1,7 @@
 """The state machine of an instance whose engine is vLLM or another server; it is pure, like
 `scheduler.instance`.
 
-vLLM batches, caches and evicts by itself. This state machine decides which requests to submit, and
+vLLM itself batches, caches and evicts. This state machine decides which requests to submit, and
 what to report to the head: the current prompt, the steps in which tokens came, and the blocks held.
 Outputs arrive per request; outputs that arrive together count as one step.
 
@@ -85,10 +85,10 @@ class _VllmRequestState:
     attempt: AttemptSpec
     keys: list[BlockKey]
     hands_over: bool
-    first_token: Token | None = None  # drawn by the prefill instance
+    first_token: Token | None = None  # first token, which the prefill instance has drawn
     submitted: bool = False
-    prefilling: bool = False  # its prompt is computed here and has no token yet
-    then: SubmitRequest | PrefillDone | None = None  # once the pool has its blocks
+    prefilling: bool = False  # whether its prompt is computed here and has no token yet
+    then: SubmitRequest | PrefillDone | None = None  # what follows once the pool has its blocks
     fetched_blocks: int = 0
     generated: list[int] = field(default_factory=list)
 
@@ -107,9 +107,10 @@ class _Step:
 
 
 class VllmInstance:
-    """The state machine. The engine has `num_blocks` of `layout` for KVCache.
+    """The state machine of one instance. The engine has `num_blocks` of `layout` for KVCache.
 
-    `publishes_events`: the engine publishes events of its cache. Otherwise its content is assumed.
+    `publishes_events`: whether the engine publishes events of its cache. Otherwise its content is
+    assumed.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class VllmInstance:
         slots: SlotTable | None = None,
         context_tokens: int = 0,
     ) -> None:
-        """`caches` is False for an engine without a prefix cache. `slots`: of an engine whose cache
-        they are. `context_tokens`: most of a prompt and its answer; 0 means that no limit is
-        known."""
+        """`caches` is False for an engine without a prefix cache. `slots`: the slots, for an engine
+        whose cache consists of slots. `context_tokens`: most tokens of a prompt and its answer; 0
+        means that no limit is known."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.role = role
@@ -189,7 +190,8 @@ class VllmInstance:
             case PoolReady():
                 self._on_pool_ready(event)
             case SwitchRole():
-                self._report(RoleChanged(role=self.role))  # an external engine cannot switch
+                # an external engine cannot switch its role
+                self._report(RoleChanged(role=self.role))
             case ListHot():
                 self._report(HotPrefixes(number=event.number, prefixes=()))
             case TakeOverPrefix():
@@ -197,7 +199,7 @@ class VllmInstance:
             case LeaveCluster():
                 self._actions.append(ExitProcess())
             case StopReceiving() | MarkReplicas() | PrefetchBlocks():
-                pass  # the engine fetches and evicts by itself
+                pass  # the engine itself fetches and evicts
         self._announce()
         actions, self._actions = self._actions, []
         return actions
@@ -224,7 +226,7 @@ class VllmInstance:
         return not self._attempts
 
     def load(self) -> InstanceLoad:
-        """Returns the current gauges. Blocks that attempts share are counted for each of them."""
+        """Returns the current gauges. Blocks that attempts share count once for each attempt."""
         owners = {}
         for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
             num_tokens = len(request.attempt.token_ids) + len(request.generated)
@@ -272,7 +274,7 @@ class VllmInstance:
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
             self._actions.append(submit)
-        else:  # a copy from the other host, and then the prefill
+        else:  # a copy from the other host comes first, and then the prefill
             request.submitted, request.then = False, submit
             keys = tuple(request.keys[: fetch.num_blocks])
             self._actions.append(AwaitPool(command.attempt.attempt_id, keys, fetch.source))
@@ -286,8 +288,8 @@ class VllmInstance:
         return SubmitRequest(work, hands_over, handle, self._pool is not None)
 
     def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
-        """Reports the start of a prefill, as far as it is visible from outside. `early`: it may
-        wait for others first."""
+        """Reports the start of a prefill, as far as it can be seen from outside. `early`: whether
+        it may wait for other prompts first."""
         held, most = 0, (len(request.attempt.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
             if not self._holds(key):
@@ -310,7 +312,7 @@ class VllmInstance:
         if request is None or request.submitted:
             return
         request.first_token, request.submitted = command.token, True
-        if command.handle:  # all full blocks but the last token's are to be fetched
+        if command.handle:  # all full blocks except the last token's will be fetched
             num_tokens = len(request.attempt.token_ids)
             full = (num_tokens - 1) // self.layout.block_tokens * self.layout.block_tokens
             self._expect(num_tokens, full)
@@ -335,7 +337,7 @@ class VllmInstance:
         self._actions.append(AwaitPool(name, tuple(command.keys), command.source))
 
     def _on_pool_ready(self, event: PoolReady) -> None:
-        """Lets requests go on that have waited for the pool, whatever the pool has."""
+        """Lets requests continue that have waited for the pool, whatever the pool has."""
         number = self._takeovers.pop(event.attempt_id, None)
         if number is not None:
             self._report(PrefixTakenOver(number=number, num_blocks=event.num_blocks, error=""))
@@ -404,7 +406,7 @@ class VllmInstance:
             self._gather(output.attempt_id, tokens, output.finish)
 
     def _outgrown(self, request: _VllmRequestState) -> bool:
-        """Whether the answer ends where the context does, and can go on elsewhere."""
+        """Whether the answer ends where the context ends, and can continue elsewhere."""
         work, num_new = request.attempt, len(request.generated)
         left = work.sampling.max_tokens - (len(work.token_ids) - work.num_prompt_tokens)
         filled = len(work.token_ids) + num_new >= self._context_tokens > 0
@@ -425,11 +427,12 @@ class VllmInstance:
         if next(iter(self._queue)) != request.attempt.attempt_id:
             self._begin_prefill(
                 request
-            )  # several prompts share a step: this one ends with the first
+            )  # several prompts share a step, which ends with the first of them
         self._leave_queue(request.attempt.attempt_id)
 
     def _leave_queue(self, attempt_id: AttemptId) -> None:
-        """Removes a prompt from the queue. If it was the first, the next one begins."""
+        """Removes a prompt from the queue. Removes a prompt from the queue; if it was the first
+        one, the next one begins."""
         was_first = next(iter(self._queue), None) == attempt_id
         self._queue.pop(attempt_id, None)
         if was_first and self._queue:
@@ -441,11 +444,12 @@ class VllmInstance:
         if not output.tokens:
             self._fail(output.attempt_id, "vLLM ended the prefill without a token")
             return
-        ends = output.finish is FinishReason.STOP  # a stop token, not the limit of one token
+        # a stop token ended it, not the limit of one token
+        ends = output.finish is FinishReason.STOP
         handle = output.handle
         if not handle and self._pool is not None:
             handle = self._pool.handle
-        if not ends and not handle:  # else the decode instance would silently recompute it
+        if not ends and not handle:  # otherwise the decode instance would silently recompute it
             self._fail(output.attempt_id, NO_HANDLE)
             return
         done = PrefillDone(
@@ -457,7 +461,7 @@ class VllmInstance:
         if ends or output.handle or not request.keys:
             self._end(request)
             self._report(done)
-        else:  # the engine stores the last blocks after its answer
+        else:  # the engine stores the last blocks after the answer has ended
             request.then = done
             self._actions.append(AwaitPool(output.attempt_id, tuple(request.keys)))
 
@@ -497,7 +501,7 @@ class VllmInstance:
             if item.finish is not None:
                 self._end(self._attempts[item.attempt_id])
 
-    # The engine's cache
+    # Methods about the engine's cache
 
     def _expect(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Notes that a prompt is about to be computed, except for its cached tokens."""
@@ -515,10 +519,10 @@ class VllmInstance:
 
     def _note_counts(self, counts: PrefixCounts) -> None:
         first = self._first_counts
-        if first is None or counts.queries < first.queries:  # it has begun again
+        if first is None or counts.queries < first.queries:  # the engine has restarted its counters
             first = self._first_counts = counts
         hits = counts.hits - first.hits
-        if self.role is Role.DECODE:  # its hits are what its connector fetches
+        if self.role is Role.DECODE:  # the hits of a decode instance are what its connector fetches
             hits += counts.fetched - first.fetched
         self._view = replace(
             self._view,
@@ -573,5 +577,5 @@ class VllmInstance:
 
 
 def _is_exact(work: AttemptSpec) -> bool:
-    """Whether the tokens are those that the engine computes."""
+    """Whether the tokens are exactly those that the engine computes."""
     return work.call is None or work.call.is_exact

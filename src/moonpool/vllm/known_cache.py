@@ -1,9 +1,9 @@
-"""What a vLLM server caches, as far as moonpool knows; pure, like `vllm.instance`.
+"""What a vLLM server caches, as far as moonpool knows; this module is pure, like `vllm.instance`.
 
-The server's events tell, if it publishes any. Otherwise it is assumed to cache the prompts that it
-received. Whether the events tell the truth is checked: each prompt that was computed here must be
-named by them soon. If most are not (the events do not come, or are another server's, or of other
-blocks), the assumption is used in their place, until they are right again.
+The server's events tell, if it publishes any. Without events, the server is assumed to cache the
+prompts that it received. The truth of the events is checked: events must soon name each prompt that
+was computed here. If they miss most prompts (no events come, or those of another server, or of
+other blocks), the assumption is used instead, until they are right again.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ class KnownCache:
     def __init__(
         self, layout: BlockLayout, num_blocks: int, publishes_events: bool, caches: bool = True
     ) -> None:
-        """`publishes_events`: events are asked for. `caches` is False for a server without a prefix
-        cache."""
+        """`publishes_events`: whether events are requested. `caches` is False for a server without
+        a prefix cache."""
         self._reported = (
             ExternalBlocks(layout.fingerprint, layout.block_tokens) if publishes_events else None
         )
         self._assumed = AssumedBlocks(num_blocks if caches else 0)
         self._caches = caches
         self.distrusts_events = self._told_distrust = False
-        self._due: dict[BlockKey, float] = {}  # the last block of a prompt -> when it is missing
+        # last block of a prompt -> time at which it counts as missing
+        self._due: dict[BlockKey, float] = {}
         self._were_named: deque[bool] = deque(maxlen=JUDGED)
-        self._has_named = False  # the events have named a prompt that was computed here
-        self._told = self._used  # whose changes were taken last
+        self._has_named = False  # whether the events have named a prompt that was computed here
+        self._told = self._used  # the part whose changes were taken last
 
     def __len__(self) -> int:
         return len(self._used)
@@ -82,7 +83,7 @@ class KnownCache:
         return self._used.holds(key)
 
     def hear(self, events: Sequence[ForeignEvent], lost: bool, now: float) -> None:
-        """`lost`: earlier events are void."""
+        """`lost`: whether earlier events are void."""
         if self._reported is None:
             return
         if lost:
@@ -93,8 +94,8 @@ class KnownCache:
         self._judge(now)
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
-        """A prompt with these full blocks was computed or found. `is_named`: events will name the
-        blocks."""
+        """A prompt with these full blocks was computed or found. `is_named`: whether events will
+        name the blocks."""
         self._assumed.use(keys)
         if is_named and keys and self._reported is not None and self._caches:
             if len(self._due) < MAX_DUE:
@@ -102,7 +103,7 @@ class KnownCache:
             self._judge(now)
 
     def note_ended(self, keys: Sequence[BlockKey]) -> None:
-        """An answer has ended; the blocks are those of prompt and output."""
+        """Notes that an answer has ended; the blocks are those of prompt and output."""
         self._assumed.use(keys)
 
     def judge(self, now: float) -> bool:
@@ -129,7 +130,7 @@ class KnownCache:
     def _used(self) -> ExternalBlocks | AssumedBlocks:
         if self._reported is None or self.distrusts_events:
             return self._assumed
-        if not self._has_named and not len(self._reported):  # they may never come
+        if not self._has_named and not len(self._reported):  # the events may never come
             return self._assumed
         return self._reported
 

@@ -1,7 +1,7 @@
 """Measures prefills and decode steps of a server with a few requests, and fits the cost model.
 
-A server is served by assumed times until then. Each request waits for a moment without others; they
-would make the times longer, which the Conductor corrects while it serves.
+A server is served by assumed times until then. Each request waits for a moment without other
+requests, which would make the times longer; the Conductor corrects for these while it serves.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DECODES = ((1, 16), (8, 16), (2, 1024))
 """Batch size, and tokens of each prompt."""
 STEPS = 12
 PATIENCE_S = 2.0
-"""After a prompt that took longer, no longer prompt is measured."""
+"""After a prompt that took longer than this, no longer prompt is measured."""
 REPEATS = 2
 LEAST_STEP_S = 1e-4
 TOKEN_IDS = range(3, 250)
 """Every model has these ids; their meaning does not matter."""
 FAR_BYTES_PER_S = 1e-6
-"""vLLM fetches blocks by itself and is not a source for others. A source this slow is never
+"""vLLM itself fetches blocks, and is not a source for other instances. A source this slow is never
 chosen."""
 QUIET_S, QUIET_LOOK_S = 30.0, 0.02
 """How long a request waits for a moment without others."""
@@ -68,7 +68,7 @@ FirstToken = Callable[[int], Awaitable[float]]
 
 
 class MeasureProgress:
-    """Says every few seconds what is measured."""
+    """Logs every few seconds what is being measured."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -162,14 +162,14 @@ async def _check_connector(client: VllmClient, facts: VllmFacts) -> None:
 
 
 def describe_cost(cost: FittedCost) -> str:
-    """One line for the log."""
+    """Returns one line for the log."""
     prompt_s, step_s = cost.prefill_s(1024, 0), cost.decode_step_s(8, 8 * 1024)
     prompt = f"a prompt of 1,024 tokens takes {prompt_s:.3f} s"
     return f"{prompt}, a step of 8 answers {step_s * 1e3:.1f} ms"
 
 
 def _prompts_of(dialect: ServerDialect, facts: VllmFacts) -> FirstToken:
-    """What computes a prompt of this many tokens and returns the seconds."""
+    """Returns a function that computes a prompt of this many tokens and returns the seconds."""
     if facts.offer.generates:
         return lambda num_tokens: _first_token_s(dialect, facts, num_tokens)
     path = next((path for path in INPUTS if path in facts.offer.paths), "")
@@ -201,7 +201,7 @@ async def _step_s(dialect: ServerDialect, facts: VllmFacts, batch: int, num_toke
     steps_s = []
     for times_s in answers:
         late_s = [time_s for time_s in times_s if time_s >= all_in_s]
-        if len(late_s) < 2:  # this request ended before the last one began
+        if len(late_s) < 2:  # this request ended before the last one had begun
             late_s = list(times_s)
         steps_s.append((late_s[-1] - late_s[0]) / max(len(late_s) - 1, 1))
     return max(statistics.median(steps_s), LEAST_STEP_S)

@@ -1,4 +1,5 @@
-"""What an instance of a server says of blocks that it does not hold itself: a nominal layout."""
+"""The nominal layout that an instance of a server states for blocks that it does not hold
+itself."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def layout_of(model: str, facts: VllmFacts) -> BlockLayout:
 
 
 def with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:
-    """Adds the times of fetches and loads. Their rates are in bytes of the nominal layout."""
+    """Adds the times of fetches and loads. The rates are given in bytes of the nominal layout."""
     block_bytes, ssd_bytes_per_s = rates
     share = layout.block_bytes / block_bytes
     return msgspec.structs.replace(

@@ -1,5 +1,5 @@
-"""Notices what a server serves beside what it served when it was found: LoRA adapters that are
-loaded and unloaded meanwhile, and another model."""
+"""Notices what a server serves in addition to what it served when it was found: LoRA adapters that
+are loaded and unloaded meanwhile, and another model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OfferWatch:
         self._due = asyncio.Event()
 
     def look(self) -> None:
-        """Asks the server at once: it lacks what it had."""
+        """Asks the server at once, because it lacks an adapter that it had."""
         self._due.set()
 
     async def run(self, every_s: float) -> None:
@@ -45,7 +45,7 @@ class OfferWatch:
                 if not await self._is_same():
                     return
             except (VllmError, DialectError):
-                pass  # whether it is well is watched elsewhere
+                pass  # the server's health is watched elsewhere
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await self._due.wait()
@@ -60,7 +60,7 @@ class OfferWatch:
         self._own = found
         adapters = self._adapters
         loaded = {one.id for one in listed if one.parent}
-        if loaded != {one.name for one in adapters}:  # some makes list theirs elsewhere
+        if loaded != {one.name for one in adapters}:  # some makes list their adapters elsewhere
             adapters = (await self._dialect.facts()).offer.adapters
         if adapters != self._adapters:
             self._adapters = adapters

@@ -16,7 +16,7 @@ from moonpool.vllm.facts import VllmFacts
 
 CHAT = "/v1/chat/completions"
 SHOWN_TOKENS = 16
-"""Enough for a model to begin to reason."""
+"""Number of tokens that is enough for a model to begin to reason."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -73,7 +73,7 @@ def shows_reasoning(answer: bytes) -> bool:
 
 
 async def _ask(client: VllmClient, facts: VllmFacts, fields: Mapping[str, Any]) -> bytes | None:
-    """Returns the answer; None if the server refuses such a call. Raises VllmError."""
+    """Returns the answer, or None if the server refuses such a call. Raises VllmError."""
     body = {
         "model": facts.model_id,
         "messages": [{"role": "user", "content": "What is 2 + 3?"}],

@@ -51,8 +51,8 @@ PoolEvent = PoolJoined | PoolChanged | PoolLost | PoolReady
 
 
 class PoolWatch:
-    """Watches the pool for one vLLM. `post` takes what the state machine must know; `on_rates` the
-    bytes of a block and the read rate of the pool's SSD."""
+    """Watches the pool for one vLLM. `post` receives what the state machine must know; `on_rates`
+    receives the bytes of a block and the read rate of the pool's SSD."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class PoolWatch:
 
     @property
     def address(self) -> PeerAddress | None:
-        """The address at which the pools of other hosts read this one's blocks; None without a
-        pool."""
+        """Returns the address at which the pools of other hosts read this one's blocks, or None
+        without a pool."""
         return None if self._group is None else _address_of(self._group)
 
     async def settled(self, timeout_s: float) -> None:
@@ -198,7 +198,7 @@ class PoolWatch:
         self._on_rates(block_bytes, group.spaces[0].ssd_read_bytes_per_s)
         self._send(Watch(group=group.group))
 
-    # What requests wait for
+    # Methods that requests wait for
 
     async def perform(self, wait: AwaitPool) -> None:
         """Ends with `PoolReady`."""
@@ -245,6 +245,6 @@ class PoolWatch:
 
 
 def _address_of(group: GroupState) -> PeerAddress:
-    """Where others read the group's blocks: that of the first rank's space, with all further
-    ones."""
+    """Returns where others read the group's blocks: the address of the first rank's space, with all
+    further ones."""
     return PeerAddress.of_spaces([space.address for space in group.spaces])

@@ -1,4 +1,5 @@
-"""What a vLLM server can reach: its own cache, and the pool of its host that its connector uses.
+"""The blocks that a vLLM server can reach: in its own cache, and in the pool of its host that its
+connector uses.
 
 Pure. The pool reports its changes as an instance would. A block in vLLM's own cache or in the
 pool's DRAM counts as in DRAM: a load from there takes less than a step.
@@ -18,7 +19,8 @@ _DRAM, _SSD = 1, 2
 
 
 class PooledBlocks:
-    """The keys that the pool holds, and what the head has been told of them and of vLLM's."""
+    """The keys that the pool holds, and what the head has been told about these and about vLLM's
+    keys."""
 
     def __init__(self, address: PeerAddress) -> None:
         self.address = address
@@ -35,7 +37,7 @@ class PooledBlocks:
         return msgspec.json.encode(self.address)
 
     def hear(self, report: BlocksChanged | BlocksSnapshot) -> None:
-        """The pool's own report."""
+        """Handles a report of the pool."""
         if isinstance(report, BlocksSnapshot):
             self.forget()
             self._set(report.keys, _DRAM)
@@ -62,7 +64,8 @@ class PooledBlocks:
         is_cached: Callable[[BlockKey], bool],
         sequence: int,
     ) -> BlocksChanged | None:
-        """Returns what the head does not know yet. `gained` and `lost` are vLLM's own changes."""
+        """Returns what the head does not know yet. `gained` and `lost` are the changes of vLLM's
+        own cache."""
         stored: list[BlockKey] = []
         demoted: list[BlockKey] = []
         removed: list[BlockKey] = []
@@ -102,8 +105,8 @@ class PooledBlocks:
 
 
 def address_of(handle: bytes) -> PeerAddress | None:
-    """Returns the pool that a handle names; None if the handle is of one of vLLM's own
-    connectors."""
+    """Returns the pool that a handle names, or None if one of vLLM's own connectors made the
+    handle."""
     try:
         return msgspec.json.decode(handle, type=PeerAddress)
     except MALFORMED:

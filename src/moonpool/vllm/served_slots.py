@@ -27,7 +27,7 @@ log = limited_logger("moonpool.vllm")
 
 
 class ServedSlots:
-    """`post` is called when they have changed."""
+    """`post` is called when the slots have changed."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ServedSlots:
 async def open_slots(
     slots: ServedSlots, dialect: ServerDialect, facts: VllmFacts, path: str
 ) -> None:
-    """Has slots saved in the folder from now on. It takes as long as reading all weights. Raises
-    SlotError."""
+    """Has slots saved in the folder from now on. Opening takes as long as reading all weights.
+    Raises SlotError."""
     try:
         folder = await asyncio.to_thread(SlotFolder, path, facts.block_tokens)
         await _prove(slots.client, folder)

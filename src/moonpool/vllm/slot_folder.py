@@ -30,7 +30,7 @@ VERSION = 1
 MAX_NOTE_BYTES = 8 << 20
 MAX_FILES = 4096
 STRAY_S = 600.0
-"""After this a file without a note is no longer being written."""
+"""after this time, a file without a note is no longer being written"""
 _PIECE_BYTES = 4 << 20
 _HEADER_BYTES = 4096
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -41,7 +41,7 @@ class _Note(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     identity: bytes
     root: bytes
     block_tokens: int
-    token_ids: bytes  # uint32, little endian
+    token_ids: bytes  # token ids as uint32, little endian
     num_bytes: int
     digest: bytes
 
@@ -94,7 +94,7 @@ class SlotFolder:
         return before != changed
 
     def file_name(self, name: str) -> str:
-        """The file of that name, for the server."""
+        """Returns the file of that name, for the server."""
         return f"{PREFIX}{name}{DATA}"
 
     def _data(self, name: str) -> Path:
@@ -119,8 +119,8 @@ class SlotFolder:
         return found[-MAX_FILES:]
 
     def admit(self, held: Held, num_bytes: int) -> bool:
-        """Takes a slot of `num_bytes` that a server has saved. Returns whether it can be used; else
-        it is deleted."""
+        """Takes a slot of `num_bytes` that a server has saved. Returns whether the file can be
+        used; if not, it is deleted."""
         digest = self._digest(held.name, num_bytes)
         if digest is None or not self._names_tokens(held):
             self.remove(held.name)
@@ -139,7 +139,7 @@ class SlotFolder:
         return True
 
     def is_intact(self, held: Held) -> bool:
-        """Whether the file is the one that was saved. A file that is not is deleted."""
+        """Whether the file is still the one that was saved. A file that is not is deleted."""
         note = self._read_note(held.name)
         if note is not None and self._digest(held.name, note.num_bytes) == note.digest:
             with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ class SlotFolder:
                 path.unlink()
 
     def bound(self) -> tuple[str, ...]:
-        """Deletes the least recently used files until the rest fits. Returns their names."""
+        """Deletes the least recently used files until the others fit. Returns their names."""
         files = sorted(self._all())
         total = sum(size for _, _, size in files)
         gone: list[str] = []
@@ -215,7 +215,7 @@ class SlotFolder:
             return False
 
     def _digest(self, name: str, num_bytes: int) -> bytes | None:
-        """The digest of a regular file of that size; None if it is another file."""
+        """Returns the digest of a regular file of that size, or None if it is another file."""
         made = hashlib.blake2b(digest_size=32)
         try:
             with open(self._data(name), "rb", buffering=0, opener=_open) as file:

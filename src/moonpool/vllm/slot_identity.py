@@ -1,9 +1,9 @@
-"""What a server computes with, for the names of its saved slots: the content of its weights, and
-what it makes of them.
+"""Identifies what a server computes with, for the names of its saved slots: the content of its
+weights, and its arithmetic.
 
 The weights do not tell all: a base of the rotary embedding, a scale or an adapter that is always on
-are flags of the server. So it is asked for the next token of a fixed prompt, and servers whose
-answers differ are two models.
+are flags of the server. So the server is asked for the next token of a fixed prompt, and servers
+with different answers count as two models.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MARKS = msgspec.msgpack.Decoder(list[_Mark])
 
 
 def weights_digest(path: Path) -> bytes:
-    """A digest of all bytes of the file, and of all its parts. It takes a second or two for each
-    GB. Raises OSError."""
+    """A digest of all bytes of the file, and of all its parts. Computing the digest takes a second
+    or two for each GB. Raises OSError."""
     made = hashlib.blake2b(digest_size=32)
     for part in _parts(path):
         with open(part, "rb", buffering=0) as file:

@@ -48,8 +48,8 @@ class SlotError(Exception):
 
 @dataclass(slots=True)
 class SlotGrant:
-    """A slot that is one request's. `note` takes what it computes: its first output tells that the
-    whole prompt is in the slot."""
+    """A slot that is one request's. `note` receives the outputs of the request: the first one tells
+    that the whole prompt is in the slot."""
 
     use: SlotUse
     generated: list[int] = field(default_factory=list)
@@ -62,7 +62,8 @@ class SlotGrant:
 
 
 class SlotKeeper:
-    """`counters` count what it does. `on_change` is called when the table may have changed."""
+    """`counters` count the keeper's operations. `on_change` is called when the table may have
+    changed."""
 
     def __init__(self, client: VllmClient, table: SlotTable, num_slots: int) -> None:
         self._client = client
@@ -76,8 +77,8 @@ class SlotKeeper:
         self._quiet: asyncio.Task[None] | None = None
 
     def open(self, folder: SlotFolder, identities: Mapping[str, bytes], files: list[Held]) -> None:
-        """Saves slots from now on. `identities`: of the model and of each adapter by its name, ""
-        for the model alone. `files`: the files that the folder has of them."""
+        """Saves slots from now on. `identities`: the identities of the model and of each adapter by
+        its name, "" for the model alone. `files`: the files in the folder that belong to them."""
         self._folder, self._identities = folder, identities
         self._table.saves = True
         for file in files:
@@ -98,7 +99,7 @@ class SlotKeeper:
             self._quiet.cancel()
         async with self._free:
             plan = self._table.begin(prompt)
-            assert plan is not None  # one for each permit
+            assert plan is not None  # there is one plan for each permit
             grant = SlotGrant(SlotUse(plan.slot, plan.reuses))
             held: Held | None = None
             try:
@@ -116,8 +117,8 @@ class SlotKeeper:
         self._await_quiet()
 
     def _compare(self, plan: SlotPlan, grant: SlotGrant) -> None:
-        """A server that has lost what a slot should hold was started again, or has other clients:
-        nobody knows what the others hold."""
+        """A server that has lost what a slot should hold was restarted, or has other clients, so
+        the content of its other slots is unknown."""
         found = grant.use.found_tokens
         if found is None or 2 * found >= plan.expected_tokens - self._table.block_tokens:
             return
@@ -137,8 +138,8 @@ class SlotKeeper:
             self._quiet = asyncio.create_task(self._save_all())
 
     async def _save_all(self) -> None:
-        """Saves what is worth saving while no request comes. A save that has begun goes on, and the
-        next request takes another slot or waits."""
+        """Saves slots that are worth saving while no request comes. A save that has begun
+        continues, and the next request takes another slot or waits."""
         await asyncio.sleep(QUIET_S)
         await self._look_at_folder()
         while (found := self._table.unsaved()) is not None:

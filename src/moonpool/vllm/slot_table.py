@@ -1,9 +1,10 @@
-"""Which slot of a server computes a request, and what is saved and restored for it; pure.
+"""Decides which slot of a server computes a request, and what is saved and restored for it; this
+module is pure.
 
 A llama-server keeps one sequence of tokens in each slot. A slot's KVCache can be saved to a file,
 and restored into any slot. The table knows what slots and files hold, because it puts each request
-in a slot. Prompts of two tenants or two adapters have no key in common, so neither gets what is
-another's.
+in a slot. Prompts of two tenants or two adapters have no key in common, so neither gets the other's
+KVCache.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ NAME_BYTES = 20
 
 
 class Prompt(NamedTuple):
-    """What a slot is to compute. `root`: the key that its chain of keys begins with. `identity`: of
-    the model and adapter that compute it; b"": unknown, so it is not saved."""
+    """A prompt that a slot is to compute. `root`: the key with which its chain of keys begins.
+    `identity`: the identity of the model and adapter that compute it; b"" means unknown, so it is
+    not saved."""
 
     token_ids: tuple[int, ...]
     root: BlockKey
@@ -37,8 +39,8 @@ class Prompt(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Held:
     """The tokens whose KVCache is in a slot, or in a file. `name`: the name of the file; "" means
-    that it is not to be saved. `token_ids` and `identity`: the identity of what is in a slot, for
-    its file."""
+    that it is not saved. `token_ids` and `identity`: the content of a slot and its identity, for
+    the file."""
 
     root: BlockKey
     keys: tuple[BlockKey, ...]
@@ -49,8 +51,8 @@ class Held:
 
 
 def held_by(prompt: Prompt, block_tokens: int, generated: Sequence[int] = ()) -> Held:
-    """What a slot holds after it has computed the prompt and generated tokens, of which the last
-    one was never computed on."""
+    """Returns what a slot holds after it has computed the prompt and generated tokens, of which the
+    last one was never an input."""
     tokens = (*prompt.token_ids, *generated[:-1])
     keys = tuple(block_keys(tokens, block_tokens, prompt.root)) if prompt.keys else ()
     name = name_of(prompt.identity, prompt.root, tokens) if prompt.identity else ""
@@ -66,8 +68,8 @@ def name_of(identity: bytes, root: BlockKey, token_ids: Sequence[int]) -> str:
 
 
 class SlotPlan(NamedTuple):
-    """Save what the slot holds, restore a file into it, and let it compute. `reuses`: it may use
-    what it then holds, of which the prompt should have `expected_tokens`."""
+    """Save what the slot holds, restore a file into it, and let it compute. `reuses`: whether it
+    may use the slot's content, of which the prompt should have `expected_tokens`."""
 
     slot: int
     reuses: bool
@@ -78,21 +80,21 @@ class SlotPlan(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    held: Held | None = None  # None: nothing, or nobody knows what
+    held: Held | None = None  # None if the slot is empty, or its content is unknown
     is_busy: bool = False
     used: int = 0
 
 
 class SlotTable:
-    """The slots of one server, from its start. As `KnownCache`, it tells which block keys it
-    has."""
+    """The slots of one server, from its start. Like `KnownCache`, it tells which block keys the
+    server has."""
 
     source = "slots"
     distrusts_events = False
     other_block_tokens = 0
 
     def __init__(self, num_slots: int, block_tokens: int, saves: bool = False) -> None:
-        """`saves`: what leaves a slot is saved."""
+        """`saves`: whether content that leaves a slot is saved."""
         self.block_tokens = block_tokens
         self.saves = saves
         self.files: dict[str, Held] = {}
@@ -128,21 +130,21 @@ class SlotTable:
         return SlotPlan(number, reuses, save, restore, expected_tokens)
 
     def end(self, number: int, held: Held | None) -> None:
-        """`held`: what is in the slot now."""
+        """`held`: the content of the slot now."""
         slot = self._slots[number]
         slot.is_busy = False
         slot.used = self._next_use()
         self.put(number, held)
 
     def put(self, number: int, held: Held | None) -> None:
-        """A slot holds something else than before."""
+        """Notes that a slot has other content than before."""
         slot = self._slots[number]
         before, slot.held = slot.held, held
         self._hold(held)
         self._let_go(before)
 
     def unsaved(self) -> tuple[int, Held] | None:
-        """A free slot that is to be saved while nothing else is to be done."""
+        """Returns a free slot to save while nothing else is to be done."""
         for number, slot in enumerate(self._slots):
             if not slot.is_busy and self._is_worth(slot.held):
                 assert slot.held is not None
@@ -171,7 +173,7 @@ class SlotTable:
     # Files
 
     def add_file(self, file: Held) -> tuple[str, ...]:
-        """Returns the names of files that it makes needless: it continues them."""
+        """Returns the names of files that become needless, because this file continues them."""
         if file.name in self.files:
             return ()
         continued = {name for key in file.keys for name in self._by_key.get(key, ())}
@@ -212,13 +214,13 @@ class SlotTable:
         return key in self._holders
 
     def hear(self, events: Sequence[ForeignEvent], lost: bool, now: float) -> None:
-        """Does nothing: such a server publishes no events."""
+        """Does nothing, because such a server publishes no events."""
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
-        """`end` tells it."""
+        """Does nothing, because `end` tells the same."""
 
     def note_ended(self, keys: Sequence[BlockKey]) -> None:
-        """`end` tells it."""
+        """Does nothing, because `end` tells the same."""
 
     def judge(self, now: float) -> bool:
         return False
@@ -229,8 +231,8 @@ class SlotTable:
     # The choice
 
     def _choose(self, free: Iterable[int], prompt: Prompt) -> tuple[int, Held | None]:
-        """A slot that is continued, else a file, else a slot of which most stays, else the one that
-        is missed the least."""
+        """Returns a slot that is continued, else a file, else a slot of which most stays, else the
+        slot that will be missed least."""
         by_common = sorted(
             free, key=lambda n: (self._common(self._slots[n].held, prompt), self._slots[n].used)
         )
@@ -267,7 +269,8 @@ class SlotTable:
         if held is None:
             return 0
         most = min(len(held.keys), len(prompt.keys))
-        for number in range(most, 0, -1):  # a chain: one equal key means that all before are equal
+        # in a chain, one equal key means that all keys before it are equal
+        for number in range(most, 0, -1):
             if held.keys[number - 1] == prompt.keys[number - 1]:
                 return number
         return 0
@@ -278,7 +281,7 @@ class SlotTable:
             return False
         if held.num_tokens < LEAST_SAVED_TOKENS or not held.keys:
             return False
-        return held.keys[-1] not in self._by_key  # else a file has as much, or more
+        return held.keys[-1] not in self._by_key  # otherwise a file has as much, or more
 
     def _next_use(self) -> int:
         self._uses += 1

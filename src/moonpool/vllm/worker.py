@@ -78,7 +78,7 @@ from moonpool.vllm.slot_keeper import SlotError
 log = logging.getLogger("moonpool.vllm")
 
 STEP_S = 1e-3
-"""How long after its first output the other outputs of a step are awaited."""
+"""How long the other outputs of a step are awaited after its first output."""
 LOOK_S = 2.0
 """How often a lost vLLM server is probed."""
 WEIGHT: dict[Health, int] = {"well": 0, "unwell": 2, "silent": 2, "gone": 3}
@@ -86,7 +86,7 @@ MISSING = 404
 FORWARDED_REFUSALS = (MISSING, 405, 415, 501)
 """Statuses with which a server refuses a call that it does not serve."""
 POOL_S = 2.0
-"""How long the pool may take to say what it has, before the instance joins without it."""
+"""How long the pool may take to tell what it has, before the instance joins without it."""
 MAX_UNWELL = 6
 """The sum of weights over successive beats at which the server counts as gone: a busy engine may
 be slow to respond."""
@@ -94,15 +94,16 @@ be slow to respond."""
 
 @dataclass(slots=True)
 class FoundServer:
-    """The server, from when it was found until it is gone. `slots`: of one that has any."""
+    """The server, from when it was found until it is gone. `slots`: the slots of a server that has
+    any."""
 
     dialect: ServerDialect
     facts: VllmFacts
     incarnation: int
     cost: FittedCost | None = None
-    is_measured: bool = False  # else `cost` is assumed
+    is_measured: bool = False  # whether `cost` was measured; otherwise it is assumed
     layout: BlockLayout | None = None
-    instance: VllmInstance | None = None  # set by the first `Setup`
+    instance: VllmInstance | None = None  # the first `Setup` sets it
     slots: ServedSlots | None = None  # likewise
 
 
@@ -136,7 +137,7 @@ class VllmWorker(InstanceProcess):
         self._watch: CacheWatch | None = None
         self._offers: OfferWatch | None = None
         self._pool: PoolWatch | None = None
-        self._rates: tuple[int, float] | None = None  # bytes of a block of the pool, SSD bytes/s
+        self._rates: tuple[int, float] | None = None  # (bytes of a block of the pool, SSD bytes/s)
 
     async def run(self, head_host: str, head_port: int) -> None:
         """Serves while the vLLM server comes and goes. Raises WorkerError."""
@@ -237,7 +238,7 @@ class VllmWorker(InstanceProcess):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # The link's follower
+    # Methods by which it follows the link
 
     def on_head(self) -> None:
         offer = None
@@ -260,7 +261,7 @@ class VllmWorker(InstanceProcess):
             self._perform(self._engine.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
-        async with self._join_lock:  # the head may be lost and found again while we measure
+        async with self._join_lock:  # the head may be lost and found again during measuring
             engine = self._engine
             if engine is None or self._link.stopping:
                 return
@@ -331,7 +332,7 @@ class VllmWorker(InstanceProcess):
         if not engine.is_measured:
             await self._profile(engine, engine.instance)
         if engine.slots is not None:
-            engine.slots.table.forget_slots()  # what was measured is in them
+            engine.slots.table.forget_slots()  # the slots hold prompts of the measurement
             self._spawn(self._open_slots(engine, engine.slots))
         if self._watch is not None:
             await self._watch.run(lambda: self._load().cache_view)
@@ -364,7 +365,8 @@ class VllmWorker(InstanceProcess):
             self._post(CacheExplained(note))
 
     def _report_cost(self) -> None:
-        """What is measured before this instance joins is part of its description."""
+        """Reports the cost; times measured before this instance joins are part of its
+        description."""
         engine = self._engine
         if not self._joined or engine is None or engine.cost is None:
             return
@@ -473,7 +475,7 @@ class VllmWorker(InstanceProcess):
                 attempt_id, f"unexpected {type(error).__name__} in the server's client"
             )
         if self._requests.pop(attempt_id, None) is not None:
-            if not failure.refused:  # else its client is told
+            if not failure.refused:  # if the server refused, its client is told
                 log.warning("%s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
 
@@ -481,12 +483,12 @@ class VllmWorker(InstanceProcess):
         if isinstance(error, RankGoneError) and not self._gone:
             self.leave_gone()
         elif error.status == MISSING and self._offers is not None:
-            self._offers.look()  # an adapter may have been unloaded a moment ago
+            self._offers.look()  # the adapter may have been unloaded a moment ago
         if work.call is None:
             return SubmitFailed(work.attempt_id, str(error), error.refused)
         refused = error.refused or error.status in FORWARDED_REFUSALS
         if work.adapter and error.status == MISSING:
-            refused = False  # another server may have it
+            refused = False  # another server may have the adapter
         return SubmitFailed(work.attempt_id, str(error), refused, error.status)
 
     async def _outputs(self, submit: SubmitRequest) -> AsyncGenerator[EngineOutput]:
@@ -507,7 +509,7 @@ class VllmWorker(InstanceProcess):
                     grant.note(submit.attempt, output)
                 yield output
 
-    # The server's health
+    # Methods about the server's health
 
     async def _beat(self) -> None:
         unwell = 0
@@ -523,7 +525,7 @@ class VllmWorker(InstanceProcess):
                 return
 
     async def _follow_offer(self, engine: FoundServer) -> None:
-        """Leaves a server that has another model now: it joins again as what it is."""
+        """Leaves a server that has another model now, and joins again with that model."""
         on_adapters = partial(self._on_adapters, engine)
         self._offers = OfferWatch(engine.dialect, engine.facts.offer, on_adapters)
         await self._offers.run(self._offer_s)

@@ -59,7 +59,7 @@ class Reply:
         last = bisect.bisect_left(self.arrivals, until_s)
         times = self.arrivals[first:last]
         if last < len(self.arrivals) or self.ended_s is None:
-            times.append(min(until_s, now_s))  # it still waited
+            times.append(min(until_s, now_s))  # the call still waited
         return max((b - a for a, b in pairwise(times)), default=None)
 
 

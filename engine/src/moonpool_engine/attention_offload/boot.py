@@ -41,14 +41,15 @@ from moonpool_engine.transfer.reshard import ShardView
 
 @dataclass(frozen=True, slots=True)
 class OffloadedParts:
-    """What such an instance has in place of one arena and its messenger. `arena` has one block and
-    is never used: the messenger that peers connect to first needs one."""
+    """The parts that such an instance has in place of one arena and its messenger. `arena` has one
+    block and is never used; it exists because the messenger that peers connect to first needs an
+    arena."""
 
     arena: Arena
     engine: Engine
     offload: RemoteAttentionMessenger
     group: AttentionGroup
-    segment_blocks: int  # blocks of a segment, if a sequence may lie at several workers; else 0
+    segment_blocks: int  # blocks of a segment, or 0 if a sequence lies at one worker only
 
 
 def boot_attention_group(
@@ -84,7 +85,8 @@ def boot_attention_group(
     pin_thread(share.engine)
     group = offload.connect(local)
     try:
-        # The engine addresses these blocks but never touches them: no memory is behind them.
+        # The engine addresses these blocks but never touches them, because no memory is behind
+        # them.
         dtype = block_dtype(layout)
         shape = (sum(group.sizes), layout.num_layers, layout.slice_elements)
         cache = KvCache(torch.empty(1, 1, 1, dtype=dtype).expand(shape), layout)
@@ -102,7 +104,8 @@ def _local_worker(
     options: AttachOptions,
     peer: LocalPeer,
 ) -> LocalAttentionWorker | None:
-    """The local worker for the tokens that the instance keeps itself; None if it keeps none."""
+    """Returns the local worker for the tokens that the instance keeps itself, or None if it keeps
+    none."""
     num_blocks = options.layout.blocks_for(setup.sharing.own_tokens)
     if not num_blocks:
         return None
@@ -128,7 +131,7 @@ class CalibrationEngine:
     lie when the instance serves."""
 
     def __init__(self, engine: Engine, sizes: Sequence[int]) -> None:
-        """`sizes`: blocks of each arena."""
+        """`sizes`: number of blocks of each arena."""
         self.spec, self.layout = engine.spec, engine.layout
         self.ops_name = engine.ops_name
         self.num_blocks = min(sizes)

@@ -1,11 +1,13 @@
 """The channel for steps between a model worker and an attention worker: a socket or two rings.
 
-Both are ordered byte streams; each end is used by one thread. Within a host, rings in shared memory
-save the kernel's part of every message; the socket beside them shows when the peer is gone.
+Both kinds of channel are ordered byte streams; each end is used by one thread. Within a host, rings
+in shared memory save the kernel's part of every message; the socket beside them shows when the peer
+is gone.
 
 Both sides can block on sending: the attention worker with results, the model worker with the next
 rows. To avoid this deadlock the model worker's end, while it cannot send, reads what has arrived
-into a buffer (`reads_ahead`). That is never more than the results of the steps it has under way.
+into a buffer (`reads_ahead`). The channel never holds more than the results of the steps that the
+worker has under way.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ _READ_AHEAD_CHECK_S = 0.001
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _CAPACITY = struct.Struct("<Q")
 Payload = memoryview | Tensor
-"""Writable and contiguous."""
+"""The bytes must be writable and contiguous."""
 
 
 class AttentionChannelError(Exception):
@@ -46,8 +48,9 @@ class AttentionChannelError(Exception):
 
 
 class AttentionChannel(Protocol):
-    """One end of a channel. Every method but `close` raises AttentionChannelError: if the peer
-    fails, and after `timeout_s` seconds without progress (None: waits forever)."""
+    """`AttentionChannel` is one end of a channel. Every method but `close` raises
+    AttentionChannelError: if the peer fails, and after `timeout_s` seconds without progress (None:
+    waits forever)."""
 
     transport: str
     timeout_s: float | None
@@ -71,7 +74,7 @@ class AttentionChannel(Protocol):
 
 
 class ReceivedEarly:
-    """Bytes that were read before `receive` needed them."""
+    """A channel that keeps bytes which were read before `receive` needed them."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -89,7 +92,7 @@ class ReceivedEarly:
         return bool(self._bytes)
 
     def get(self, target: memoryview) -> memoryview:
-        """Fills the beginning of `target`; returns the rest of it."""
+        """Fills the beginning of `target`; returns the part that is still empty."""
         count = min(len(target), len(self._bytes))
         if count:
             target[:count] = self._bytes[:count]
@@ -98,7 +101,7 @@ class ReceivedEarly:
 
 
 class StreamChannel(ABC):
-    """What the channels over a stream of bytes share."""
+    """The common part of channels over a stream of bytes."""
 
     @abstractmethod
     def receive_into(self, target: Payload) -> None: ...
@@ -190,7 +193,8 @@ class RingChannel:
         timeout_s: float | None,
         spin_s: float,
     ) -> None:
-        """`is_maker`: this side made the rings: it writes to the first one, and reads ahead."""
+        """`is_maker`: whether this side made the rings, so that it writes to the first one, and
+        reads ahead."""
         self.timeout_s = timeout_s
         self.capacity = capacity
         self.waiter = Waiter(spin_ns=int(spin_s * 1e9))

@@ -1,8 +1,8 @@
 """A model worker's side of its attention workers: connections to remote ones, and the local one.
 
 `AttentionClient` has two connections to an attention worker: one for commands and events, one for
-steps. `LocalAttentionWorker` has the same interface for memory that the instance keeps in its own
-process; its steps need no messages.
+steps. `LocalAttentionWorker` has the same interface for memory in the instance's own process; its
+steps need no messages.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ from moonpool_engine.transfer.tls_frames import TlsFrameSocket, connected
 
 DIAL_S = 5.0
 ATTACH_S = 60.0  # the worker may have to make an arena first
-STEP_TIMEOUT_S = 30.0  # without progress of a worker within a step
+STEP_TIMEOUT_S = 30.0  # longest time without progress of a worker within a step
 LONG_SPIN_S = 2e-3  # about the time of one layer at the other side
 SHORT_SPIN_S = 5e-6
 SEND_S = 5.0
-LISTEN_S = 86_400.0  # of one wait for a frame: there may be none for long
+LISTEN_S = 86_400.0  # time limit of one wait for a frame, because none may come for long
 
 
 class AttentionError(Exception):
@@ -77,18 +77,19 @@ class AttentionError(Exception):
 
 
 class AttachOptions(Struct, frozen=True):
-    """What a model worker needs of an attention worker."""
+    """The settings with which a model worker attaches to an attention worker."""
 
     owner: InstanceId
     layout: BlockLayout
     heads: HeadShape
     scale: float
-    rules: tuple[LayerRule, ...]  # of each layer; (): all layers attend plainly
+    rules: tuple[LayerRule, ...]  # rules of each layer; () if all layers attend plainly
     num_blocks: int
     threads: int
     ring_bytes: int
     spin_s: float = SHORT_SPIN_S
-    kv_heads: KvHeadRange | None = None  # the heads it holds of all blocks; None means all heads
+    # the KV heads that it holds of all blocks; None means all heads
+    kv_heads: KvHeadRange | None = None
 
     def attach(self, token: str) -> Attach:
         """The first message of the control connection; `token` authorises the step connection."""
@@ -177,7 +178,8 @@ class AttentionClient:
     def listen(
         self, on_event: Callable[[AttentionEvent], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Starts a thread that receives events. It ends with a call of `on_lost`."""
+        """Starts a thread that receives events. Reads events until the connection ends, which calls
+        `on_lost`."""
 
         def run() -> None:
             why = "its messages are malformed"
@@ -199,7 +201,7 @@ class AttentionClient:
 
 class LocalAttentionWorker:
     """The attention worker in the instance's own process, with the interface of `AttentionClient`.
-    Made by `start_local_attention`."""
+    `start_local_attention` makes it."""
 
     def __init__(
         self, state: AttentionWorkerState, executor: AttentionExecutor, attached: Attached
@@ -216,12 +218,13 @@ class LocalAttentionWorker:
     def listen(
         self, on_event: Callable[[AttentionEvent], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Events go to `on_event` from now on. It is lost only together with its instance."""
+        """Events go to `on_event` from now on. A local worker is lost only together with its
+        instance."""
         self._on_event = on_event
 
     def post(self, event: MessengerEvent) -> None:
-        """Forwards an event of its messenger. None comes before `listen`, since none comes before
-        the first command."""
+        """Forwards an event of its messenger. Passes an event on; none comes before `listen`,
+        because no command was sent before."""
         if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
             self._on_event(event)
 

@@ -2,8 +2,8 @@
 
 One thread serves one channel. The executor owns only the steps under way. The blocks belong to the
 arena, and the model worker decides which of them are written. Over rings, and with native kernels,
-the messages of layers are served in C++ (engine/native/attention_executor.py), and only the others
-come here.
+C++ code serves the messages of layers (engine/native/attention_executor.py), and only the others
+reach this module.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ExecutorStep:
     num_queries: int
     early: bool
     q: Tensor | None = None  # the layer's queries, [num_queries, num_heads, head_dim]
-    state: Tensor | None = None  # of `attend_old`, for the layer's `attend_new`
-    busy_ns: int = 0  # spent on the layer so far
+    state: Tensor | None = None  # state of `attend_old`, for `attend_new` of the same layer
+    busy_ns: int = 0  # time spent on the present layer so far
 
 
 class AttentionExecutor:
@@ -86,8 +86,8 @@ class AttentionExecutor:
         on_write: Callable[[Iterable[int], int], None],
         rules: Sequence[AttendRule] = (),
     ) -> None:
-        """`on_write(block_ids, epoch)` is called before a step writes these blocks. `rules`: of
-        each layer, or none."""
+        """`on_write(block_ids, epoch)` is called before a step writes these blocks. `rules`: the
+        rules of each layer, or none."""
         self._ops = ops
         self._cache = cache
         self._heads = heads
@@ -123,7 +123,8 @@ class AttentionExecutor:
                     raise AttentionChannelError(f"a step failed: {error}") from error
 
     def _next(self, channel: AttentionChannel) -> Header | None:
-        """The header of the next message that C++ does not serve; None if it refused a step."""
+        """Returns the header of the next message that C++ does not serve, or None if C++ refused a
+        step."""
         native = self._native
         if native is None:
             return channel.receive()

@@ -1,4 +1,4 @@
-"""One operation on blocks that several attention workers perform in parts.
+"""Joins the parts of one operation on blocks that several attention workers perform.
 
 Collects the parts' results into one. Bookkeeping only; the caller guards it with a lock.
 """
@@ -50,7 +50,7 @@ class FanIn:
         return min(self._missing, default=self._total)
 
     def indices_of(self, name: str) -> Sequence[int]:
-        """The indices of a part that has not ended, else none."""
+        """Returns the indices of a part that has not ended, or none."""
         part = self.parts.get(name)
         return () if part is None else part.indices
 

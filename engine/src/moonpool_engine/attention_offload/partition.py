@@ -2,9 +2,9 @@
 
 Blocks are shared out by request or by token range, where each worker has blocks of its own, or by
 head, where each worker has its KV heads of all blocks. `Partition` translates the instance's block
-numbers to each worker's own. `split_step` makes each worker's share of a step:
+numbers to each worker's own. `split_step` makes the share of a step for each worker:
 
-- A sequence whose blocks all lie at one worker is attended there, as a whole.
+- A sequence whose blocks all lie at one worker is attended at that worker, as a whole.
 - A sequence whose blocks lie at several is attended segment by segment, each where its blocks are.
   The model worker merges the partial results in the order of its tokens.
 
@@ -67,14 +67,14 @@ def segment_blocks(partition: AttentionPartition, layout: BlockLayout) -> int:
 
 
 class Partition:
-    """Which worker has which blocks. An *arena* is the memory that is lost as one: a worker's, or,
-    by head, that of all workers together."""
+    """Which worker has which blocks. An *arena* is memory that is lost as a unit: the memory of a
+    worker, or, by head, of all workers together."""
 
     def __init__(
         self, worker_blocks: Sequence[int], head_ranges: Sequence[KvHeadRange] = ()
     ) -> None:
-        """`worker_blocks`: blocks that each worker has room for. `head_ranges`: each worker's
-        heads, if blocks are shared out by head."""
+        """`worker_blocks`: number of blocks that each worker has room for. `head_ranges`: the heads
+        of each worker, if blocks are divided by head."""
         self.head_ranges = tuple(head_ranges)
         self.num_workers = len(worker_blocks)
         self.sizes = (min(worker_blocks),) if head_ranges else tuple(worker_blocks)
@@ -118,7 +118,7 @@ class Partition:
         ]
 
     def whole(self, worker: int, block_id: BlockId) -> BlockId:
-        """The instance's number of a worker's block; the inverse of `own`."""
+        """Returns the instance's number of a worker's block; the inverse of `own`."""
         return BlockId(block_id + self._range(worker)[0])
 
     def _range(self, worker: int) -> tuple[int, int]:
@@ -130,19 +130,19 @@ class Partition:
 # Shares of a step. T is its number of rows (tokens).
 
 Selection = slice | Tensor
-"""Rows of a step: a slice where they are consecutive, which avoids a gather, else their numbers."""
+"""Rows of a step: a slice if they are consecutive, which avoids a gather, or else their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
-    """What one worker gets of a step, and where its results go."""
+    """The part of a step that one worker gets, and where its results go."""
 
     plan: StepPlan
-    queries: Selection  # rows whose Q it gets
-    stores: Selection  # rows whose K and V it stores
-    outputs: Selection  # rows whose outputs it returns: its first `num_whole` queries
+    queries: Selection  # rows whose Q the worker gets
+    stores: Selection  # rows whose K and V the worker stores
+    outputs: Selection  # rows whose outputs the worker returns: its first `num_whole` queries
     num_whole: int
-    num_partials: int  # rows of partial results that it returns
+    num_partials: int  # number of rows of partial results that the worker returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class StepShares:
-    """A whole step, by worker. Workers with nothing to do are left out."""
+    """The shares of a whole step, by worker. Workers with nothing to do are left out."""
 
     shares: dict[int, WorkerShare]
     merge: Merge | None
@@ -185,7 +185,7 @@ def split_step(
     sequence lies at two workers."""
     tables = meta.block_tables.numpy()  # [S, max blocks]
     contexts = meta.context_starts.numpy()  # [S], tokens before the step's
-    bounds = meta.row_starts.numpy()  # [S + 1]
+    bounds = meta.row_starts.numpy()  # shape [S + 1]
     owners = placement.owners(tables)  # [S, max blocks]
     needed = -(-(contexts + np.diff(bounds)) // block_tokens)  # [S], blocks in use
     columns = np.arange(tables.shape[1])
@@ -215,7 +215,7 @@ def split_step(
 
 
 def for_all(shares: StepShares, num_workers: int) -> StepShares:
-    """Copies the one share to each worker, for blocks that are shared out by head."""
+    """Copies the same share to each worker, for blocks that are divided by head."""
     assert shares.merge is None
     return StepShares({w: s for s in shares.shares.values() for w in range(num_workers)}, None)
 
@@ -258,8 +258,8 @@ def _share(
     base: int,
     epoch: int,
 ) -> WorkerShare:
-    """One worker's share: `whole` sequences, `parts` of split ones, and the rows of these that it
-    stores. `base` is the worker's first block."""
+    """Returns one worker's share: `whole` sequences, `parts` of split ones, and the rows of these
+    that the worker stores. `base` is the number of the worker's first block."""
     whole_rows = _row_numbers(whole)
     # The queries of a split sequence are sent once, however many of its segments are here.
     unique = {piece.first: piece for piece in parts}

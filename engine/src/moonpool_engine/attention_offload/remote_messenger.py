@@ -63,8 +63,8 @@ log = logging.getLogger("moonpool.worker")
 class AttentionGroup(Struct, frozen=True):
     """The memory of one instance's attention workers, as found at its start."""
 
-    sizes: tuple[int, ...]  # blocks of each arena
-    cached: tuple[tuple[BlockId, BlockKey], ...]  # full blocks that an earlier owner left
+    sizes: tuple[int, ...]  # number of blocks of each arena
+    cached: tuple[tuple[BlockId, BlockKey], ...]  # full blocks that an earlier owner has left
 
 
 class RemoteAttentionMessenger:
@@ -78,29 +78,30 @@ class RemoteAttentionMessenger:
         options: AttachOptions,
         head_ranges: Sequence[KvHeadRange] = (),
     ) -> None:
-        """`head_ranges`: each worker's heads, if blocks are shared out by head."""
+        """`head_ranges`: the heads of each worker, if blocks are divided by head."""
         self._addresses = list(addresses)
         self._peer = peer
         self._options = options
         self._clients: list[AttentionClient | LocalAttentionWorker | None] = []
         self._local: LocalPartition | None = None
-        self._worker_sizes: list[int] = []  # blocks of each worker
+        self._worker_sizes: list[int] = []  # number of blocks of each worker
         self._head_ranges = tuple(head_ranges)
         self._partition = Partition((1,))
         self._front: Messenger | None = None
         self._post: Callable[[Event], None] = lambda event: None
         self._ops: RemoteOps | None = None
         self._received: list[dict[str, int]] = []
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._streams: dict[str, FanIn] = {}
         self._fetches: dict[str, FanIn] = {}
         self._lost: set[int] = set()  # arenas
-        self._reads: dict[str, int] = {}  # worker of each peer's read
+        self._reads: dict[str, int] = {}  # the worker that serves each peer's read
         self._epoch = 0
         self._closing = False
 
     def connect(self, local: LocalAttentionWorker | None = None) -> AttentionGroup:
-        """Connects to all workers; the `local` one comes after them. Raises AttentionError."""
+        """Connects to all workers; the `local` worker comes after the others. Raises
+        AttentionError."""
         clients: list[AttentionClient | LocalAttentionWorker] = []
         try:
             for worker, address in enumerate(self._addresses):
@@ -147,13 +148,13 @@ class RemoteAttentionMessenger:
         """Another worker has this place now; takes effect with the next reconnection."""
         self._addresses[worker] = address
 
-    # As a `BlockMessenger`
+    # Methods of `BlockMessenger`
 
     def expect(
         self, stream_id: str, block_ids: Sequence[BlockId], first_index: int, timeout_s: float
     ) -> None:
         front = self._front_messenger()
-        if not block_ids:  # the whole prompt is cached
+        if not block_ids:  # the whole prompt is cached, so no block follows
             front.expect(stream_id, block_ids, first_index, timeout_s)
             return
         shares = self._partition.shares(block_ids)
@@ -267,9 +268,9 @@ class RemoteAttentionMessenger:
     def forget_checksums(
         self, block_ids: Sequence[BlockId], first_token: int, end_token: int
     ) -> None:
-        """Called for each share of a step before the step begins: sets the epoch of its writes
-        after that of all keys so far. The attention workers keep the checksums, and drop them
-        there."""
+        """Called for each share of a step before the step begins: gives the step's writes a newer
+        epoch than any key sent so far. The attention workers keep the checksums, and drop them
+        themselves."""
         assert self._ops is not None
         self._ops.epoch = self._next_epoch()
 
@@ -346,8 +347,9 @@ class RemoteAttentionMessenger:
     def _on_lost(
         self, worker: int, client: AttentionClient | LocalAttentionWorker, why: str
     ) -> None:
-        """Runs in the listener's thread, which then reconnects. With one worker of an arena all its
-        workers are disconnected, so that no operation under way can write to it later."""
+        """Runs in the listener's thread, which then reconnects. Handles the loss of one worker: all
+        workers of its arena are disconnected, so that no operation under way can write to it
+        later."""
         with self._lock:
             if self._closing:
                 return
@@ -410,7 +412,7 @@ class RemoteAttentionMessenger:
         worker: int,
         only: str = "",
     ) -> None:
-        """Ends the parts of a lost worker, of all operations or of one, and reports the operations
+        """Ends the parts of a lost worker, in all operations or in one, and reports the operations
         that end with them."""
         with self._lock:
             mine = [(name, f) for name, f in operations.items() if only in ("", name)]
@@ -482,7 +484,7 @@ class RemoteAttentionMessenger:
     # Workers and arenas
 
     def _clients_of(self, workers: Iterable[int]) -> list[AttentionClient | LocalAttentionWorker]:
-        """Clients of these workers, without those that are lost."""
+        """Returns the clients of these workers, without lost ones."""
         clients = [self._clients[worker] for worker in workers]
         return [client for client in clients if client is not None]
 
@@ -491,7 +493,8 @@ class RemoteAttentionMessenger:
         return connect(address, me.instance_id, me.secret, options, me.use_shared_memory, me.tls)
 
     def _options_of(self, worker: int) -> AttachOptions:
-        """The worker's options. By head, its memory holds more blocks, each with fewer heads."""
+        """The worker's options. Returns a worker's options; if blocks are divided by head, its
+        memory holds more blocks, each with fewer heads."""
         if not self._head_ranges:
             return self._options
         options, heads = self._options, self._head_ranges[worker]

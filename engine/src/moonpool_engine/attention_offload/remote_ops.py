@@ -57,7 +57,7 @@ MAX_STEPS = 2
 
 
 class AttentionLostError(RuntimeError):
-    """An attention worker failed; `worker` is its index. `arena` is lost with it."""
+    """An attention worker failed; `worker` is its index. The workers of `arena` are lost."""
 
     def __init__(self, worker: int, arena: int, why: str) -> None:
         super().__init__(f"attention worker {worker}: {why}")
@@ -83,7 +83,7 @@ class _Step:
 
 
 class RemoteOps:
-    """`Ops` over attention workers. Used by one thread; `replace` is thread-safe."""
+    """Implements `Ops` over attention workers. Used by one thread; `replace` is thread-safe."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class RemoteOps:
         local_partition: LocalPartition | None = None,
     ) -> None:
         """`channels[w]` leads to worker w, which has the w-th block range of `placement`, or with
-        `head_ranges` the w-th heads of all blocks; None while it is lost. The worker of
-        `local_partition` has no channel. `numbers` gives step numbers; instances of RemoteOps that
-        use the same channels must share it. `early_query`: workers attend to old tokens as soon as
-        Q arrives."""
+        `head_ranges` the w-th heads of all blocks; it is None while the worker is lost. The worker
+        of `local_partition` has no channel. `numbers` gives step numbers; instances of RemoteOps
+        that use the same channels must share it. `early_query`: whether workers attend to old
+        tokens as soon as Q arrives."""
         count = f"{len(channels)}{'' if local_partition is None else ' with its own'}"
         self.name = f"{local.name}, {count} attention workers"
         self.arithmetic = local.arithmetic
@@ -118,9 +118,10 @@ class RemoteOps:
         self._placement = placement
         self._head_ranges = tuple(head_ranges)
         self.on_lost: Callable[[int, AttentionChannel], None] = lambda worker, channel: None
-        self.epoch = 0  # of the next steps; set by `RemoteAttentionMessenger` before each
-        self.attending_ns = 0  # sum of the workers' own times, as they report them
-        self.waited_ns = 0  # time spent waiting for their results
+        # epoch of the next steps; set by `RemoteAttentionMessenger` before each step
+        self.epoch = 0
+        self.attending_ns = 0  # sum of the workers' own computing times, as they report them
+        self.waited_ns = 0  # time spent waiting for the workers' results
         self._early_query = early_query
         self._local_partition = local_partition
         self._local_worker = -1 if local_partition is None else local_partition.worker
@@ -212,7 +213,8 @@ class RemoteOps:
         return results
 
     def _step_of(self, meta: StepMeta, cache: KvCache) -> _Step:
-        """The step of `meta`. Begins it, and sends the plans to its workers, if it is new."""
+        """Returns the state of the step that `meta` describes. Begins it, and sends the plans to
+        its workers, if it is new."""
         for step in self._steps:
             if step.meta is meta:
                 return step
@@ -275,14 +277,14 @@ class RemoteOps:
 
     def _lost(self, worker: int, channel: AttentionChannel, why: str) -> AttentionLostError:
         channel.close()
-        if self._channels[worker] is channel:  # else it was replaced already
+        if self._channels[worker] is channel:  # otherwise the channel was replaced already
             self._channels[worker] = None
         self.on_lost(worker, channel)
         return self._lost_error(worker, why)
 
     def _lost_error(self, worker: int, why: str) -> AttentionLostError:
-        """Makes the error. If the workers share the heads, arena 0 stands for all, like in
-        `Partition.arena_of`: no block is complete without one of them."""
+        """Makes the error. If the workers share the heads, arena 0 stands for all of them, like in
+        `Partition.arena_of`: no block is complete without each worker."""
         return AttentionLostError(worker, 0 if self._head_ranges else worker, why)
 
 

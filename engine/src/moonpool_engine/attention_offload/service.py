@@ -1,6 +1,6 @@
 """The server of an attention worker: accepts and authenticates its model worker's connections.
 
-One thread serves each connection. The newest owner that attaches replaces the one before.
+One thread serves each connection. The newest owner that attaches replaces the previous one.
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class AttentionService:
         self._host = host
         self._tls = tls
         self._host_id = shm.host_id() if use_shm else ""
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._open: set[FrameSocket] = set()
-        self._half_open: dict[FrameSocket, None] = {}  # oldest first; they are also in `_open`
+        # connections without proof, oldest first; they are also in `_open`
+        self._half_open: dict[FrameSocket, None] = {}
         self._step_sockets: set[FrameSocket] = set()
         self._token = ""
         self._owner: FrameSocket | None = None
@@ -97,7 +98,7 @@ class AttentionService:
         self._listeners: list[socket.socket] = []
 
     def start(self) -> PeerAddress:
-        """Listens, and returns where. Raises OSError."""
+        """Listens, and returns the address at which it listens. Raises OSError."""
         self._listeners = [tcp.listen(self._host, 0)]
         unix_name = ""
         if self._host_id:
@@ -139,7 +140,7 @@ class AttentionService:
             try:
                 frames = self._framed(sock)
             except PeerGoneError:
-                continue  # it has left already
+                continue  # the peer has left already
             with self._lock:
                 if len(self._half_open) >= MAX_HALF_OPEN:
                     oldest = next(iter(self._half_open))
@@ -203,7 +204,8 @@ class AttentionService:
         else:
             channel = SocketChannel(sock, None)
         try:
-            with self._lock:  # the owner may have been replaced meanwhile: its end must find this
+            # the owner may have been replaced meanwhile, and its end must find the new state
+            with self._lock:
                 self._check_token(opening.token)
                 self._step_sockets.add(frames)
                 self._steps_over.clear()
@@ -226,7 +228,7 @@ class AttentionService:
         sending = threading.Lock()
 
         def post(event: MessengerEvent) -> None:
-            # The other events are those of SSD tiers, which attention workers do not have.
+            # Other events come from SSD tiers, which attention workers do not have.
             if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
                 self._send(frames, sending, event)
 
@@ -265,7 +267,7 @@ class AttentionService:
             try:
                 frames.send_frame(ENCODER.encode(event), time.monotonic() + SEND_S)
             except TransportError:
-                frames.interrupt()  # the owner is gone: ends its thread
+                frames.interrupt()  # ends the thread of an owner that is gone
 
     def _end_former_owner(self) -> None:
         """Disconnects the former owner, and waits until its steps are over."""

@@ -17,7 +17,7 @@ from moonpool_engine.attention_offload.wire import Header
 from moonpool_engine.transfer.errors import PeerGoneError
 from moonpool_engine.transfer.tls_frames import TlsFrameSocket, joined
 
-_RECORD_BYTES = 1 << 14  # the most that one call returns
+_RECORD_BYTES = 1 << 14  # the most bytes that one call returns
 
 
 class TlsChannel(StreamChannel):
@@ -67,7 +67,7 @@ class TlsChannel(StreamChannel):
             data = bytearray(_RECORD_BYTES)
             count, events = self._frames.receive_now(memoryview(data))
             if events:
-                return  # part of a record
+                return  # only a part of a record has arrived
             self._ahead.put(bytes(data[:count]))
 
     def receive_into(self, target: Payload) -> None:

@@ -19,12 +19,12 @@ Step connection (`OpenSteps`, then raw messages), for every step and layer:
       | -- ECHO, which returns unchanged -------------> |  (to measure the round trip)
 
 A step message is a header of 16 bytes and a payload. The payloads of layers are the bytes of the
-rows; their shapes follow from the plan. Nothing else of a model is sent: queries, keys, values and
-outputs.
+rows; their shapes follow from the plan. Only queries, keys, values and outputs are sent, nothing
+else of a model.
 
 Block ids are the attention worker's own; -1 stands for a block of another worker. `epoch` orders
-control messages with plans, which come over the other connection: a block never gets the key of
-content that a later write has replaced.
+control messages relative to plans, which come over the other connection, so that a block never gets
+the key of content that a later write has replaced.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ class KvHeadRange(Struct, frozen=True):
     count: int
 
     def of_queries(self, q: Tensor, heads: HeadShape) -> Tensor:
-        """q: [T, num_heads, head_dim] -> [T, own query heads, head_dim]."""
+        """Returns the query heads of this range: [T, num_heads, head_dim] -> [T, own query heads,
+        head_dim]."""
         group = heads.num_heads // heads.num_kv_heads
         own: Tensor = q[:, self.first * group : (self.first + self.count) * group]
         return own
 
     def of_keys_values(self, kv: Tensor, heads: HeadShape) -> Tensor:
         """kv: K heads, then V heads, [T, 2 * num_kv_heads, head_dim] -> [T, 2 * count,
-        head_dim]. Of latents there is no V."""
+        head_dim]. With latents there is no V."""
         sides = kv.unflatten(1, (-1, heads.num_kv_heads))
         both: Tensor = sides[:, :, self.first : self.first + self.count]
         return both.contiguous().flatten(1, 2)
@@ -109,10 +110,10 @@ class LayerRule(Struct, frozen=True):
 
 
 class Attach(Struct, frozen=True, tag=True):
-    """The first message of a control connection. `layout` and `num_heads` are the model's. With
-    `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the elements at the
-    end of a key that are its value too (MLA); 0 means that V is apart. `rules`: one for each
-    layer, or none. `token` authorises the step connection."""
+    """The first message of a control connection. `layout` and `num_heads` describe the whole model.
+    With `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the elements at
+    the end of a key that are its value too (MLA); 0 means that V is apart. `rules`: the rules of
+    each layer, or none. `token` authorises the step connection."""
 
     owner: InstanceId
     layout: BlockLayout
@@ -121,7 +122,7 @@ class Attach(Struct, frozen=True, tag=True):
     scale: float
     latent_dim: int
     rules: tuple[LayerRule, ...]
-    num_blocks: int  # 0: as many as its share of memory allows, up to a pool's usual size
+    num_blocks: int  # 0 means as many as its share of memory allows, up to a pool's usual size
     threads: int
     token: str
     ring_bytes: int
@@ -176,7 +177,8 @@ class Grant(Struct, frozen=True, tag=True):
 
 
 class MarkCached(Struct, frozen=True, tag=True):
-    """These blocks are full and have these keys. Ignored for blocks written after `epoch`."""
+    """Tells that these blocks are full and have these keys. The message is ignored for blocks
+    written after `epoch`."""
 
     blocks: tuple[tuple[BlockId, BlockKey], ...]
     epoch: int
@@ -225,7 +227,7 @@ class Header:
     kind: int
     layer: int
     step: int
-    busy_ns: int = 0  # of ATTENDED: what storing and attending took
+    busy_ns: int = 0  # in ATTENDED, the time that storing and attending took
 
     def pack(self) -> bytes:
         return HEADER.pack(self.num_bytes, self.kind, self.layer, self.step, self.busy_ns)
@@ -236,7 +238,7 @@ class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
     worker's own."""
 
     positions: bytes  # [T]
-    row_starts: bytes  # [S + 1]
+    row_starts: bytes  # shape [S + 1]
     context_starts: bytes  # [S]
     block_tables: bytes  # [S, max blocks]
     num_sequences: int
@@ -259,14 +261,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One attention worker's share of a step.
 
     `stores`: rows whose K and V the worker stores.
-    `whole`: sequences that lie here entirely. The first rows of Q are theirs; the worker returns
-    their outputs.
-    `parts`: one entry for each segment that lies here, of sequences that lie at several workers.
-    The worker returns their partials, after the outputs.
-    `segments`: the segment number of each entry of `parts`. `part_rows`: the row of Q of each row
-    of `parts`. Both are bytes of int32 arrays.
-    `epoch`: see the module's docstring.
-    `early`: attend to old tokens as soon as Q is there; else only when K and V are there, too.
+    `whole`: sequences that lie entirely at this worker. The first rows of Q belong to these; the
+    worker returns their outputs. `parts`: one entry for each segment at this worker of sequences
+    that lie at several workers. The worker returns their partials, after the outputs. `segments`:
+    the segment number of each entry of `parts`. `part_rows`: the row of Q of each row of `parts`.
+    Both fields are bytes of int32 arrays. `epoch`: see the module's docstring. `early`: whether to
+    attend to old tokens as soon as Q has come, or only once K and V have come, too.
     """
 
     stores: SequenceRows

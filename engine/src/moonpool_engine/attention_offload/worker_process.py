@@ -26,7 +26,8 @@ log = logging.getLogger("moonpool.worker")
 
 
 class AttentionWorker:
-    """Serves until the head stops it. It continues to serve while the head is unreachable."""
+    """Serves until the head stops it. An attention worker continues to serve while the head is
+    unreachable."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class AttentionWorker:
         """Does nothing: its owner continues without the head."""
 
     def _begin(self, setup: Setup) -> None:
-        """Listens, on the first setup. Takes milliseconds: the arena is made when an owner
-        attaches."""
+        """Listens for connections when the first setup arrives. Takes milliseconds: the arena is
+        made when an owner attaches."""
         if self._service is None:
             assert self._listen_host is not None
 

@@ -1,8 +1,8 @@
 """The state of an attention worker: its arena, its messenger, and its current owner.
 
-It has one owner at a time, a model worker, and needs no model: the owner gives the layout. Arena
-and keys outlive the owner, so that the next owner can reuse the blocks. Every write to a block
-takes its key first.
+The worker has one owner at a time, a model worker, and needs no model: the owner gives the layout.
+Arena and keys outlive the owner, so that the next owner can reuse the blocks. Every write to a
+block takes its key first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AttachError(Exception):
 class _RetainedState:
     """The blocks, which outlive an owner."""
 
-    layout: BlockLayout  # of whole blocks, with all KV heads
+    layout: BlockLayout  # layout of whole blocks, with all KV heads
     kv_heads: KvHeadRange | None
     arena: Arena
     cache: KvCache
@@ -73,11 +73,11 @@ class AttentionWorkerState:
         tls: PeerTls | None = None,
     ) -> None:
         """`make_arena(layout, num_blocks, view)` makes the arena; it decides how many blocks
-        `num_blocks` = 0 means. `layout` is that of the worker's heads."""
+        `num_blocks` = 0 means. `layout` describes blocks with this worker's heads."""
         self._peer = LocalPeer(instance_id, secret, listen_host, tls, use_shared_memory)
         self._ops = ops
         self._make_arena = make_arena
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._retained: _RetainedState | None = None
         self._messenger: Messenger | None = None
         self._written: dict[BlockId, int] = {}  # epoch of the owner's last write
@@ -85,8 +85,9 @@ class AttentionWorkerState:
 
     def attach(self, request: Attach, post: Callable[[MessengerEvent], None]) -> Attached:
         """Begins to serve an owner; ends what the former one had under way. `post` gets the events
-        of the messenger. Raises AttachError, ArenaError or OSError."""
-        # After the name of the kernels, `arithmetic` describes weights, and there are none here.
+        of the worker's messenger. Raises AttachError, ArenaError or OSError."""
+        # After the name of the kernels, `arithmetic` describes weights, which an attention worker
+        # does not have.
         if not f"{request.layout.arithmetic} ".startswith(f"{self._ops.arithmetic} "):
             raise AttachError(
                 f"its attention computes with {self._ops.arithmetic!r}, the model worker with"
@@ -152,7 +153,8 @@ class AttentionWorkerState:
         return {} if messenger is None else dict(messenger.counts().received_bytes)
 
     def perform(self, command: AttentionCommand) -> None:
-        """Performs a command. Call it in the order in which the owner sent them."""
+        """Performs a command. Performs actions; must be called in the order in which the owner sent
+        them."""
         messenger = self._messenger
         if messenger is None:
             return
@@ -183,14 +185,15 @@ class AttentionWorkerState:
         executor, request = self.executor(), self._attached
         if executor is None or request is None:
             return
-        torch.set_num_threads(request.threads)  # holds for the calling thread only
+        # the number of threads holds for the calling thread only
+        torch.set_num_threads(request.threads)
         try:
             executor.serve(channel)
         except AttentionChannelError as error:
             log.info("the step connection of %s has ended: %s", request.owner, error)
 
     def executor(self) -> AttentionExecutor | None:
-        """Makes the executor that attends for the owner; None if the owner is gone."""
+        """Makes the executor that attends for the owner, or returns None if the owner is gone."""
         with self._lock:
             retained, request = self._retained, self._attached
         if retained is None or request is None:
@@ -235,7 +238,7 @@ class AttentionWorkerState:
     def _uncaching_corrupt(
         self, post: Callable[[MessengerEvent], None]
     ) -> Callable[[MessengerEvent], None]:
-        """`post`, which also takes the keys of blocks that a peer found corrupt."""
+        """Returns a `post` that also takes away the keys of blocks that a peer found corrupt."""
 
         def forward(event: MessengerEvent) -> None:
             if isinstance(event, ReadEnded) and event.corrupt and self._retained is not None:
@@ -265,7 +268,7 @@ def _serves(retained: _RetainedState, request: Attach) -> bool:
 
 
 def _share(request: Attach) -> tuple[BlockLayout, ShardView | None]:
-    """The layout of the worker's heads, and which part of whole slices they are."""
+    """Returns the layout of the worker's heads, and which part of whole slices they are."""
     heads, layout = request.kv_heads, request.layout
     if heads is None or heads.count == layout.num_kv_heads:
         return layout, None

@@ -16,7 +16,7 @@ from moonpool.gc_tuning import settle_threads
 @click.option("--number", type=int, required=True, help="Number of the stage; the worker is 0.")
 @click.option("--control-fd", type=int, required=True, help="Socket to the first stage.")
 def stage(owner: str, number: int, control_fd: int) -> None:
-    """Run one pipeline stage of an instance. Its worker starts this."""
+    """Run one pipeline stage of an instance. The worker of the instance starts this command."""
     _begin(f"{owner}/stage-{number}")
     from moonpool_engine.engine.parallel.stage_process import run_stage
 
@@ -28,7 +28,8 @@ def stage(owner: str, number: int, control_fd: int) -> None:
 @click.option("--number", type=int, required=True, help="Number of the rank; the worker is 0.")
 @click.option("--control-fd", type=int, required=True, help="Socket to the first rank.")
 def rank(owner: str, number: int, control_fd: int) -> None:
-    """Run one rank of a tensor-parallel instance. Its worker starts this."""
+    """Run one rank of a tensor-parallel instance. The worker of the instance starts this
+    command."""
     _begin(f"{owner}/rank-{number}")
     from moonpool_engine.engine.parallel.tensor_process import run_rank
 
@@ -38,4 +39,4 @@ def rank(owner: str, number: int, control_fd: int) -> None:
 def _begin(name: str) -> None:
     set_up_logging(name)
     settle_threads()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends this process

@@ -127,7 +127,7 @@ def serve(
     if os.environ.get(SECRET_VARIABLE):
         secret = cluster_secret()
     else:
-        secret = secrets.token_bytes(32)  # then no other host can read
+        secret = secrets.token_bytes(32)  # with a random secret, no other host can read
     folder = ssd_folder
     if ssd_bytes and folder is None:
         folder = default_folder().parent / "pool-ssd"

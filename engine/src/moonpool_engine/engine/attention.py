@@ -11,7 +11,8 @@ from moonpool_engine.engine.packing import PlacedWeights, norm_weight, packed
 from moonpool_engine.engine.quantized.matrix import reordered
 from moonpool_engine.engine.spec import ModelSpec
 
-LATENT_EPS = 1e-6  # of norms of latents: checkpoints are trained with it, whatever rms_norm_eps is
+# epsilon of latents' norms: checkpoints are trained with it, whatever rms_norm_eps is
+LATENT_EPS = 1e-6
 
 
 class HeadsAttention:
@@ -39,7 +40,7 @@ class HeadsAttention:
                 self._take_own(spec, q, k)
 
     def _take_own(self, spec: ModelSpec, q: Tensor, k: Tensor) -> None:
-        """q and k are computed of all heads, to norm them; a shard goes on with its own heads."""
+        """Computes q and k of all heads, to norm them; a shard continues with its own heads."""
         shard, num_shards = spec.head_share
         self._widths[:2] = [len(q), len(k)]
         own_q, own_k = (len(norm) // num_shards for norm in (q, k))
@@ -69,7 +70,7 @@ class HeadsAttention:
         return torch.cat((q, qkv[:, width:].view_as(q)), dim=1)
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """What `store` returned -> [T, heads * head_dim]."""
+        """Takes what `store` returned, and returns [T, heads * head_dim]."""
         if not self._gated:
             return self._ops.attend(q, args)
         q, gates = q.chunk(2, dim=1)
@@ -85,9 +86,9 @@ class HeadsAttention:
 class LatentAttention:
     """The projections around attention over latents (MLA), in absorbed form.
 
-    Each head's queries are brought into the space of the latent, where one KV head serves all. What
-    attention returns is a mean of latents, from which each head's values follow. Prefill and decode
-    compute alike, so that a cached token has one value.
+    The queries of each head are projected into the space of the latent, where one KV head serves
+    all. The attention operation returns a mean of latents, from which the values of each head
+    follow. Prefill and decode compute alike, so that a cached token has one value.
     """
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:

@@ -59,9 +59,10 @@ class LoadedModel:
     fingerprint: str
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
-    pooling: Pooling = "last"  # of embeddings; "none": by a way that this engine does not compute
+    # pooling of embeddings; "none" if this engine does not compute the model's way
+    pooling: Pooling = "last"
     adapters: tuple[Adapter, ...] = ()
-    kv_dtype: str = "auto"  # as in `BlockLayout`
+    kv_dtype: str = "auto"  # same meaning as in `BlockLayout`
     lora_modules: tuple[str, ...] = ()  # as given, so that another process opens the same adapters
 
     @property
@@ -70,8 +71,8 @@ class LoadedModel:
         return {adapter.fingerprint: number for number, adapter in enumerate(self.adapters, 1)}
 
     def release(self) -> None:
-        """Gives back the memory of weights that were read from a mapped file. They can be read
-        again."""
+        """Gives back the memory of weights that were read from a mapped file. Releases the pages of
+        the weights, which can be read again."""
         if isinstance(self.weights, GgufWeights):
             self.weights.release()
 
@@ -170,7 +171,7 @@ def _config(spec: ModelSpec, dtype: str) -> dict[str, object]:
         "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
         "dtype": dtype,
-        "torch_dtype": dtype,  # the older spelling, for readers of either
+        "torch_dtype": dtype,  # the older spelling, which all readers know
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "num_hidden_layers": spec.num_layers,

@@ -1,7 +1,7 @@
 """Measures step times of an engine, to fit its cost model.
 
-It runs for seconds before the first request is ever served, and overwrites blocks from number 0 on.
-Cached contexts are not computed first, since attention costs the same over any bytes.
+The calibration runs for seconds before the first request is ever served, and overwrites blocks from
+number 0 on. Cached contexts are not computed first, since attention costs the same over any bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from moonpool_engine.engine.step import StepResult
 
 log = logging.getLogger("moonpool.profile")
 
-# (new tokens, cached tokens) and (batch, context of each), cheap ones first: the time may run out.
+# (new tokens, cached tokens) and (batch, context of each), cheap ones first, because the time may
+# run out.
 PREFILLS = (
     (16, 0),
     (64, 0),
@@ -43,20 +44,21 @@ DECODES = ((1, 64), (1, 1024), (4, 64), (4, 1024), (16, 64), (8, 2048), (32, 256
 # left out: there decodes cost less than the arithmetic of their rows, unlike in service.
 MIXED = ((64, 0, 16, 64), (64, 0, 16, 1024), (32, 0, 8, 256), (64, 512, 16, 256), (256, 0, 32, 512))
 # The kinds for the start of a slow model. Three steps of each kind above would take half a minute.
-# The times of mixed steps then follow from the others.
+# The times of mixed steps follow from those of other steps.
 BRIEF_PREFILLS = ((4, 0), (32, 0), (32, 256))
 SLOW_S = 0.1
 """A model is slow if a prefill of `SLOW_TOKENS` takes longer."""
 SLOW_TOKENS = 4
 CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-ALWAYS = 3  # steps of each kind are measured even if slow: the fit is better with them
+# number of steps of each kind that are measured even if they are slow, because the fit needs them
+ALWAYS = 3
 PATIENCE_S = 3.0
-"""After this long, the start of a slow model measures only what the fit cannot do without: two
-prefills and a decode. Without kernels, one step may take seconds."""
+"""After this time, a slow model measures only what the fit cannot do without: two prefills and a
+decode. Without kernels, one step may take seconds."""
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
-Point = tuple[Kind, int, int, int]  # kind, batch, new, context of each
-TILES = (128, 64, 32, 16)  # tokens; looked for, largest first
+Point = tuple[Kind, int, int, int]  # (kind, batch, new tokens, context of each)
+TILES = (128, 64, 32, 16)  # candidate tile sizes in tokens, the largest first
 MULTIPLES = (2, 3, 4)
 WHOLE_TILE = 0.6
 """A token past a tile's end that costs at least this share of a tile pays for all of it. At half,
@@ -76,11 +78,11 @@ class MeasuredEngine(Protocol):
 
 
 class StepSample(Struct, frozen=True):
-    """The time of one step.
+    """The measured time of one step.
 
-    `context_tokens` are the cached tokens, summed over the batch. A mixed step is one chunk, with
-    `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens` in total. A
-    "curve" sample is the time of a chunk by its size and is not part of the fit.
+    `context_tokens` is the number of cached tokens, summed over the batch. A mixed step is one
+    chunk, with `new_tokens` and `context_tokens`, and `batch` decodes with `decode_context_tokens`
+    in total. A "curve" sample is the time of a chunk by its size and is not part of the fit.
     """
 
     kind: Kind
@@ -133,13 +135,13 @@ def curve_of(samples: Iterable[StepSample]) -> dict[int, float]:
 def measure_samples(
     engine: MeasuredEngine, budget_s: float = 1.5, thorough: bool = True
 ) -> list[StepSample]:
-    """Takes the best of a few runs of each step: two fifths of the time for prefills, two fifths
-    for decodes, the rest for mixed steps.
+    """Measures each step a few times and takes the best time: two fifths of the time are for
+    prefills, two fifths for decodes, the rest for mixed steps.
 
-    Measures at least `ALWAYS` steps of each kind, also of a slow model. If not `thorough`, it
-    measures only a few short steps of a slow model, and the fewest after `PATIENCE_S`.
+    Measures at least `ALWAYS` steps of each kind, also of a slow model. If not `thorough`, measures
+    only a few short steps of a slow model, and the fewest after `PATIENCE_S`.
     """
-    _run(engine, _step(engine, 1, 1, 0))  # touches all weights once
+    _run(engine, _step(engine, 1, 1, 0))  # touches all weights once before measuring
     slow_s = 0.0 if thorough else _run(engine, _step(engine, 1, SLOW_TOKENS, 0))
     brief = slow_s > SLOW_S
     if brief:
@@ -161,7 +163,8 @@ def measure_curve(
 ) -> list[StepSample]:
     """Measures steps of one chunk by the chunk's size, small ones first, within `budget_s`.
 
-    The curve shows the machine's tile size and its saturation. `say` is called with each sample.
+    The curve shows the machine's tile size and its saturation. `say` is called with each measured
+    sample.
     """
     _run(engine, _step(engine, 1, 16, 0))
     points: list[Point] = [("curve", 1, new, 0) for new in sorted({*CURVE, *tile_points()})]
@@ -200,7 +203,8 @@ def _within(
     least: int = ALWAYS,
     patient_s: float = inf,
 ) -> Iterator[StepSample]:
-    """`least` points are measured even if slow, and `ALWAYS` until the clock shows `patient_s`."""
+    """Yields points while there is time: `least` points even if they are slow, and `ALWAYS` until
+    the clock shows `patient_s`."""
     ends_s = time.perf_counter() + budget_s
     fitting = dict.fromkeys(_fitted(engine, point) for point in points)
     per_token_s = 0.0
@@ -267,7 +271,7 @@ def tile_points() -> tuple[int, ...]:
 def find_tile(curve: Mapping[int, float]) -> int:
     """Returns the device's tile in tokens: the largest candidate for which, past each of its
     multiples, one more token costs a whole tile. Returns 1 if there is none or points are missing.
-    `curve`: seconds of a step by its number of prefill tokens."""
+    `curve`: the seconds of a step by its number of prefill tokens."""
     for tile in TILES:
         ends = [tile * multiple for multiple in MULTIPLES]
         if not all(end in curve and end + 1 in curve for end in ends):

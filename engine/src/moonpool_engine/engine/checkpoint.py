@@ -2,7 +2,8 @@
 
 This module finds a checkpoint (a folder, or an id in the Hub and its local cache), checks every
 tensor's name and shape before reading, and computes the fingerprint of the weights. Tensors are
-mapped and cast one by one, so loading never holds the model twice. Other formats are refused.
+mapped and cast one by one, so loading never holds the model twice. Other formats of checkpoints are
+refused.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SAMPLE_BYTES = 4096
 SAMPLES_PER_TENSOR = 8
 # Tensors that some exporters add and the engine does not need.
 IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^visual\.|^mtp\.|^model\.mtp_")
-# `visual` sees images, and `mtp` predicts further tokens.
+# Parts named `visual` see images, and parts named `mtp` predict further tokens.
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ class CheckpointWeights:
         places: Mapping[str, StoredTensor],
         scheme: Scheme | None = None,
     ) -> None:
-        """`files`: the files by stored name. `places`: where each of the model's tensors is stored.
-        `scheme`: how linears are quantized."""
+        """`files`: the file of each stored name. `places`: where each of the model's tensors is
+        stored. `scheme`: how the linears are quantized."""
         self._files = files
         self._dtype = dtype
         self._places = places
@@ -117,14 +118,14 @@ class CheckpointWeights:
         return stored_rows if whole else reordered(stored_rows, own)
 
     def _read(self, name: str) -> Tensor:
-        """A tensor as it is stored. Raises KeyError."""
+        """Returns a tensor in the form in which it is stored. Raises KeyError."""
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor
 
     def _plain(self, name: str, tensor: Tensor) -> Tensor:
         # A choice between experts must not turn on a rounded bias.
-        # Nor should a decay, which counts in every later token, be rounded.
+        # A decay, which counts in every later token, must not be rounded either.
         exact = name.endswith((".correction", ".A_log", ".dt_bias"))
         dtype = torch.float32 if exact else self._dtype
         # Copies even if the dtype is equal: a mapped tensor is unaligned and keeps its pages
@@ -145,7 +146,7 @@ class _Header:
         """Reads the header. Raises ModelError for a file that is absent or no safetensors file."""
         try:
             with safe_open(path, framework="pt"):
-                pass  # checks the header against the file's size
+                pass  # checks that the header fits the file's size
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 tensors = json.loads(file.read(length))
@@ -156,7 +157,7 @@ class _Header:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by name."""
+    """Returns the file of each tensor, by name."""
     if (folder / INDEX_FILE).exists():
         return _indexed_files(folder)
     single = file_in(folder, SINGLE_FILE)
@@ -194,7 +195,8 @@ def _shapes(
     files: Mapping[str, Path],
     headers: Mapping[Path, _Header],
 ) -> dict[str, Shape | None]:
-    """All tensors that the checkpoint must have, or None if the shape depends on the scheme."""
+    """Returns all tensors that the checkpoint must have, with None as shape if it depends on the
+    scheme."""
     shapes: dict[str, Shape | None] = {}
     for name, shape in stored_shapes(spec).items():
         entry = headers[files[name]].tensors.get(name, {}) if name in files else {}
@@ -207,8 +209,8 @@ def _shapes(
 
 
 def _prefix(files: Mapping[str, Path]) -> str:
-    """What the names of a text model's tensors begin with, in a model of text and images too.
-    Models for embeddings alone often begin with nothing."""
+    """Returns the prefix of a text model's tensor names, also in a model of text and images. Models
+    for embeddings alone often begin with nothing."""
     inner = [p for p in TEXT_PREFIXES if any(name.startswith(p) for name in files)]
     return inner[0] if inner else "" if "embed_tokens.weight" in files else "model."
 
@@ -235,7 +237,8 @@ def _check_tensors(
         and name not in tied
         and not IGNORED.search(name)
         and not name.startswith(further)
-        and (spec.prefix == "model." or name.startswith(spec.prefix))  # the rest sees images
+        # all other tensors belong to the part that sees images
+        and (spec.prefix == "model." or name.startswith(spec.prefix))
         and not name.endswith(FURTHER)
     ]
     if unexpected:

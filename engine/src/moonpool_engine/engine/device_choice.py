@@ -1,5 +1,5 @@
-"""The choice of device and dtype. It imports torch only where there may be a GPU: a head chooses,
-and computes nothing."""
+"""The choice of device and dtype. This module imports torch only where there may be a GPU, because
+a head chooses a device and computes nothing."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _may_have_gpu() -> bool:
     """Whether torch was built for GPUs: its import takes 1.5 s of CPU, its version's nothing."""
     if "torch" in sys.modules:
         return True
-    found = importlib.util.find_spec("torch")  # does not import it
+    found = importlib.util.find_spec("torch")  # this call does not import torch
     if found is None or found.origin is None:
-        return True  # its import will say why it is missing
+        return True  # importing torch will report why it is missing
     try:
         built = runpy.run_path(str(Path(found.origin).with_name("version.py")))
     except OSError:

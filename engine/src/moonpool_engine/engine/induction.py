@@ -1,7 +1,7 @@
 """The built-in default model: a Llama with constructed weights instead of learned ones.
 
-It continues a text as the text continued when the same bytes last occurred. So any wrong, stale or
-misplaced KVCache block is visible in the answer (docs/decisions/batch-invariance.md).
+The model continues a text as the text continued when the same bytes last occurred. So any wrong,
+stale or misplaced KVCache block shows in the answer (docs/decisions/batch-invariance.md).
 
 The residual stream (hidden 288) consists of eighteen slots of 16 numbers. Slot 0 holds the code of
 the row's own token, slot 17 the constant 1. The layers fill the other slots, each with one
@@ -11,11 +11,12 @@ attention head:
   1..7 then hold the codes of the seven previous tokens. The score is a sum of cosines in the fast
   RoPE pairs, largest at that distance.
 * The **search** layer attends to the position whose *predecessors* equal the latest tokens (near
-  ones weigh more) and copies those predecessors to slots 8..14. Content lies in the slow RoPE
+predecessors weigh more) and copies those predecessors to slots 8..14. Content lies in the slow RoPE
   pairs, which hardly rotate over the whole context. Between equal contexts, a slight preference for
   the recent one falls with the logarithm of the distance (all middle pairs, in phase).
-* The **answer** layer uses only the result of the search layer. It attends to the position with
-  those predecessors and copies the token there to slot 16. If both layers searched independently,
+* The **answer** layer uses only the result of the search layer. This layer attends to the position
+  with those predecessors and copies the token there to slot 16. If both layers searched
+  independently,
   one could hide damage to the other's blocks.
 
 The codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three
@@ -35,7 +36,7 @@ from moonpool_engine.engine.spec import ModelSpec, RopeSpec
 from moonpool_engine.engine.tensors import tensor_shapes
 
 NAME = "moonpool/induction"
-BOS, EOS = 256, 257  # 258 is padding
+BOS, EOS = 256, 257  # token 258 is padding
 
 CODE = 16
 HEAD_DIM = 256
@@ -159,7 +160,8 @@ class InductionWeights:
 
 
 def token_codes() -> Tensor:
-    """[259, 16] of +-1/4: one unit vector per token; those of any two bytes overlap at most 1/4."""
+    """Returns [259, 16] of +-1/4: one unit vector per token; those of any two bytes overlap at most
+    1/4."""
     points = [[(x >> i) & 1 for i in range(4)] for x in range(16)]
     pairs = list(itertools.combinations(range(4), 2))
     words = []

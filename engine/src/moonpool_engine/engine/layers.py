@@ -1,4 +1,4 @@
-"""One layer's packed parts, as its `ModelSpec` describes them. No part knows a family."""
+"""Packs the parts of one layer, as its `ModelSpec` describes them. No part knows a family."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Mlp = GatedMlp | ExpertsMlp
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's packed weights. Norm weights are [hidden] float32; None means no norm there."""
+    """The packed weights of one layer. Norm weights are [hidden] float32, or None if the layer has
+    no such norm."""
 
     attention: Attention
     mlp: Mlp
@@ -29,11 +30,11 @@ class Layer:
     after_attention: Tensor | None
     before_mlp: Tensor | None
     after_mlp: Tensor | None
-    next_norm: Tensor | None  # before the next layer's attention, or the final norm
+    next_norm: Tensor | None  # the norm before the next layer's attention, or the final norm
 
 
 def attend_rule(spec: ModelSpec, weights: Weights, layer: int) -> AttendRule:
-    """What a layer's attention has besides the causal mask."""
+    """Returns how a layer's attention differs from plain causal attention."""
     name = f"model.layers.{layer}.self_attn.sinks"
     sinks = weights.load(name).float() if spec.sinks else None
     return AttendRule(spec.window_of(layer), spec.score_cap, sinks)

@@ -13,7 +13,7 @@ from moonpool_engine.engine.spec import ModelSpec
 
 
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)): [T, hidden] -> [T, hidden]."""
+    """Computes down(activation(gate(x)) * up(x)): [T, hidden] -> [T, hidden]."""
 
     def __init__(
         self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str, has_bias: bool
@@ -58,7 +58,7 @@ class ExpertsMlp:
 
     def __call__(self, normed: Tensor) -> Tensor:
         chosen, weights = route(self._router(normed.float()), self._experts, self._correction)
-        parts = self._computed(normed, chosen).unflatten(0, chosen.shape)  # [T, k, hidden]
+        parts = self._computed(normed, chosen).unflatten(0, chosen.shape)  # shape [T, k, hidden]
         total = parts[:, 0].float() * weights[:, :1]
         for slot in range(1, self._experts.per_token):
             total = total + parts[:, slot].float() * weights[:, slot : slot + 1]
@@ -73,7 +73,8 @@ class ExpertsMlp:
     def _computed(self, normed: Tensor, chosen: Tensor) -> Tensor:
         """Every row's experts: [T * k, hidden], zero for experts of other shards."""
         flat = chosen.flatten()
-        if len(normed) == 1:  # nothing to gather: a decode alone calls as little as it can
+        # a single row needs no gather, which keeps the number of calls in a decode small
+        if len(normed) == 1:
             found = [self._own.get(expert) for expert in flat.tolist()]
             parts = [torch.zeros_like(normed) if mlp is None else mlp(normed) for mlp in found]
             return torch.cat(parts)

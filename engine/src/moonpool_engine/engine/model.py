@@ -1,8 +1,8 @@
 """The decoder model of all families: each layer is two dense halves around an attention call.
 
-It owns the packed weights and the order of operations. Chunked prefill, layer-wise streaming and
-attention offloading all divide a layer at the same points: `qkv`, attend, `output`. The model uses
-only the `Ops` protocol. It does not allocate blocks and does not sample.
+The model owns the packed weights and the order of operations. Chunked prefill, layer-wise streaming
+and attention offloading all divide a layer at the same points: `qkv`, attend, `output`. The model
+uses only the `Ops` protocol. The model neither allocates blocks nor samples.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ropes:
         self._made: dict[RopeSpec | None, RopeTable] = {}
 
     def of(self, layer: int) -> RopeTable:
-        """The table of one layer."""
+        """Returns the table of one layer."""
         spec = self._spec
         rope: RopeSpec | None = spec.rope
         if layer in spec.no_rope:
@@ -70,8 +70,8 @@ class DecoderModel:
     and its normed copy, the input of the next `qkv`.
 
     A pipeline stage has only some of the `layers`: the first stage embeds, the last one computes
-    logits. A row gets the same bits as in the whole model. Without `edges` the model neither embeds
-    nor computes logits.
+    logits. In a part of a model, a row gets the same bits as in the whole model. Without `edges`
+    the model neither embeds nor computes logits.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class DecoderModel:
         ropes: Ropes | None = None,
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        """`ropes` is given if another part of the model in this process has made the tables.
-        `adapters`: `StepMeta.adapters` names them by their place, from 1 on.
-        Raises ModelError if `ops` do not compute what the model has."""
+        """`ropes`: the tables, if another part of the model in this process has made them.
+        `adapters`: the adapters, which `StepMeta.adapters` numbers from 1 on. Raises ModelError if
+        `ops` do not compute what the model has."""
         self.spec = spec
         self.layers = range(spec.num_layers) if layers is None else layers
         assert self.layers and self.layers.start >= 0 and self.layers.stop <= spec.num_layers
@@ -118,7 +118,7 @@ class DecoderModel:
             tied = self._embedding if spec.tie_embeddings else None
             self._head = ops.linear(placed.matrix("lm_head.weight") if tied is None else tied, None)
         if not self.begins:
-            self._embedding = None  # needed only to pack the tied LM head
+            self._embedding = None  # the embedding is needed only to pack the tied LM head
 
     @property
     def begins(self) -> bool:
@@ -131,7 +131,8 @@ class DecoderModel:
         return self.layers.stop == self.spec.num_layers
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T] int64 -> residual and normed, each [T, hidden]. First stage only."""
+        """token_ids [T] int64 -> residual and normed, each [T, hidden]. Only the first stage calls
+        this."""
         assert self._embedding is not None
         residual = lookup(self._embedding, token_ids)
         if self.spec.embedding_scale != 1:
@@ -148,7 +149,8 @@ class DecoderModel:
     def _add(
         self, added: Tensor, after: Tensor | None, residual: Tensor, before: Tensor | None
     ) -> Tensor:
-        """Norms what is added by `after`, adds it in place; returns residual normed by `before`."""
+        """Norms the input with `after`, adds it in place, and returns the residual normed with
+        `before`."""
         added = self._normed(added, after)
         if self.spec.residual_scale != 1:
             added = added * self.spec.residual_scale
@@ -163,15 +165,16 @@ class DecoderModel:
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
         """Writes what later rows need of these into their blocks; returns what `attend` takes.
 
-        qkv: [T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], but as the layer's
-        attention has it: with gates, or without K and V.
+        Stores K and V. qkv: [T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], in
+        the form that the layer's attention uses: with gates, or without K and V.
         """
         own = self._layers[layer]
         args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
         return own.attention.store(qkv, own.rope, args)
 
     def attend(self, layer: int, q: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """Takes what `store` returned, such as q [T, heads, head_dim], to [T, heads * head_dim]."""
+        """Takes what `store` returned, such as q [T, heads, head_dim], and returns [T, heads *
+        head_dim]."""
         own = self._layers[layer]
         args = AttendArgs(self.heads, cache, layer, meta, self._scale, own.rule)
         return own.attention.attend(q, args)
@@ -179,7 +182,8 @@ class DecoderModel:
     def output(self, layer: int, attention: Tensor, residual: Tensor) -> Tensor:
         """The second dense half; updates `residual` in place.
 
-        attention [T, heads * head_dim], residual [T, hidden] -> the next normed input [T, hidden].
+        Takes attention [T, heads * head_dim] and residual [T, hidden]; returns the next normed
+        input [T, hidden].
         """
         normed = self.add_attention(layer, self.project(layer, attention), residual)
         return self.add_mlp(layer, self.mlp(layer, normed), residual)
@@ -193,13 +197,13 @@ class DecoderModel:
     def add_attention(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
         """Adds the projected attention to `residual` in place; returns the MLP's input.
 
-        All tensors are [T, hidden].
+        The shape of all tensors is [T, hidden].
         """
         own = self._layers[layer]
         return self._add(added, own.after_attention, residual, own.before_mlp)
 
     def mlp(self, layer: int, normed: Tensor) -> Tensor:
-        """What the MLP adds to the residual."""
+        """Returns what the MLP adds to the residual."""
         return self._layers[layer].mlp(normed)
 
     def add_mlp(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
@@ -208,7 +212,8 @@ class DecoderModel:
         return self._add(added, own.after_mlp, residual, own.next_norm)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """The last layer's output [rows, hidden] -> [rows, vocab] float32. Last stage only."""
+        """The last layer's output [rows, hidden] -> [rows, vocab] float32. Only the last stage
+        calls this."""
         assert self._head is not None
         logits = self._head(normed).float()
         if self.spec.logit_divisor != 1:
@@ -228,8 +233,9 @@ class DecoderModel:
     ) -> Tensor | None:
         """Fills the KVCache of the rows and returns the logits of the `wanted` ones, if any.
 
-        token_ids [T] int64, wanted [W] row numbers -> [W, vocab] float32. After its KVCache is
-        stored, the last layer computes only the wanted rows, since no other row is read.
+        Takes token_ids [T] int64 and wanted [W] row numbers; returns [W, vocab] float32. After its
+        KVCache is stored, the last layer computes only the wanted rows, because no other row is
+        read.
         """
         normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
         return None if normed is None else self.logits(normed)
@@ -260,13 +266,15 @@ class DecoderModel:
     ) -> tuple[Tensor, Tensor] | None:
         """Runs residual and normed, each [T, hidden], through this model's layers.
 
-        After the model's last layer only the `wanted` rows remain, [W, hidden]; None without them.
+        After the model's last layer only the `wanted` rows remain, [W, hidden]; returns None
+        without wanted rows.
         """
         last = self.spec.num_layers - 1
         self.adapter_rows.begin(meta)
         for layer in self.layers:
             qkv = self.qkv(layer, normed)
-            continues = layer in self.spec.delta_layers  # from a state, which `store` reads
+            # such a layer continues from a state, which `store` reads
+            continues = layer in self.spec.delta_layers
             if continues and before_attend is not None:
                 before_attend(layer)
             q = self.store(layer, qkv, cache, meta)

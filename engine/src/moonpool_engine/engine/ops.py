@@ -1,13 +1,13 @@
 """The tensor operations of a decoder model, as a protocol for several implementations.
 
-`engine.reference` implements them in plain torch; it is slow, portable, and defines the results.
-`engine.native` implements them in C++ and is tested against the reference. `engine.cuda` implements
-them on GPUs. Model code uses only this protocol.
+`engine.reference` implements these operations in plain torch; it is slow and portable, and defines
+the results. `engine.native` implements the operations in C++ and is tested against the reference.
+`engine.cuda` implements the operations on GPUs. Model code uses only this protocol.
 
 Two rules bind every implementation, because a cache hit must not change an answer:
 
 * **Rows are independent (batch invariance).** The bits of a row's result depend on that row's
-  input, and in attention on the KVCache before it. They do not depend on the number or order of
+  input, and in attention on the KVCache before it. Results do not depend on the number or order of
   rows in the call, on the chunks of the prompt, or on the thread count. Library kernels break this
   rule: `F.linear` differs at 1 to 3 rows in float32 (docs/decisions/batch-invariance.md).
 * **No result reads past a sequence's context.** Blocks may hold any bytes there, NaN included.
@@ -27,7 +27,7 @@ from moonpool_engine.engine.quantized.matrix import Matrix
 from moonpool_engine.engine.spec import DeltaSpec
 
 SPAN = 256
-"""Tokens that attention processes at once, starting at a multiple of SPAN."""
+"""Number of tokens that attention processes together, starting at a multiple of SPAN."""
 SEGMENT = 8 * SPAN
 """Tokens after which attention restarts its sums. Segments may be computed separately, in any
 process, and merged in their order, with the bits of a single pass. attention.cpp has the same
@@ -36,16 +36,17 @@ numbers."""
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """Where the rows of one step sit. T rows (tokens) of S sequences; all index tensors are int32.
+    """Where the rows of one step lie in sequences and blocks. T rows (tokens) of S sequences; all
+    index tensors are int32.
 
     Rows of one sequence are adjacent and ascend in position. Sequence s owns rows
     `row_starts[s] : row_starts[s + 1]`; its first row stands at `context_starts[s]` (tokens
-    before it are already in the KVCache); row positions are `positions[T]`. `block_tables[s, i]`
-    is the physical block of its tokens `i * block_tokens ...`; padded with 0.
+    before it are already in the KVCache); row positions are `positions[T]`. `block_tables[s, i]` is
+    the physical block of tokens `i * block_tokens ...` of sequence s; padded with 0.
     """
 
     positions: Tensor  # [T] int32
-    row_starts: Tensor  # [S + 1] int32
+    row_starts: Tensor  # shape [S + 1], int32
     context_starts: Tensor  # [S] int32
     block_tables: Tensor  # [S, max_blocks] int32
     num_rows: int
@@ -58,8 +59,8 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The block arena: `blocks[b, layer - first_layer]` is one contiguous slice. It has all layers,
-    except on a GPU in a pipeline stage.
+    """The block arena: `blocks[b, layer - first_layer]` is one contiguous slice. The tensor has all
+    layers, except on a GPU in a pipeline stage.
 
     blocks: [num_blocks, num_layers, slice_elements], of `block_dtype`.
     """
@@ -84,7 +85,7 @@ class RopeTable:
 class HeadShape:
     """Grouped-query attention: `num_heads` is a multiple of `num_kv_heads`.
 
-    With `latent_dim`, the last so many elements of a key are its value too (MLA), and no V is
+    With `latent_dim`, that many elements at the end of a key are also its value (MLA), and no V is
     stored.
     """
 
@@ -100,7 +101,7 @@ class HeadShape:
 
     @property
     def stored_heads(self) -> int:
-        """Heads of K and V together, as a block stores them for a token."""
+        """Returns the number of heads of K and V together, as a block stores them for a token."""
         return (1 if self.latent_dim else 2) * self.num_kv_heads
 
     @property
@@ -121,8 +122,8 @@ class QkNorm:
 class AttendRule(NamedTuple):
     """How a layer's attention differs from causal softmax over the whole context."""
 
-    window: int = 0  # tokens that a row sees, its own included; 0 means all
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 means that they stay
+    window: int = 0  # number of tokens that a row sees, including its own; 0 means all
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0 means no cap
     sinks: Tensor | None = None  # [num_heads] float32: a score that takes weight but has no value
 
 
@@ -139,12 +140,12 @@ class DeltaWeights(NamedTuple):
     taps: Tensor  # [taps, channels] of the convolution, the newest token's last
     decay: Tensor  # [value_heads], above 0
     step_bias: Tensor  # [value_heads]
-    norm: Tensor  # [value_dim], of the norm of each value head
+    norm: Tensor  # shape [value_dim]: weights of the norm of each value head
     eps: float
 
 
 class DeltaArgs(NamedTuple):
-    """Whose states a step continues, and where they are."""
+    """The sequences whose states a step continues, and where these states lie."""
 
     spec: DeltaSpec
     cache: KvCache
@@ -153,7 +154,8 @@ class DeltaArgs(NamedTuple):
 
 
 class AttendArgs(NamedTuple):
-    """The arguments that all attention operations on one layer share. `scale` multiplies scores."""
+    """The arguments that all attention operations on one layer share. `scale` is the factor of the
+    scores."""
 
     heads: HeadShape
     cache: KvCache
@@ -185,23 +187,26 @@ class Linear(Protocol):
 
 
 class Ops(Protocol):
-    """The operations of one device. They have no state except the weights packed by `linear`.
+    """The operations of one device. Implementations have no state except the weights packed by
+    `linear`.
 
     Engines with equal `arithmetic` compute equal bits; others must not share blocks.
     """
 
     name: str
     arithmetic: str
-    inner: str  # the element order inside the slices (`engine.slices`)
-    without: frozenset[str]  # those of `ModelSpec.extras` that they do not compute
-    device: torch.device  # of blocks, weights and every [T, ...]; `StepMeta` is on the CPU
+    inner: str  # the order of elements within slices (`engine.slices`)
+    # the entries of `ModelSpec.extras` that this implementation does not compute
+    without: frozenset[str]
+    # device of blocks, weights and every [T, ...] tensor; `StepMeta` is on the CPU
+    device: torch.device
 
     def linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         """Packs `weight` [out, in] and `bias` [out]. The caller drops its copy afterwards."""
         ...
 
     def exact_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """`linear` that is never quantized, for what decides discretely (routers)."""
+        """Makes a `linear` that is never quantized, for discrete decisions (routers)."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -209,7 +214,8 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds x to residual in place and returns the norm of residual. All [T, hidden]."""
+        """Adds x to residual in place and returns the norm of residual. All tensors are [T,
+        hidden]."""
         ...
 
     def glu(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
@@ -223,10 +229,10 @@ class Ops(Protocol):
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """Norms q and k (with `qk_norm`), rotates them, writes k and v into their blocks.
+        """Norms q and k (with `qk_norm`), rotates both, and writes k and v into their blocks.
 
         qkv: [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Only the pairs of `rope` are
-        rotated, from element 0 on.
+        rotated, starting at element 0.
         """
         ...
 
@@ -243,8 +249,8 @@ class Ops(Protocol):
 
         Per row, with silu after the convolution, unit q and k, and q times key_dim ** -0.5:
         state *= exp(-decay * softplus(a + step_bias)); state += k (v - k state)^T * sigmoid(b);
-        out = norm(q state) * silu(z). In float32, row after row, so that chunks change no bit.
-        Raises StateError.
+        out = norm(q state) * silu(z). Computes in float32, row after row, so that chunks change no
+        bit. Raises StateError.
         """
         ...
 
@@ -270,8 +276,9 @@ class SplitOps(Ops, Protocol):
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor]:
-        """`rope_store` without blocks. Returns q [T, num_heads, head_dim], and K followed by V
-        [T, 2 * num_kv_heads, head_dim]; of latents K alone, [T, num_kv_heads, head_dim]."""
+        """Does what `rope_store` does, without blocks. Returns q [T, num_heads, head_dim], and K
+        followed by V [T, 2 * num_kv_heads, head_dim]; of latents K alone, [T, num_kv_heads,
+        head_dim]."""
         ...
 
     def store(self, kv: Tensor, args: AttendArgs) -> None:
@@ -291,7 +298,7 @@ class SplitOps(Ops, Protocol):
 
         segments [S] int32 -> [T, num_heads, value_dim + 2] float32: the highest score (base 2, -inf
         without tokens), the sum of weights, and the output times that sum. The block tables need
-        only contain the blocks of those segments.
+        only contain the blocks of the given segments.
         """
         ...
 
@@ -305,9 +312,9 @@ class SplitOps(Ops, Protocol):
     ) -> Tensor:
         """Merges partials [P, num_heads, value_dim + 2] -> [rows, num_heads * value_dim].
 
-        Row r merges `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens. It
-        is 0 if no partial has a token. order, starts: int32. sinks: as `AttendRule.sinks`; no
-        partial has them yet.
+        Row r merges `partials[order[starts[r] : starts[r + 1]]]`, in the order of their tokens. The
+        result is 0 if no partial has a token. order, starts: int32. sinks: as `AttendRule.sinks`,
+        which no partial includes yet.
         """
         ...
 

@@ -17,13 +17,14 @@ from moonpool_engine.engine.spec import ModelSpec
 class Weights(Protocol):
     """Loads tensors by their Hugging Face names, in the model's dtype.
 
-    Each call returns a new tensor, so that no second copy of the model stays in memory.
+    Each call returns a new tensor, so that the memory holds no second copy of the model.
     """
 
     def load(self, name: str) -> Tensor: ...
 
     def matrix(self, name: str) -> Matrix:
-        """The weight of a linear or an embedding: quantized, if it is stored so, else a tensor."""
+        """Returns the weight of a linear or an embedding: quantized if it is stored in that form,
+        or else a tensor."""
         ...
 
 
@@ -53,7 +54,7 @@ def norm_weight(spec: ModelSpec, weights: Weights, name: str) -> Tensor:
 
 
 def packed(weights: PlacedWeights, ops: Ops, names: list[str], has_bias: bool) -> Linear:
-    """One linear of the modules `names`, whose outputs follow each other."""
+    """Returns one linear of the modules `names`, whose outputs follow each other."""
     parts = [weights.matrix(f"{name}.weight") for name in names]
     bias = torch.cat([weights.load(f"{name}.bias") for name in names]) if has_bias else None
     sizes = [part.shape[0] for part in parts]

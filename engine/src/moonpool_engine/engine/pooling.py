@@ -19,7 +19,8 @@ _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 def stored_pooling(folder: Path) -> Pooling:
     """The pooling of a checkpoint; "last" if it is not for sentence-transformers.
 
-    "none" if this engine does not compute its way. Raises `ModelError` for damaged files.
+    Returns the pooling that a checkpoint states, or "none" if this engine does not compute it.
+    Raises `ModelError` for damaged files.
     """
     modules = _modules(folder)
     if not modules:

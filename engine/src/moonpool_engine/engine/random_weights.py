@@ -1,7 +1,7 @@
 """Models with random weights of any size, for tests and benchmarks: `random:m150` and so on.
 
 Every process generates the same bits, as scaled raw output of a seeded generator. So the name alone
-identifies the model, and no file is read.
+identifies the model, and no file is read for it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _OTHER_KEYS = ("seed", "window")
 def random_spec(name: str) -> tuple[ModelSpec, int]:
     """Spec and seed of `random:SIZE` or `random:key=value,...` (missing keys as in m150).
 
-    A size may be followed by keys: `random:m30,layers=2,seed=7`. `window`: tokens that each layer
-    sees. Raises `ModelError`.
+    A size may be followed by keys: `random:m30,layers=2,seed=7`. `window`: number of tokens that
+    each layer sees. Raises `ModelError`.
     """
     spec, seed, window = _BASE, 0, 0
     given: dict[str, int] = {}

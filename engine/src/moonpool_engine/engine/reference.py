@@ -1,8 +1,8 @@
 """The operations of a decoder in plain torch: the reference for every faster implementation.
 
 Rows are independent by construction. Every sum (linears, attention) runs over tiles of one fixed
-shape, padded where rows are missing, and `exp` consists of single operations. So neither the batch,
-nor the chunks, nor torch's choice of kernel changes a bit.
+shape, padded where rows are missing, and `exp` consists of single operations. So no bit depends on
+the batch, on the chunks, or on torch's choice of kernel.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from moonpool_engine.engine.slices import INNER, read_rows, write_rows
 
 ROW_TILE = 16
 KEY_TILE = 128
-EMPTY = -1e30  # best score of a row without keys: -inf minus itself would be NaN
+EMPTY = -1e30  # best score of a row without keys, because -inf minus itself would be NaN
 GELU = 2 * (2 / torch.pi) ** 0.5  # gelu(x) is about x * sigmoid(GELU * (x + 0.044715 x^3))
 
 
-State = tuple[Tensor, Tensor, Tensor]  # highest score, sum of weights, output times that sum
+State = tuple[Tensor, Tensor, Tensor]  # (highest score, sum of weights, output times that sum)
 
 
 class ReferenceOps:
@@ -111,7 +111,8 @@ class ReferenceOps:
         qk_norm: QkNorm | None,
         meta: StepMeta,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: normed, rotated."""
+        """Returns q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim], normed and
+        rotated."""
         values = 0 if heads.latent_dim else heads.num_kv_heads
         widths = (heads.num_heads, heads.num_kv_heads, values)
         q, k, v = qkv.view(meta.num_rows, -1, heads.head_dim).split_with_sizes(widths, dim=1)
@@ -177,7 +178,8 @@ class SequenceAttention:
         self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(values).permute(0, 2, 1, 3).contiguous()
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
-        """q [T, num_heads, head_dim] -> the same shape. Row 0 stands at `first_position`."""
+        """Computes q [T, num_heads, head_dim] -> the same shape. Row 0 stands at
+        `first_position`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         state = self._walk(tiles, positions, 0)
         for segment in range(1, -(-len(self._k) * KEY_TILE // SEGMENT)):
@@ -188,7 +190,8 @@ class SequenceAttention:
         return self._merged(out / total)[: q.shape[0]].to(q.dtype)
 
     def partials(self, q: Tensor, first_position: int, segment: int) -> Tensor:
-        """One segment's partials, [T, num_heads, value_dim + 2] float32; see `SplitOps`."""
+        """Returns the partials of one segment, [T, num_heads, value_dim + 2] float32; see
+        `SplitOps`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         best, total, out = self._walk(tiles, positions, segment)
         best = best.masked_fill(best <= EMPTY, -torch.inf)
@@ -243,7 +246,8 @@ class SequenceAttention:
 
 
 def fold(state: State, later: State) -> State:
-    """Combines the softmax states of two runs of tokens. Exact if one of them is empty."""
+    """Combines the softmax states of two runs of tokens. The result is exact if one of both states
+    is empty."""
     best, total, out = state
     later_best, later_total, later_out = later
     now = torch.maximum(best, later_best)
@@ -279,9 +283,10 @@ def _soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 class ReferenceSplitOps(ReferenceOps):
-    """`SplitOps` in plain torch."""
+    """`ReferenceSplitOps` implements `SplitOps` in plain torch."""
 
-    without = frozenset({"linear attention"})  # a state is not divided among processes
+    # the state of linear attention is not divided among processes
+    without = frozenset({"linear attention"})
 
     def rope(
         self,

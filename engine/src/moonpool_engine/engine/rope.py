@@ -17,7 +17,8 @@ from moonpool_engine.engine.spec import RopeSpec
 
 
 def rope_table(rope: RopeSpec, head_dim: int, max_positions: int) -> RopeTable:
-    """cos and sin, each [max_positions, rotated pairs] float32, times the attention factor."""
+    """Returns cos and sin, each [max_positions, rotated pairs] float32, times the attention
+    factor."""
     frequencies = _frequencies(rope, rope.rotary_dim or head_dim)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     scale = _attention_factor(rope)
@@ -47,7 +48,7 @@ def _frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """Stretches long waves by `factor`, keeps short ones, and interpolates between them.
 
-    frequencies: [head_dim / 2] float32, as the result.
+    frequencies: [head_dim / 2] float32, like the result.
     """
     original = rope.original_max_positions
     longest = original / rope.low_freq_factor
@@ -63,7 +64,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
     """Interpolates the pairs that rotate less than `beta_slow` times over the original context.
 
-    wavelengths: [head_dim / 2] -> frequencies of the same shape.
+    Takes wavelengths [head_dim / 2]; returns frequencies of the same shape.
     """
 
     def pair_turning(rotations: float) -> float:

@@ -1,7 +1,7 @@
 """Which experts compute a row, and with which weights.
 
-Only single operations on elements, maxima, and sums in one fixed order: so a row is routed alike in
-every batch and at every place in a tensor. Ties go to the lowest expert.
+The module uses only operations on single elements, maxima, and sums in a fixed order, so that a row
+is routed alike in every batch and at every place in a tensor. Ties go to the lowest expert.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine of one process: a step's entries become rows, logits and tokens.
 
-It owns the packed model. The blocks belong to the arena's owner: the engine writes only the blocks
-that a step's entries name. It does not decide what runs, and keeps nothing but weights between
-steps.
+The runner owns the packed model. The blocks belong to the arena's owner: the engine writes only the
+blocks that a step's entries name. The runner does not decide which requests run, and keeps nothing
+but weights between steps.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Engine:
         sharded: ShardedModel | None = None,
         decoder: DecoderModel | None = None,
     ) -> None:
-        """`host_sync` copies between GPU blocks and the arena. `staggered`: decodes run as two
-        alternating half batches (`engine.staggered`). `sharded` replaces the model where it is
+        """`host_sync` copies between GPU blocks and the arena. `staggered`: whether decodes run as
+        two alternating half batches (`engine.staggered`). `sharded` replaces the model if it is
         computed in shards (`engine.parallel.tensor_model`). `decoder`: the same model, packed by
         the same kind of `ops`.
 
@@ -96,7 +96,8 @@ class Engine:
         self._adapters = model.adapter_numbers
         self.host_sync = host_sync
         self.model: Model
-        self._states: DecoderModel | ShardedModel  # gives hidden states, and logits of them
+        # the model that gives hidden states, and the logits that follow from them
+        self._states: DecoderModel | ShardedModel
         if sharded is not None:
             self.model = self._states = sharded
             return
@@ -175,7 +176,8 @@ class Engine:
         ends = np.array(other.begins[1:], dtype=np.int64) - 1
         last = [int(row) for row in drawing_rows(entries, drawing, ends)]
         scoring = [row for rows in other.scoring.values() for row in rows]
-        # In rising order: a model that is asked for all rows returns them as they are.
+        # The order is rising, because a model that is asked for all rows returns them in their
+        # order.
         wanted = sorted({*other.rows, *last})
         place = {row: number for number, row in enumerate(wanted)}
 
@@ -207,8 +209,8 @@ class Engine:
         wanted_rows: list[int] | None = None,
         hidden: bool = False,
     ) -> Tensor | None:
-        """Returns the logits of `wanted_rows`, else of the rows that the entries draw from. With
-        `hidden`, returns the states from which the logits follow."""
+        """Returns the logits of `wanted_rows`, or else of the rows from which the entries draw.
+        With `hidden`, returns the states from which the logits follow."""
         rows = plan_rows(entries, self.spec, self.layout, self.num_blocks, self._adapters)
         wanted = None
         if wanted_rows is not None:
@@ -228,12 +230,13 @@ class Engine:
 
 
 class _OtherRows:
-    """The rows that a step's entries need besides those that draw, and what came of them."""
+    """The rows that a step's entries need besides the rows to draw from, and the results for
+    them."""
 
     def __init__(self, entries: Sequence[StepEntry]) -> None:
         self.begins = [0, *accumulate(len(entry.new_token_ids) for entry in entries)]
-        self.scoring: dict[int, range] = {}  # by entry: the rows before its targets
-        self.pooling: dict[int, range] = {}  # by entry: the rows of its embedding
+        self.scoring: dict[int, range] = {}  # by entry: the rows whose logits score its targets
+        self.pooling: dict[int, range] = {}  # by entry: the rows that its embedding needs
         for i, entry in enumerate(entries):
             if entry.targets:
                 begin = self.begins[i]
@@ -247,7 +250,7 @@ class _OtherRows:
         self.states: dict[int, Tensor] = {}
 
     def score(self, entries: Sequence[StepEntry], logits: Tensor) -> None:
-        """Keeps the logprobs of all targets. logits: a row for each of them."""
+        """Keeps the logprobs of all targets. logits: one row for each target."""
         if not self.scoring:
             return
         targets = [target for i in self.scoring for target in entries[i].targets]
@@ -257,7 +260,7 @@ class _OtherRows:
 
 
 def grammars_of(model: LoadedModel) -> Grammars:
-    """The matchers for structured output. They read the model's vocabulary at first use."""
+    """The matchers for structured output. The grammars read the model's vocabulary at first use."""
     spec = model.spec
     reader = partial(open_vocabulary, model.tokenizer, spec.vocab_size)
     return Grammars(reader, spec.vocab_size, spec.eos_token_ids)
@@ -269,9 +272,9 @@ def make_layout(
     """The layout of the blocks that this model fills. Blocks of a model with linear attention are
     larger than `block_tokens` where a state needs the room.
 
-    With `ops` it includes the name of their arithmetic, which instances that share blocks must have
-    in common. It includes the number of shards, since sums over shards differ in their last bits.
-    Raises `ValueError` for a layout that the engine does not support.
+    With `ops`, the layout includes the name of their arithmetic, which all instances that share
+    blocks must have in common. The layout includes the number of shards, because sums over shards
+    differ in their last bits. Raises `ValueError` for a layout that the engine does not support.
     """
     arithmetic = "" if ops is None else ops.arithmetic
     if arithmetic and num_shards > 1:
@@ -318,7 +321,7 @@ def choose_ops(dtype: str, device: str = "cpu", quantization: Quantization = "no
 def choose_split_ops(quantization: Quantization = "none") -> SplitOps:
     """The operations that `choose_ops` chooses on the CPU, with an attention that can be split.
 
-    The arithmetic is the same, so the blocks can be shared.
+    The arithmetic is that of `choose_ops`, so both can share blocks.
     """
     if native.available() is not None:
         return ReferenceSplitOps(quantization)

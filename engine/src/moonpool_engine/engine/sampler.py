@@ -1,8 +1,8 @@
 """Draws the next token of each sequence from its logits.
 
 Each draw is keyed by (seed, position of the new token) through a counter-based hash, and rows are
-independent. So a request's tokens depend neither on its batch nor on its instance. The sampler
-keeps no state between steps.
+independent. So a request's tokens depend on neither its batch nor its instance. The sampler keeps
+no state between steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class NonFiniteLogitsError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw one sequence's next token.
+    """The rules for drawing one sequence's next token.
 
-    `generated` are the tokens generated so far, those of this step included; the penalties, the bad
-    words and `min_tokens` read them. `prompt_ids` are the prompt's distinct tokens where a penalty
-    applies to them, else empty. `drafts` are guesses of the tokens to draw: after each that is
-    right, one more token is drawn.
+    `generated`: the tokens generated so far, including those of this step; the penalties, the bad
+    words and `min_tokens` read them. `prompt_ids`: the prompt's distinct tokens if a penalty
+    applies to them, or else empty. `drafts`: guesses of the tokens to draw; after each right guess,
+    one more token is drawn.
     """
 
     params: SamplingParams
@@ -155,7 +155,7 @@ def _is_plainly_greedy(draw: Draw) -> bool:
 
 
 def _allowed(draw: Draw, grammars: Grammars | None) -> Mask | None:
-    """[vocab] bool; None if every token is allowed."""
+    """Returns [vocab] bool, or None if every token is allowed."""
     grammar = draw.params.grammar
     if not grammar:
         return None
@@ -198,9 +198,9 @@ def _penalised(raw: Row, draw: Draw) -> Row:
 def _masked(row: Row, draw: Draw, allowed: Mask | None) -> Row:
     """The row [vocab] with -inf for each token that may not be drawn; `row` is overwritten.
 
-    One token is always left. Where grammar, allowed tokens and bad words leave none, the answer
-    ends, if the model has a token for that; and the ends wait for `min_tokens` only if there is
-    another token.
+    At least one token always remains. If grammar, allowed tokens and bad words leave no token, the
+    answer ends, if the model has an end token; end tokens are held back until `min_tokens` only if
+    another token remains.
     """
     params = draw.params
     if allowed is not None or params.allowed_token_ids or params.bad_words:
@@ -251,7 +251,7 @@ def _scaled(row: Row, temperature: float) -> Row:
     """The row over the temperature, less its greatest number: 0 and below.
 
     The difference comes first, because a quotient by a temperature near 0 has no number. A
-    difference that becomes -inf is right: such a token is never drawn.
+    difference that becomes -inf is correct: such a token is never drawn.
     """
     with np.errstate(over="ignore"):
         scaled: Row = (row - row.max()) / temperature
@@ -261,7 +261,7 @@ def _scaled(row: Row, temperature: float) -> Row:
 def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
     """The token ids that top_k, top_p and min_p keep, and their weights (not normalised).
 
-    row: [vocab], of which the greatest number is 0; both results: [candidates].
+    Takes row [vocab], whose greatest number is 0; both results are [candidates].
     """
     if not params.top_k and params.top_p >= 1:
         weights = np.exp(row)
@@ -274,7 +274,8 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[Ids, Row]:
         ids = largest_ids(row, count)
         weights = np.exp(row[ids])
         if params.top_k:
-            total = float(weights.sum())  # top_p applies to what top_k keeps, as in vLLM
+            # top_p applies to the candidates that top_k keeps, as in vLLM
+            total = float(weights.sum())
         kept = _nucleus(weights / total, params.top_p)
         if kept < count or params.top_k or count == len(row):
             break
@@ -307,7 +308,8 @@ def _logprobs(raw: Row, token_id: int, count: int, listed: Sequence[int] = ()) -
     """Logprobs of the model's own distribution, before temperature and penalties, as in OpenAI's
     API. raw: [vocab]. listed: the drawn token and these are told instead of the `count` most
     likely."""
-    scaled = raw - raw.max()  # first: beside a great logit, the logarithm has no digits
+    # subtracted first, because beside a great logit the logarithm has no digits
+    scaled = raw - raw.max()
     normaliser = np.log(np.exp(scaled).sum())
     if listed:
         top: Ids = np.asarray(list(dict.fromkeys((token_id, *listed))), dtype=np.int64)

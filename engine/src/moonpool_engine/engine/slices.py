@@ -13,11 +13,11 @@ tokens.
 With shards ("paired-v1/2" has two), a slice consists of one such slice per shard, each with its
 share of the KV heads. A shard's part is therefore contiguous.
 
-"latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide it: each
-of them writes the same keys.
+"latent-v1" has no V: a value is the last elements of its key (MLA). Shards do not divide
+"latent-v1": each shard writes the same keys.
 
-In fp8 the elements have the same order and one byte each. After K and V, a slice then has a power
-of two for each token and head, as its exponent plus 127: [K, V][kv_heads][block_tokens].
+In fp8, the elements have the same order and take one byte each. After K and V, a slice then has a
+power of two for each token and head, as its exponent plus 127: [K, V][kv_heads][block_tokens].
 
 "rows-v1" has whole rows, as GPU attention reads them: K, then V, each
 [block_tokens][kv_heads][head_dim].
@@ -85,7 +85,7 @@ def cut_of_heads(layout: BlockLayout, first: int, count: int) -> tuple[tuple[int
         raise ValueError(f"slices of layout {layout.inner!r} cannot be divided by head")
     all_heads = layout.num_kv_heads
     element = 1 if layout.is_fp8 else DTYPE_BYTES[layout.dtype]
-    sides = [layout.key_elements // all_heads * element] * 2  # bytes per head
+    sides = [layout.key_elements // all_heads * element] * 2  # bytes of each head
     if layout.is_fp8:
         sides += [layout.block_tokens] * 2
     ranges, base = [], 0

@@ -1,4 +1,4 @@
-"""What a decoder computes: its dimensions and options, whatever family it belongs to.
+"""Describes what a decoder computes: its dimensions and options, whatever its family.
 
 `families.config` makes a `ModelSpec` of a checkpoint's `config.json`.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-STATE_HEAD = 16  # floats before a state: the first is the number of its tokens, as int32
+STATE_HEAD = 16  # floats before a state, the first of which is the number of its tokens, as int32
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its scaling. Fields that `kind` does not use keep their defaults."""
+    """`RopeSpec` has the rotary embedding and its scaling. Fields that `kind` does not use keep
+    their defaults."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -23,25 +24,26 @@ class RopeSpec:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # of yarn; None means that it follows from `factor`
+    # attention factor of yarn; None means that it follows from `factor`
+    attention_factor: float | None = None
     mscale: float = 0.0  # yarn
     mscale_all_dim: float = 0.0  # yarn
     truncate: bool = True  # yarn
-    rotary_dim: int = 0  # leading elements of a head that are rotated; 0 means all of them
-    factors: tuple[float, ...] = ()  # longrope: of each pair's wavelength
+    rotary_dim: int = 0  # number of rotated elements at the beginning of a head; 0 means all
+    factors: tuple[float, ...] = ()  # longrope's factor of each pair's wavelength
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Attention over one latent per token (MLA). Its only KV head is `rope_dim` rotated elements,
-    then `rank` elements, from which each head's keys and values follow."""
+    """Attention over one latent per token (MLA). The only KV head has `rope_dim` rotated elements,
+    then `rank` elements, from which the keys and values of each head follow."""
 
     rank: int
     rope_dim: int
-    nope_dim: int  # of each head's queries and keys, not rotated
-    value_dim: int  # of each head
-    query_rank: int = 0  # of a latent of the queries; 0 means none
-    interleaved: bool = True  # rotated pairs are neighbours in the checkpoint
+    nope_dim: int  # elements of each head's queries and keys that are not rotated
+    value_dim: int  # elements of each head's value
+    query_rank: int = 0  # rank of a latent of the queries; 0 means none
+    interleaved: bool = True  # whether rotated pairs are neighbours in the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,12 @@ class DeltaSpec:
 
     key_heads: int
     value_heads: int
-    key_dim: int  # of each head
-    value_dim: int  # of each head
-    taps: int  # tokens that the convolution over q, k and v sees, the row's own included
-    tiled: bool = False  # value head h has key head h % key_heads, not those of a key head in a row
+    key_dim: int  # elements of each head's key
+    value_dim: int  # elements of each head's value
+    taps: int  # number of tokens that the convolution over q, k and v sees, including the row's own
+    # whether value head h uses key head h % key_heads; otherwise the value heads of a key head are
+    # consecutive
+    tiled: bool = False
 
     @property
     def channels(self) -> int:
@@ -85,18 +89,22 @@ class ExpertSpec:
     count: int
     per_token: int
     intermediate_size: int
-    scores: str = "softmax"  # of all experts; "chosen": of the chosen; "sigmoid": of each
-    renormalise: bool = True  # the weights of the chosen sum to 1
-    factor: float = 1.0  # of the weights
+    # softmax over all experts; "chosen": over the chosen ones; "sigmoid": of each
+    scores: str = "softmax"
+    renormalise: bool = True  # whether the weights of the chosen experts sum to 1
+    factor: float = 1.0  # factor of the weights of experts
     groups: int = 1  # experts are chosen from the `kept_groups` best groups
     kept_groups: int = 1
-    group_score: str = ""  # "max" of its experts, or "top2": the sum of its best two
-    correction: bool = False  # a bias that counts in the choice, not in the weights
-    biases: bool = False  # of the router and the experts
-    shared_size: int = 0  # intermediate size of an MLP that all rows pass besides
-    shared_gate: bool = False  # what it adds is weighted by a sigmoid of each row
-    dense_layers: tuple[int, ...] = ()  # the layers with an MLP instead
-    own: tuple[int, int] | None = None  # the experts first .. end - 1 of one shard; None means all
+    # a group's score: "max" of its experts, or "top2", the sum of its best two
+    group_score: str = ""
+    # whether a bias counts in the choice of experts, but not in their weights
+    correction: bool = False
+    biases: bool = False  # whether the router and the experts have biases
+    shared_size: int = 0  # intermediate size of an MLP that all rows also pass
+    # whether the shared MLP's output is weighted by a sigmoid of each row
+    shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers that have an MLP instead of experts
+    own: tuple[int, int] | None = None  # experts first .. end - 1 of one shard; None means all
 
     @property
     def own_experts(self) -> range:
@@ -108,7 +116,7 @@ class ExpertSpec:
 class ModelSpec:
     """A decoder. The defaults are Llama's: norms before grouped-query attention and a SwiGLU.
 
-    `max_positions` is the context that the engine serves; `notes` explain a limit below the
+    `max_positions` is the context length that the engine serves; `notes` explain a limit below the
     config's. Values per layer are tuples, empty where all layers have the default.
     """
 
@@ -127,31 +135,37 @@ class ModelSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""  # "head": of q and k, per head; "all": over all heads
-    norms: str = "pre"  # before attention and MLP, "post": after them, "both"
-    norm_offset: float = 0.0  # added to the weights of norms
-    activation: str = "silu"  # of the gate; "gelu_tanh"; "clamped": see `engine.ops.Gate`
+    qk_norm: str = ""  # norms of q and k: "head" for each head; "all": over all heads
+    # place of norms: "pre", before attention and MLP; "post", after both; or "both"
+    norms: str = "pre"
+    norm_offset: float = 0.0  # number added to the weights of norms
+    # activation of the gate: "silu", "gelu_tanh" or "clamped" (see `engine.ops.Gate`)
+    activation: str = "silu"
     gate_alpha: float = 1.0
     gate_limit: float = 0.0
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the residual
     logit_divisor: float = 1.0
     logit_cap: float = 0.0  # 0: none
-    score_scale: float = 0.0  # 0: head_dim ** -0.5
+    score_scale: float = 0.0  # factor of the scores; 0 means head_dim ** -0.5
     score_cap: float = 0.0  # 0: none
-    windows: tuple[int, ...] = ()  # tokens that rows of each layer see, with their own; 0 means all
-    local_rope: RopeSpec | None = None  # of layers with a window, if it is another
-    no_rope: tuple[int, ...] = ()  # the layers without RoPE
-    sinks: bool = False  # a score per head that takes weight from all tokens
+    # number of tokens that rows of each layer see, including their own; 0 means all
+    windows: tuple[int, ...] = ()
+    local_rope: RopeSpec | None = None  # RoPE of layers with a window, if it differs
+    no_rope: tuple[int, ...] = ()  # layers that have no RoPE
+    sinks: bool = False  # whether each head has a score that takes weight from all tokens
     experts: ExpertSpec | None = None
-    latent: LatentSpec | None = None  # with num_kv_heads 1 and head_dim rope_dim + rank
-    delta: DeltaSpec | None = None  # of `delta_layers`, which have a state in place of K and V
+    latent: LatentSpec | None = None  # the latent, with num_kv_heads 1 and head_dim rope_dim + rank
+    # linear attention of `delta_layers`, which have a state in place of K and V
+    delta: DeltaSpec | None = None
     delta_layers: tuple[int, ...] = ()
-    gated_heads: bool = False  # attention's output times the sigmoid of a gate, by element
-    head_share: tuple[int, int] = (0, 1)  # of a shard: its number, and how many share the heads
-    prefix: str = "model."  # of the stored names of all tensors but the LM head
-    joined_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
-    further_layers: int = 0  # of the checkpoint, which predict further tokens; not used
+    # whether attention's output is multiplied by the sigmoid of a gate, by element
+    gated_heads: bool = False
+    # (number of the shard, number of shards that share the heads)
+    head_share: tuple[int, int] = (0, 1)
+    prefix: str = "model."  # prefix of the stored names of all tensors except the LM head
+    joined_experts: bool = False  # whether the checkpoint has all experts of a layer in one tensor
+    further_layers: int = 0  # number of unused layers in the checkpoint that predict further tokens
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -189,16 +203,17 @@ class ModelSpec:
         return self.hidden_size * (3 * width + experts.count)
 
     def computed_fields(self) -> dict[str, Any]:
-        """The fields that change results. They are part of the model's fingerprint."""
+        """The fields that change results. These fields are part of the model's fingerprint."""
         computed = asdict(self)
-        stored = ("prefix", "joined_experts")  # where its weights are
+        stored = ("prefix", "joined_experts")  # fields about where weights are stored
         for name in ("bos_token_id", "eos_token_ids", "notes", "max_positions", *stored):
             del computed[name]
-        del computed["head_share"]  # whole models are named
+        del computed["head_share"]  # only whole models are named, so the share of heads is left out
         return computed
 
     def extras(self) -> tuple[str, ...]:
-        """What this model has and Llama has not, as far as some operations cannot compute it."""
+        """Returns the features of this model that Llama lacks, if some operations cannot compute
+        them."""
         found = {
             "sliding windows": any(self.windows),
             "caps on scores": self.score_cap > 0,

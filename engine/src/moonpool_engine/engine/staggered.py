@@ -1,8 +1,8 @@
 """Staggered decoding for attention offloading (Lamina's rotational pipelining with n = 2).
 
 A decode batch is split into two halves. While attention workers compute one half's attention, this
-process computes the other half's dense layers. Each half uses the model's own parts of a layer. No
-row depends on another row, so the tokens are those of one batch.
+process computes the other half's dense layers. Each half batch uses the model's own parts of a
+layer. No row depends on another row, so the tokens are the same as in one batch.
 """
 
 from __future__ import annotations

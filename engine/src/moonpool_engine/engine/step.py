@@ -2,11 +2,11 @@
 
 A step mixes prefill chunks and decodes of any lengths; the engine treats both alike. The step's
 input is the scheduler's `StepEntry`, one per sequence. `plan_rows` checks that a step can run and
-lays its tokens out as rows. It never touches a block.
+lays its tokens out as rows. This module never touches a block.
 
 The embedding of a prompt is a vector of length 1, made of its final hidden states (`pool`). A sum
-over the tokens is carried from chunk to chunk. It adds one token after the other in float64, so
-that its bits do not depend on the chunks.
+over the tokens is carried from chunk to chunk. Embeddings add one token after the other in float64,
+so that the bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LayerDone = Callable[[int], None]
 BeforeAttend = Callable[[int], Collection[int]]
 """Called in the engine's thread before a layer's attention reads the KVCache of earlier tokens.
 
-It returns once that layer has arrived, with the indices of the entries for which it never will.
-Those entries are still computed, over whatever their blocks hold. That changes no other entry's
-rows, and the engine draws no token for them.
+The call returns once the layer has arrived, with the indices of the entries for which it never
+will. These entries are still computed, over whatever their blocks hold. Computing them changes no
+other entry's rows, and the engine draws no token for them.
 """
 
 
@@ -46,9 +46,9 @@ class StepError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[i]` belongs to the step's i-th entry; None where the entry draws none. `scored` has
-    the logprobs of the entries' targets, `pooled` what the
-    entries' next steps need as `StepEntry.pooled`."""
+    """`tokens[i]` belongs to the step's i-th entry; it is None if the entry draws none. `scored`
+    has the logprobs of the entries' targets, `pooled` what the entries' next steps need as
+    `StepEntry.pooled`."""
 
     tokens: list[Token | None]
     seconds: float
@@ -75,7 +75,7 @@ def plan_rows(
     adapters: Mapping[str, int] = EMPTY,
 ) -> Rows:
     """Lays out a step's rows over an arena of `num_blocks`. `adapters`: the number of each LoRA
-    adapter, by its fingerprint. Raises `StepError`."""
+    adapter, by the adapter's fingerprint. Raises `StepError`."""
     if not entries:
         raise StepError("a step needs at least one sequence")
     counts = np.array([len(entry.new_token_ids) for entry in entries])
@@ -121,8 +121,8 @@ def _adapters(entries: Sequence[StepEntry], numbers: Mapping[str, int]) -> tuple
 def drawing_rows(
     entries: Sequence[StepEntry], drawing: Sequence[int], last: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The rows that the entries `drawing` draw from, in order: of each its last row, and those
-    before its drafts. last: [S] of `Rows`."""
+    """Returns the rows from which the entries `drawing` draw, in order: the last row of each entry,
+    and the rows before its drafts. last: [S] of `Rows`."""
     ends = last[drawing]
     if not any(entries[i].num_drafts for i in drawing):
         return ends

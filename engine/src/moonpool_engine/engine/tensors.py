@@ -1,7 +1,7 @@
-"""The tensors of a model: their names, their shapes, and where a checkpoint stores them.
+"""Names and shapes of a model's tensors, and where a checkpoint stores them.
 
 The model asks for tensors by one set of names, those of Llama checkpoints. Some families store
-several of them as one tensor; `stored_tensors` says which part of which.
+several of these as one tensor; `stored_tensors` tells which part holds which.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moonpool_engine.engine.spec import DeltaSpec, LatentSpec, ModelSpec
 
 
 class NormNames(NamedTuple):
-    """The norms of a layer, by their place; None where there is none."""
+    """The names of a layer's norms, by place; None if the layer lacks the norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -36,7 +36,7 @@ NORMS = {
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """All tensors of a model by name, in the order of use; weights are [out, in]."""
+    """Returns all tensors of a model by name, in the order of use; weights are [out, in]."""
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
@@ -144,7 +144,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, Shape]:
 
 
 def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where a checkpoint of the model's family has each of the model's tensors."""
+    """Returns where a checkpoint of the model's family has each of the model's tensors."""
     family = FAMILIES[spec.family]
     found: dict[str, StoredTensor] = {}
     for name, shape in tensor_shapes(spec).items():
@@ -185,12 +185,12 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def stored_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """All tensors that a checkpoint must have, by the names it stores them under."""
+    """Returns all tensors that a checkpoint must have, by their stored names."""
     return {place.name: place.shape for place in stored_tensors(spec).values()}
 
 
 def _fused(spec: ModelSpec, name: str, fused: str) -> StoredTensor | None:
-    """The part of `gate_up_proj`, or of Phi's `qkv_proj`; None for other tensors."""
+    """Returns the part of `gate_up_proj`, or of Phi's `qkv_proj`, or None for other tensors."""
     prefix, _, module = name.removesuffix(".weight").rpartition(".")
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inter = spec.intermediate_size
@@ -210,7 +210,8 @@ def _fused(spec: ModelSpec, name: str, fused: str) -> StoredTensor | None:
 
 
 def _shared_mlp(spec: ModelSpec, name: str) -> StoredTensor:
-    """Granite 4: the MLP of a model without experts is what others have beside them."""
+    """Granite 4: the MLP of a model without experts is stored as the shared MLP of the other
+    models."""
     layer, _, rest = name.partition(".mlp.")
     inter, hidden = spec.intermediate_size, spec.hidden_size
     if rest.startswith("down_proj"):
@@ -227,7 +228,7 @@ _W123 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def _expert(spec: ModelSpec, name: str, shape: Shape, stored: str) -> StoredTensor:
     """A tensor of a mixture: of its router, an expert, the shared experts, or a dense layer."""
     layer, _, rest = name.partition(".mlp.")
-    words = rest.split(".")  # router.weight, or experts.3.gate_proj.weight
+    words = rest.split(".")  # such as router.weight, or experts.3.gate_proj.weight
     if stored == "stacked" and words[0] == "experts":
         return _stacked(spec, f"{layer}.mlp.experts", *words[1:])
     if stored == "halves":
@@ -257,7 +258,7 @@ def _correction(spec: ModelSpec, mlp: str, shape: Shape) -> StoredTensor:
 
 
 def _stacked(spec: ModelSpec, prefix: str, expert: str, module: str, kind: str) -> StoredTensor:
-    """gpt-oss: all experts in one tensor, [in, out] each, gate and up in turns."""
+    """gpt-oss: all experts are in one tensor, [in, out] each, gate and up interleaved."""
     assert spec.experts is not None
     inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count
     own = int(expert)
@@ -288,7 +289,7 @@ def _joined(
     module: str,
     names: tuple[str, str] = ("gate_up_proj", "down_proj"),
 ) -> StoredTensor:
-    """All experts in one tensor, [out, in] each, gate before up. `names`: the names of the two
+    """All experts are in one tensor, [out, in] each, gate before up. `names`: the names of the two
     tensors."""
     assert spec.experts is not None
     inter, hidden, count = spec.experts.intermediate_size, spec.hidden_size, spec.experts.count

@@ -18,7 +18,8 @@ def open_tokenizer(source: str, vocab_size: int) -> Tokenizer:
 
 
 def open_vocabulary(source: str, vocab_size: int) -> Vocabulary:
-    """The tokens of that tokenizer, sooner where its file lists them. Raises `TokenizerError`."""
+    """Opens the tokens of that tokenizer, which is faster if its file lists them. Raises
+    `TokenizerError`."""
     path = Path(source)
     if path.suffix != GGUF_SUFFIX:
         return open_folder_tokenizer(source, vocab_size)

@@ -1,4 +1,4 @@
-"""A model whose blocks a pool has, and the connections of those that use them."""
+"""A model whose blocks a pool has, and the connections of its users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_UNSENT_BYTES = 256 << 20
 
 @dataclass(slots=True)
 class PooledModel:
-    """A model. `lock` is held while a space is opened."""
+    """A model. `lock` is held while a space is being opened."""
 
     name: str
     model: str
@@ -42,7 +42,7 @@ class PooledModel:
 
 @dataclass(slots=True)
 class GroupFetch:
-    """A fetch of blocks from another host. `left`: ranks that have not ended."""
+    """A fetch of blocks from another host. `left`: ranks that have not ended their part."""
 
     client: ClientConnection
     number: int
@@ -56,7 +56,7 @@ class GroupFetch:
 
 @dataclass(frozen=True, slots=True)
 class PromptFind:
-    """What a client looks for; `places`: it wants to know where the blocks lie."""
+    """What a client searches for; `places`: whether it wants to know where the blocks lie."""
 
     group: PooledModel
     places: bool

@@ -21,8 +21,8 @@ log = logging.getLogger("moonpool.pool")
 
 @dataclass(frozen=True, slots=True)
 class HostPoolPlace:
-    """What the pool may use. Bytes are of all models together; each of `num_models` gets an equal
-    part, its ranks equal parts of that. `ssd_folder` None: no SSD."""
+    """The resources that the pool may use. Bytes are of all models together; each of `num_models`
+    gets an equal part, its ranks equal parts of that. `ssd_folder` is None if no SSD is used."""
 
     socket_path: Path
     memory_folder: Path
@@ -36,10 +36,10 @@ class HostPoolPlace:
 
 
 class PooledModels:
-    """Models whose blocks are in DRAM, by their key. Used by one event loop."""
+    """Models whose blocks are in DRAM, by their key. One event loop uses `PooledModels`."""
 
     def __init__(self, place: HostPoolPlace, on_change: Callable[[PooledModel], None]) -> None:
-        """`on_change`: called when a space of a model has been opened, or has handled an event."""
+        """`on_change`: called when a model's space has been opened, or has handled an event."""
         self.by_key: dict[bytes, PooledModel] = {}
         self._place = place
         self._on_change = on_change
@@ -94,7 +94,7 @@ class PooledModels:
         return group
 
     async def _make_room(self, name: str) -> None:
-        """Makes room for another model: deletes the memory of those that nobody uses. Raises
+        """Makes room for another model by deleting the memory of models that nobody uses. Raises
         SpaceError."""
         root = self._place.memory_folder
         open_names = {group.name for group in self.by_key.values()}

@@ -1,6 +1,6 @@
 """The pool of a host: serves the clients of all models over a unix socket.
 
-Only processes of the same user are served. A client that vanishes gives back all that it held; a
+Only processes of the same user may connect. A client that vanishes gives back all that it held; a
 model whose clients have gone keeps its blocks until another model needs the place.
 """
 
@@ -139,7 +139,7 @@ class PoolServer:
             client.close()
 
     def _stranger(self, writer: asyncio.StreamWriter) -> str:
-        """Returns why this peer is not served; "" if it is."""
+        """Returns why this peer is not served, or "" if it is."""
         if not is_own_user(writer.get_extra_info("socket")):
             log.warning("a process of another user asked for the pool and was refused")
             return "the pool belongs to another user"

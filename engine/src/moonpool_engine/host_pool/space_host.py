@@ -1,7 +1,7 @@
 """One rank's space with its memory, its SSD folder and its connections to other hosts' pools.
 
-The memory is a file in a tmpfs (`storage.kept_memory`). Clients map it. It outlives them and the
-pool: the next pool finds all blocks whose checksums are still right.
+The memory is a file in a tmpfs (`storage.kept_memory`). Clients map it. The memory outlives its
+users and the pool: the next pool finds all blocks whose checksums are still right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLAGS = {
     "pool.ssd_folder": "--folder",
     "pool.keep_memory": "--memory-folder",
 }
-"""What names for `moonpool pool serve` what these settings name for workers."""
+"""Maps settings of workers to the flags of `moonpool pool serve` with the same meaning."""
 MIN_SEGMENT_SLOTS = 4
 
 
@@ -54,7 +54,8 @@ class SpaceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SpacePlace:
-    """Where a space has its memory, its disk and its port. `ssd_folder` None: no SSD."""
+    """Where a space has its memory, its disk and its port. `ssd_folder` is None if no SSD is
+    used."""
 
     name: str
     memory_folder: Path
@@ -67,7 +68,8 @@ class SpacePlace:
 
 
 class SpaceHost:
-    """An open space. All methods are for the event loop's thread; `post` is called from others."""
+    """An open space. All methods are for the event loop's thread; `post` is called from other
+    threads."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class SpaceHost:
 
     def perform(self) -> tuple[list[BlocksFound | BlocksFetched], BlocksChanged | None]:
         """Performs what the space requests. Returns what its clients wait for, and what has
-        changed. Must be called after each change, before a client hears of it."""
+        changed. Performs actions; must be called after each change, before a client hears of it."""
         actions, changes = self.space.take()
         # A record ends before anything can overwrite its block.
         self._ledger.note(self.space.pool.take_rekeyed(), at_once=True)
@@ -144,7 +146,7 @@ class SpaceHost:
         return True
 
     def places(self, block_ids: Sequence[BlockId]) -> RankBlocks:
-        """Where a client finds these blocks, and what they must sum to."""
+        """Returns where a client finds these blocks, and their checksums."""
         found = self._arena.checksums.get_many(self._numbers(block_ids))
         ids = np.asarray(block_ids, "<i8").tobytes()
         return RankBlocks(block_ids=ids, checksums=found.astype("<u8").tobytes())

@@ -1,12 +1,12 @@
-"""SGLang's HiCache over moonpool's pool of a host.
+"""Stores SGLang's HiCache in moonpool's pool of a host.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "moonpool", "interface_v1": 1,
         "module_path": "moonpool_engine.sglang.hicache_backend", "class_name": "MoonpoolHiCache"}'
 
-SGLang names a page by a hash of its tokens and all before them. The model's identity, the rank's
-share and the layout of host memory are added, so no page is taken for another model's, another
-rank's, or one that is laid out in another way.
+SGLang names a page by a hash of its tokens and all tokens before it. The model's identity, the
+rank's share and the layout of host memory are added, so no page is taken for another model's,
+another rank's, or one that is laid out in another way.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def open_host_pool(extra: dict[str, Any], namespace: bytes) -> BlockClient:
 
 
 class UnsupportedError(RuntimeError):
-    """This SGLang, or its configuration, cannot use the pool; one line says why."""
+    """This SGLang, or its configuration, cannot use the pool; one line gives the reason."""
 
 
 class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
-    """One for each rank. SGLang calls it from threads of its own, one for loads and one for
-    stores."""
+    """SGLang makes one object for each rank. SGLang calls it from threads of its own, one for loads
+    and one for stores."""
 
     open_client: Opener = staticmethod(open_host_pool)
     """How the pool is opened; tests have another one."""
@@ -195,7 +195,7 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
     def _lengths(self, transfer: PoolTransfer, keys: Sequence[str]) -> set[int]:
-        """Lengths of the prefix of which this pool has what it must have."""
+        """Returns the lengths of the prefix of which this pool has what SGLang requires."""
         name, pages = str(transfer.name), self._pages()
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return set(range(1, pages.leading(name, keys) + 1))
@@ -287,11 +287,12 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
 
 
 def _piece_bytes(host_pool: Any) -> list[int]:
-    """The bytes of a page's pieces, as far as the memory says them before a page is moved."""
+    """Returns the sizes in bytes of a page's pieces, as far as the memory tells them before a page
+    is moved."""
     try:
         first = torch.arange(int(getattr(host_pool, "page_size", 1) or 1))
         return [int(size) for size in host_pool.get_page_buffer_meta(first)[1]]
-    except Exception:  # of another release of SGLang: the first page says it
+    except Exception:  # another release of SGLang, where the first page tells the sizes
         return []
 
 

@@ -1,7 +1,7 @@
 """Pages of SGLang's HiCache in a pool of blocks: their keys, and where they lie in host memory.
 
-Nothing here imports SGLang. A page is one block of the pool: all pieces of it, in the order in
-which the host pool names them.
+This module does not import SGLang. A page is one block of the pool: all of its pieces, in the order
+in which the host pool names them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class BlockClient(Protocol):
         ...
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
-        """Writes each block to its pieces, in their order. Where it is False, they may hold
-        anything."""
+        """Writes each block to its pieces, in their order. Where the result is False, the pieces
+        may hold anything."""
         ...
 
     def put(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
@@ -68,7 +68,7 @@ def pieces_of(num_pages: int, pointers: Sequence[int], sizes: Sequence[int]) -> 
 
 
 class PageStore:
-    """Pages of one rank. Whatever fails is a miss: SGLang computes such pages again."""
+    """Pages of one rank. Each failure counts as a miss: SGLang computes such pages again."""
 
     def __init__(self, client: BlockClient, namespaces: dict[str, bytes]) -> None:
         """`namespaces`: the namespace of each pool of host memory, by name (see `namespace_of`)."""
@@ -116,6 +116,6 @@ class PageStore:
     def _try(self, without: _T, work: Callable[[], _T]) -> _T:
         try:
             return work()
-        except Exception as error:  # a pool must never end an engine
+        except Exception as error:  # an error of the pool must never end an engine
             log.warning("the pool failed: %s: %s", type(error).__name__, error)
             return without

@@ -1,8 +1,8 @@
 """The pool of this host as SGLang's pages see it: a `BlockClient`.
 
-All pages of one size are a group of their own in the pool. A page's pieces lie one behind another
-in its block, which is one slice or several of equal size. Every copy is summed, and compared with
-the checksum that the pool keeps.
+All pages of one size form a separate group in the pool. A page's pieces lie one behind another in
+its block, which is one slice or several of equal size. Every copy is summed, and compared with the
+checksum that the pool keeps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class _Group:
-    """The pages of one size. Used by several threads."""
+    """The pages of one size. Several threads use `_Group`."""
 
     def __init__(self, path: Path, group: bytes, model: str, sizes: tuple[int, ...]) -> None:
         """Raises ValueError for pieces that no copy can move."""
@@ -88,8 +88,8 @@ class _Group:
     def find(
         self, keys: Sequence[bytes], memory: SpaceMemory | None = None
     ) -> tuple[str, Found | None]:
-        """Holds the leading blocks; end the hold with `release`. `memory`: their places in it are
-        wanted."""
+        """Holds the leading blocks; end the hold with `release`. `memory`: whether their places in
+        the memory are wanted."""
         name = self._new()
         places = memory is not None
         message = Find(owner=name, group=self.group, keys=tuple(keys), places=places)
@@ -149,7 +149,7 @@ class _Group:
                 self._answers[name] = message
                 self._condition.notify_all()
                 return
-        if isinstance(message, Reserved):  # the reservation is not needed any more
+        if isinstance(message, Reserved):  # the reservation is no longer needed
             self.link.send(Commit(number=message.number, checksums=b""))
 
     def _on_end(self) -> None:
@@ -160,7 +160,7 @@ class _Group:
 
 class HostPoolClient:
     """Pages of one namespace in the pool at `path`. Thread-safe. `sizes`: the sizes of the pieces
-    of a page, if they are known before the first one is moved."""
+    of a page, if known before the first page is moved."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class HostPoolClient:
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
         group = self._group(_sizes(addresses))
-        memory = group.memory  # before it is asked: places are those of this memory
+        memory = group.memory  # read before the question, because places refer to this memory
         if memory is None:
             return [False] * len(keys)
         name, found = group.find(keys, memory)
@@ -239,7 +239,7 @@ class HostPoolClient:
             return [False] * len(keys)
         if len(chosen) == len(keys):
             return [True] * len(keys)
-        name, found = group.find(keys)  # what was there already counts as stored
+        name, found = group.find(keys)  # pages that were there already count as stored
         group.release(name)
         there = 0 if found is None else found.num_blocks
         return [bool(ids[index] >= 0) or index < there for index in range(len(keys))]

@@ -6,9 +6,9 @@ number and all before. A process may be killed at any instruction, so:
     a key is given    the slices are hashed by a thread --> the record is written
     a key is taken    the record is voided --> only then may the block be overwritten
 
-`recover` believes neither: a record counts only if its own checksum is right and every slice of the
-block still has the checksum that the record states. So a block that was half written when its
-process died is a miss.
+`recover` trusts neither: a record counts only if its own checksum is right and every slice of the
+block still has the checksum in the record. So a block that was half written when its process died
+counts as a miss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Row = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
 class BlockLedger:
-    """The records of one arena. `note` and `close` are for one thread."""
+    """The records of one arena. Only one thread may call `note` and `close`."""
 
     def __init__(self, arena: Arena, memory: mmap.mmap) -> None:
         self._arena = arena
@@ -46,8 +46,8 @@ class BlockLedger:
         width = self._num_layers + 4
         self._rows = flat[: arena.num_blocks * width].reshape(arena.num_blocks, width)
         self._next = int(self._rows[:, 0].max()) + 1 if arena.num_blocks else 1
-        self._lock = threading.Lock()  # guards what follows, and the rows
-        self._changes = [0] * arena.num_blocks  # of each block's key
+        self._lock = threading.Lock()  # guards the fields below, and the rows
+        self._changes = [0] * arena.num_blocks  # number of changes of each block's key
         self._threads = IoThreadPool("ledger", 1, MAX_WAITING, HASH_NICE)
 
     @property
@@ -56,8 +56,8 @@ class BlockLedger:
         return bool(self._rows[:, 0].any())
 
     def recover(self) -> tuple[list[tuple[BlockId, BlockKey]], int]:
-        """Verifies all blocks and voids the records of the others. Returns the verified blocks, the
-        oldest first, and how many were damaged. Call it before `note`, once."""
+        """Verifies all blocks, and voids the records of blocks that fail. Returns the verified
+        blocks, the oldest first, and how many were damaged. Must be called once, before `note`."""
         named = np.flatnonzero(self._rows[:, 0])
         order = named[np.argsort(self._rows[named, 0], kind="stable")]
         blocks = [BlockId(int(block)) for block in order]
@@ -76,8 +76,9 @@ class BlockLedger:
         self, changes: Iterable[tuple[BlockId, BlockKey | None]], at_once: bool = False
     ) -> None:
         """Notes the blocks whose keys have changed, with their present keys. Call it before
-        anything can overwrite a block that has lost its key. Returns at once. `at_once`: records of
-        blocks whose checksums are known are written before it returns."""
+        anything can overwrite a block that has lost its key. Notes the new keys of blocks, and
+        returns at once. `at_once`: whether records of blocks with known checksums are written
+        before it returns."""
         named: list[Task] = []
         with self._lock:
             for block_id, key in changes:

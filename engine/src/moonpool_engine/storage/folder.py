@@ -1,7 +1,8 @@
 """The folder of one instance's SSD tier: its file names, its lock and its permissions.
 
-KVCache contains what users wrote, so only the owner can access the folder (0700, files 0600). One
-process uses it at a time: the kernel releases the lock when that process ends, however it ends.
+KVCache contains what users wrote, so only the owner can access the folder (0700, files 0600). Only
+one process uses a folder at a time: the kernel releases the lock when that process ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def is_store(folder: Path) -> bool:
 
 
 def stores_below(folder: Path) -> list[Path]:
-    """Returns the folder itself if it contains an instance's blocks, else its subfolders that do.
-    Raises StoreError."""
+    """Returns the folder itself if it contains an instance's blocks, or else the subfolders that
+    do. Raises StoreError."""
     try:
         if is_store(folder):
             return [folder]
@@ -72,7 +73,7 @@ def stores_below(folder: Path) -> list[Path]:
 
 def make_folder(folder: Path, setting: str = "pool.ssd_folder") -> None:
     """Creates the folder. Raises StoreError if that fails, or if other users could access it.
-    `setting`: what names the folder, for the error."""
+    `setting`: the setting that names the folder, for the error text."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +111,7 @@ class FolderLock:
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError:  # a full disk: the pid is only for people
+        except OSError:  # a full disk; the pid in the file only informs people
             pass
 
     def release(self) -> None:
@@ -130,7 +131,7 @@ class FolderLock:
 
 
 def read_geometry(folder: Path) -> Geometry | None:
-    """Returns the geometry from the index, else from the first readable slot, else None. Raises
+    """Returns the geometry from the index, or from the first readable slot, or None. Raises
     OSError, OtherVersionError."""
     try:
         return decode_index_head(_read_head(folder / INDEX_NAME))

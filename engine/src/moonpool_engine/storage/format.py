@@ -1,4 +1,5 @@
-"""The format of an instance's SSD folder, byte by byte. Version 1, little-endian throughout.
+"""The format of an instance's SSD folder, byte by byte. This is version 1, little-endian
+throughout.
 
     lock               locked (flock) by the process that uses the folder; contains its pid
     segment-000000 ... slots of `slot_bytes`, `slots_per_segment` to a file; slot n is number
@@ -19,7 +20,7 @@ of a slot is the one with the highest sequence, at any position; the sequence is
 use. A record is written after the data it names, and a slot is voided before it is overwritten, so
 a process may die at any byte.
 
-Nothing is synced to the disk, since this is a cache. After a power failure any page may be old,
+Nothing is synced to the disk, because this is a cache. After a power failure any page may be old,
 torn or zero; a header, slice or record that does not match its checksum, or a slot whose header
 names another key, slot or layout, is a miss. An index that is missing or whose head is damaged is
 rebuilt from the headers of the slots.
@@ -60,7 +61,7 @@ class FormatError(Exception):
 
 
 class OtherVersionError(FormatError):
-    """Intact data, written by another version of moonpool."""
+    """The data are intact, but another version of moonpool wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class SlotHeader:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of the index."""
+    """A `Record` is one record of the index."""
 
     kind: int
     slot: int
@@ -198,7 +199,8 @@ def encode_records(records: Sequence[Record]) -> bytes:
 
 
 def decode_records(data: bytes) -> Iterator[Record | None]:
-    """Yields the records of an index without its head; None for a damaged or truncated one."""
+    """Yields the records of an index without its head, and None for a damaged or truncated
+    record."""
     view = memoryview(data)
     for start in range(0, len(data), RECORD_BYTES):
         body = view[start : start + _RECORD.size]

@@ -2,7 +2,7 @@
 
 Methods that change it take microseconds and do not access the disk; `flush` writes the changes.
 Sequence numbers are assigned here, so changes are ordered by the calls, not by the records in the
-file. This module does not read or write blocks.
+file. This module neither reads nor writes blocks.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _SPARE_RECORDS = 4096
 
 
 class SlotIndex:
-    """The index of one folder. `open_index` creates it. Thread-safe."""
+    """The index of one SSD folder. `open_index` opens or creates it. Thread-safe."""
 
     def __init__(
         self, folder: Path, geometry: Geometry, held: dict[int, tuple[BlockKey, int]], next_: int
     ) -> None:
         self._folder = folder
         self._geometry = geometry
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._held = held
         self._latest = {slot: sequence for slot, (_, sequence) in held.items()}
         self._next = next_
         self._pending: list[Record] = []
-        self._file_lock = threading.Lock()  # guards what follows; taken before _lock
+        self._file_lock = threading.Lock()  # guards the fields below; taken before _lock
         self._fd = -1
         self._num_records = 0
         self._stale = False
@@ -83,7 +83,8 @@ class SlotIndex:
                     self._note(USED, slot, self._held[slot][0])
 
     def void(self, slots: Iterable[int]) -> int:
-        """Records that the slots are empty. Returns how many of them held a block."""
+        """Records that the slots are empty. Voids records; returns how many of them held a
+        block."""
         num_held = 0
         with self._lock:
             for slot in slots:
@@ -92,7 +93,7 @@ class SlotIndex:
         return num_held
 
     def flush(self) -> None:
-        """Writes the changes. Raises OSError; a later call then writes them."""
+        """Writes the changes. Raises OSError, after which a later call writes the records."""
         with self._file_lock:
             with self._lock:
                 records, self._pending = self._pending, []
@@ -102,7 +103,7 @@ class SlotIndex:
                 self._rewrite()
             elif records:
                 data = encode_records(records)
-                self._stale = True  # until all of it is written
+                self._stale = True  # stale until all of it is written
                 _write_all(self._fd, data, INDEX_HEAD_BYTES + self._num_records * RECORD_BYTES)
                 self._stale = False
                 self._num_records = total
@@ -130,7 +131,7 @@ class SlotIndex:
         self._pending.append(Record(kind, slot, sequence, key))
 
     def _rewrite(self) -> None:
-        """Writes the whole index to a new file, which then replaces the old one."""
+        """Writes the whole index to a new file, which replaces the old file."""
         with self._lock:
             self._pending.clear()
             entries = sorted((s, slot, key) for slot, (key, s) in self._held.items())

@@ -6,8 +6,8 @@ queue behind blocks that are being written. A disk hangs if it returns neither d
     responsive --a group takes HANG_S--> hung: all running jobs end, no new job starts
     hung --every thread has returned, and the pause is over--> responsive
 
-A thread in a kernel call cannot be interrupted, and a second one would only hang as well. So its
-return is the sign that the disk responds. The pause doubles each time.
+A thread in a kernel call cannot be interrupted, and a second one would only hang as well. So the
+return of such a call shows that the disk responds. The pause doubles each time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Task = Callable[[], None]
 
 
 class IoThreadPool:
-    """Threads that take tasks from one bounded queue. Tasks must not raise. `max_tasks`: how many
-    may wait. `nice`: added to the threads' niceness, to yield to others where cores are short."""
+    """Threads that take tasks from one bounded queue. Tasks must not raise. `max_tasks`: most tasks
+    that may wait. `nice`: added to the threads' niceness, so that they yield to other threads if
+    cores are scarce."""
 
     def __init__(self, name: str, num_threads: int, max_tasks: int, nice: int = 0) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -76,8 +77,8 @@ class ReadsFirst:
     """Lets writes wait while there are reads, which requests wait for. Thread-safe."""
 
     def __init__(self, most_s: float, pause_s: float) -> None:
-        """`most_s`: how long a write waits, so that endless reads do not end all writes.
-        `pause_s`: how long it waits for the next read when one has ended."""
+        """`most_s`: longest time that a write waits, so that endless reads do not stop all writes.
+        `pause_s`: how long a write waits for the next read after one has ended."""
         self._most_s, self._pause_s = most_s, pause_s
         self._changed = threading.Condition()
         self._num_reads = 0
@@ -96,7 +97,7 @@ class ReadsFirst:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits for the reads, and for those that follow them, at most for `most_s`."""
+        """Waits for the reads, and for reads that follow them, for at most `most_s`."""
         if not self._num_reads:
             return
         until_s = time.monotonic() + self._most_s
@@ -108,8 +109,8 @@ class ReadsFirst:
 
 
 class IoWatchdog:
-    """Watches the running jobs, in a thread of its own, and ends them if the disk hangs. `pause`
-    and `resume` are called from that thread."""
+    """Watches the running jobs in a separate thread, and ends them if the disk hangs. That thread
+    calls `pause` and `resume`."""
 
     def __init__(
         self, pause: Callable[[str], None], resume: Callable[[], None], hang_s: float = HANG_S
@@ -117,7 +118,7 @@ class IoWatchdog:
         self._pause = pause
         self._resume = resume
         self._hang_s = hang_s
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._jobs: set[Job] = set()
         self._hung: set[Job] = set()
         self._paused_until_s = 0.0
@@ -129,7 +130,7 @@ class IoWatchdog:
 
     @property
     def error(self) -> str:
-        """Why no job may start; "" if it may."""
+        """Why no job may start, or "" if jobs may start."""
         return self._error
 
     def add(self, job: Job) -> bool:

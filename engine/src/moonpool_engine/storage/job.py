@@ -24,14 +24,15 @@ from moonpool_engine.storage.format import PAGE_BYTES, Geometry, SlotHeader
 from moonpool_engine.transfer.gate import PROGRESS_PARTS, LayerGate
 
 MIN_PART_BYTES = 512 << 10
-"""The least bytes of a block per part: smaller reads are slower than a read of the whole block."""
+"""Least bytes of a block per part, because smaller reads are slower than a read of the whole
+block."""
 _RECHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """`num_blocks`: the number of leading blocks that were moved completely and verified. `hung`: a
-    thread may still access the other blocks until the job has returned."""
+    """`num_blocks`: the number of leading blocks that were moved completely and verified. `hung`:
+    whether a thread may still access the other blocks until the job has returned."""
 
     num_blocks: int
     corrupt_slices: int
@@ -63,11 +64,11 @@ class JobOutcome:
 
 
 class JobListener(Protocol):
-    """Gets the progress of a job until its end. Must not block."""
+    """Gets the progress of a job until its end. The callbacks of a job, which must not block."""
 
     def parts_done(self, num_parts: int, seconds: float) -> None:
-        """The first `num_parts` parts of all blocks are verified; 0 means that the first thread
-        has begun."""
+        """Called when the first `num_parts` parts of all blocks are verified; 0 means that the
+        first thread has started."""
         ...
 
     def broken(self) -> None:
@@ -90,7 +91,7 @@ class Job:
         num_parts: int = 1,
         listener: JobListener | None = None,
     ) -> None:
-        """`num_groups`: groups per part."""
+        """`num_groups`: number of groups per part."""
         self.keys = keys
         self.slots = slots
         self.block_ids = block_ids
@@ -99,10 +100,11 @@ class Job:
         self._lock = threading.Lock()
         self._num_parts = num_parts
         self._listener = listener
-        self._moved = [0] * len(keys)  # parts done per block
+        self._moved = [0] * len(keys)  # number of finished parts of each block
         self._groups_left = [num_groups] * num_parts
         self._whole_parts = 0
-        self._moving: dict[tuple[int, int], float] = {}  # groups with a running thread: since when
+        # (group, part) -> start time of its running thread
+        self._moving: dict[tuple[int, int], float] = {}
         self._ended = False
         self._first_failed = len(keys)
         self._corrupt_slices = 0
@@ -116,8 +118,8 @@ class Job:
             return self._ended
 
     def begin_group(self, start: int, part: int = 0) -> bool:
-        """Starts a group of blocks from `start` on, until `group_done`. Returns False if its blocks
-        cannot count any more: the caller must not move them."""
+        """Starts a group of blocks from `start` on, until `group_done`. Starts a group; returns
+        False if its blocks can no longer count, so that the caller must not move them."""
         with self._lock:
             now_s = time.monotonic()
             if self._began_s is None:
@@ -184,7 +186,7 @@ class Job:
             listener.parts_done(self._whole_parts, time.monotonic() - self._began_s)
 
     def refuse(self, error: str) -> None:
-        """Ends the job before any group was begun."""
+        """Ends the job before any group has started."""
         self._end(JobOutcome(0, 0, 0, 0.0, error))
 
     def abandon(self, error: str) -> None:
@@ -217,8 +219,8 @@ class LayerRange(NamedTuple):
 
 
 def split_layers(geometry: Geometry) -> tuple[LayerRange, ...]:
-    """Returns the parts of each block, of about equal size. If blocks are whole pages, so are the
-    parts."""
+    """Returns the parts of each block, of about equal size. If blocks are whole pages, parts are
+    whole pages, too."""
     layers, size = geometry.num_layers, geometry.slice_bytes
     num_parts = max(1, min(PROGRESS_PARTS, layers, geometry.block_bytes // MIN_PART_BYTES))
     ends = [layers * (part + 1) // num_parts for part in range(num_parts)]
@@ -234,7 +236,7 @@ class LayeredLoad:
     that has read a later part waits for it."""
 
     def __init__(self, num_blocks: int, starts: Sequence[int]) -> None:
-        """`starts`: the first block of each group."""
+        """`starts`: number of the first block of each group."""
         self.headers: list[SlotHeader | None] = [None] * num_blocks
         self._headers_read = {start: threading.Event() for start in starts}
 
@@ -243,15 +245,15 @@ class LayeredLoad:
         self._headers_read[start].set()
 
     def await_headers(self, start: int, job: Job) -> None:
-        """Waits for the group's headers. Its first part is started before the others, so the wait
-        ends when that does."""
+        """Waits for the group's headers. The first part is started before the others, so the wait
+        ends with it."""
         while not self._headers_read[start].wait(_RECHECK_S) and not job.ended:
             pass
 
 
 class LoadProgressReporter:
-    """Opens the gate and posts LoadProgress for all but the last layers: the end of the load opens
-    the gate for those."""
+    """Opens the gate and posts LoadProgress for all but the last layers; the end of the load opens
+    the gate for the last ones."""
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ that the user names. A worker opens memfds by their paths in /proc, and they end
 Files in a folder end with the machine. KVCache contains what users wrote, so only the owner can
 access the files (0600).
 
-One instance uses them at a time. The lock belongs to the open arena file, and the processes of an
-instance (ranks, stages, the NIXL process) share that open file: so the lock ends with the last
-process that could still write a block, not with the first one that is killed.
+Only one instance uses the files at a time. The lock belongs to the open arena file, and the
+processes of an instance (ranks, stages, the NIXL process) share that open file: so the lock ends
+with the last process that could still write a block, not with the first one that is killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger("moonpool.worker")
 
 class KeptMemory:
     """The two files of one instance, open and locked. Raises StoreError if another instance has
-    them, or if they cannot be opened. `has_names`: the files are in a folder."""
+    them, or if they cannot be opened. `has_names`: whether the files are in a folder."""
 
     def __init__(self, arena_path: str, ledger_path: str, has_names: bool = False) -> None:
         self.path = arena_path
@@ -74,16 +74,16 @@ class KeptMemory:
         self, layout: BlockLayout, num_blocks: int, late: bool = False
     ) -> tuple[int, mmap.mmap]:
         """Sizes both files for the arena. Returns the arena's descriptor and the ledger, mapped.
-        Blocks of another layout are given up. `late`: check that the arena's memory is there, but
-        do not take it, which is safe for memfds only. Raises ArenaError if there is too little
-        memory."""
+        Blocks of another layout are given up. `late`: whether to check that the arena's memory is
+        available without taking it, which is only safe for memfds. Raises ArenaError if there is
+        too little memory."""
         head = self._head()
         if any(head) and _decode_head(head, layout) is None:
             _log.warning(
                 "the memory kept at %s is damaged, or of another model or layout; starting cold",
                 self.path,
             )
-            os.ftruncate(self._fds[1], 0)  # the ledger: its zeros name no block
+            os.ftruncate(self._fds[1], 0)  # empties the ledger: its zeros name no block
         sizes = (num_blocks * layout.block_bytes, HEAD_BYTES + num_blocks * record_bytes(layout))
         self._renew_larger(sizes[0])
         arena_fd, ledger_fd = self._fds
@@ -92,11 +92,11 @@ class KeptMemory:
         ledger = mmap.mmap(ledger_fd, sizes[1])
         ledger[: _HEAD.size + _CHECKSUM.size] = _encode_head(layout, num_blocks)
         os.close(ledger_fd)
-        self._fds.clear()  # the arena closes its descriptor
+        self._fds.clear()  # the arena closes its own descriptor
         return arena_fd, ledger
 
     def close(self) -> None:
-        """Closes the files, unless `prepare` has handed them over."""
+        """Closes the files, unless `prepare` has passed them on."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -125,9 +125,9 @@ class KeptMemory:
             time.sleep(0.02)
 
     def _renew_larger(self, num_bytes: int) -> None:
-        """Makes a new file where the arena's is larger. Processes may have it mapped, as vLLMs do:
-        if it shrank, a byte that they read behind its end would kill them. It gives its memory
-        back, and they read zeros."""
+        """Makes a new file where the arena's is larger. Other processes may have the file mapped,
+        as vLLMs do: if it shrank, a byte that they read after its end would kill them. The old file
+        gives its memory back, and these processes read zeros."""
         old_fd = self._fds[0]
         old_bytes = os.fstat(old_fd).st_size
         if not self._has_names or old_bytes <= _whole_pages(old_fd, num_bytes):
@@ -150,7 +150,7 @@ class KeptMemory:
         try:
             check_memory(max(num_bytes - present_bytes, 0))
             os.ftruncate(fd, num_bytes)
-            if take:  # a tmpfs that is too small would be a SIGBUS
+            if take:  # writing to a tmpfs that is too small would raise SIGBUS
                 os.posix_fallocate(fd, 0, num_bytes)
         except (OSError, ArenaError) as error:
             if found.st_size < num_bytes:
@@ -179,7 +179,7 @@ def open_in_folder(root: Path, instance_id: str) -> KeptMemory:
 
 
 def _whole_pages(fd: int, num_bytes: int) -> int:
-    page_bytes = os.fstatvfs(fd).f_bsize  # of hugetlbfs: a huge page
+    page_bytes = os.fstatvfs(fd).f_bsize  # a huge page, if the file system is hugetlbfs
     return -(-num_bytes // page_bytes) * page_bytes
 
 
@@ -203,7 +203,7 @@ def _decode_head(data: bytes, layout: BlockLayout) -> int | None:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system of `path`; "" if it is unknown."""
+    """Returns the type of the file system of `path`, or "" if it is unknown."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -11,7 +11,7 @@ a miss as well. Slot numbers have no meaning here.
 
 The store's client runs in a process of its own (`mooncake_client`), which maps the staging memory
 of this module and never the arena. Every call has a deadline. If the master is lost, every
-operation ends at once, and the prefix is computed.
+operation ends at once, and prefixes are computed.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.gate import LayerGate
 
 KNOWN_BLOCKS = 1 << 18
-"""How many stored blocks an instance remembers; it looks up the others again."""
+"""Most stored blocks that an instance remembers; it looks up all others again."""
 STAGING_BYTES = 16 << 20
 """Per direction: the most bytes per call, or one block if that is larger."""
 MAX_GROUP_BLOCKS = 64
 MAX_GROUPS_WAITING = 4096
-MAX_NAMES = 512  # per look-up call: request and reply fit a message
+MAX_NAMES = 512  # most names per look-up call: request and reply fit a message
 LOOK_UP_S = 1.0
 """The deadline of a look-up: a prefill waits for it."""
 MOVE_S = 5.0
 SLOWEST_BYTES_PER_S = 20e6
-USUAL_BYTES_PER_S = 1e9  # assumed if the probe fails
+USUAL_BYTES_PER_S = 1e9  # rate that is assumed if the probe fails
 _CLOSE_TIMEOUT_S = 10.0
 _WRITE, _READ, _LOOK_UP = range(3)
 _CODES = {
@@ -175,7 +175,7 @@ class MooncakeStore:
             self._end_look_up(lookup_id, 0, error)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Does nothing: other instances may use the blocks, and the store itself evicts."""
+        """Does nothing, because other instances may use the blocks, and the store itself evicts."""
 
     def close(self) -> None:
         if self._closed:
@@ -224,7 +224,7 @@ class MooncakeStore:
             return
         except MooncakeClientError as failure:
             error = str(failure)
-        except Exception as failure:  # every operation must end
+        except Exception as failure:  # every operation must end, whatever the error
             _log.exception("the Mooncake Store failed")
             error = f"{type(failure).__name__}: {failure}"
         self._counters.add(StoreCounts(failed_operations=1))

@@ -2,8 +2,8 @@
 
     starting --ready--> up --no reply in time, its end, or a lost master--> down --pause--> starting
 
-While it is down every call fails at once, which its caller treats as a miss. A call never exceeds
-its timeout. Each calling thread has a channel (a socket pair) of its own to the process
+While the process is down every call fails at once, which its caller treats as a miss. A call never
+exceeds its timeout. Each calling thread has its own channel (a socket pair) to the process
 (`mooncake_client_process`).
 """
 
@@ -60,7 +60,7 @@ class MooncakeClient:
         self._tried = threading.Event()
         self._failed = threading.Event()
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._channels: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._why_down = "its client has not started yet"
@@ -152,7 +152,7 @@ class MooncakeClient:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _launch(self) -> str:
-        """Starts the process. Returns why it failed; "" on success."""
+        """Starts the process. Starts the process; returns why it failed, or "" on success."""
         pairs = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for _ in range(self._num_channels)

@@ -1,9 +1,10 @@
-"""The process in which the Mooncake Store's client runs. It serves requests over socket pairs, one
-per thread.
+"""The process in which the Mooncake Store's client runs. The process serves requests over socket
+pairs, one per thread.
 
-It is separate from the instance because the client may wait for minutes for a lost master, and its
-C++ code may end its process. It maps the staging memory only, never the arena, and ends with the
-process that started it. It reads only its sockets and imports little of moonpool.
+The process is separate from the instance because the client may wait for minutes for a lost master,
+and its C++ code may end its process. The process maps only the staging memory, never the arena, and
+ends with the process that started it. The process reads only its sockets and imports little of
+moonpool.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from moonpool.installation import install_command
 from moonpool.types import Struct
 
 MAX_MESSAGE_BYTES = 128 << 10
-_BUFFER_BYTES = 16 << 20  # the client's own buffer; calls on registered memory do not use it
+# size of the client's own buffer, which calls on registered memory do not use
+_BUFFER_BYTES = 16 << 20
 
 
 class MooncakeSetup(Struct, frozen=True):
-    """The process's only argument. It sends MooncakeReady on the first socket."""
+    """The process's only argument. The process replies with MooncakeReady on the first socket."""
 
     local_hostname: str
     metadata_server: str
@@ -48,9 +50,10 @@ class MooncakeReady(Struct, frozen=True):
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One call of the client. `offsets` and `sizes` are in bytes of the staging memory. The reply
-    is one code per name: for exist 1 if the object exists, for get the bytes read, else 0. A
-    negative code is an error."""
+    """A `StoreRequest` is one call of the Mooncake client. `offsets` and `sizes` are in bytes of
+    the staging memory. The reply is one code per name: for exist 1 if the object exists, for get
+    the bytes read, else
+    0. A negative code is an error."""
 
     what: Literal["exist", "put", "get", "remove"]
     names: list[str]
@@ -67,7 +70,7 @@ def main() -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(staging))
     try:
         client = _connect(setup, address)
-    except Exception as error:  # the parent reports any error
+    except Exception as error:  # the parent process reports any error
         channels[0].send(msgspec.json.encode(MooncakeReady(error=f"{error}"[:1000])))
         os._exit(1)
     channels[0].send(msgspec.json.encode(MooncakeReady()))
@@ -106,7 +109,7 @@ def _serve(channel: socket.socket, client: Any, address: int) -> None:
     while message := channel.recv(MAX_MESSAGE_BYTES):
         codes = _perform(client, decoder.decode(message), address)
         channel.send(msgspec.msgpack.encode(codes))
-    os._exit(0)  # the client's threads do not end by themselves
+    os._exit(0)  # the client's threads would not end otherwise
 
 
 def _perform(client: Any, request: StoreRequest, address: int) -> list[int]:

@@ -1,9 +1,10 @@
 """Disk access: the segment files of one instance's folder, and a probe of what the disk can do.
 
-Blocks are moved between segments and memory slot by slot, one system call for adjacent slots. With
-O_DIRECT where the file system and the block size allow it, so that the page cache does not keep a
-second copy; elsewhere through the page cache, whose pages are dropped afterwards. A segment's space
-is reserved when the first of its slots is written. Nothing here knows keys or checksums.
+Blocks are moved between segments and memory slot by slot, one system call for adjacent slots. Files
+are opened with O_DIRECT if the file system and the block size allow it, so that the page cache
+keeps no second copy; otherwise the pages are dropped from the page cache afterwards. A segment's
+space is reserved when the first of its slots is written. This module knows neither keys nor
+checksums.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MOST_KEPT_BYTES = 1 << 12
 
 
 class Segments:
-    """The segment files of one folder. Thread-safe. With `direct`, buffers must be whole pages at
-    page boundaries."""
+    """The segment files of one folder. Thread-safe. With `direct`, buffers must consist of whole
+    pages at page boundaries."""
 
     def __init__(self, folder: Path, geometry: Geometry, num_slots: int, direct: bool) -> None:
         self.direct = direct
@@ -133,13 +134,13 @@ class Segments:
             os.posix_fallocate(fd, old_bytes, new_bytes - old_bytes)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, old_bytes)  # frees what a full disk did allocate
+                os.ftruncate(fd, old_bytes)  # frees what a full disk has allocated
             raise
 
 
 class Disk(Struct, frozen=True, kw_only=False):
-    """`direct`: blocks of `block_bytes` bypass the page cache. The rate is that of a short read,
-    good enough for a first estimate only."""
+    """`direct`: whether blocks of `block_bytes` bypass the page cache. The rate is that of a short
+    read, which is only good enough for a first estimate."""
 
     direct: bool
     read_bytes_per_s: float
@@ -162,7 +163,7 @@ def probe_disk(folder: Path, block_bytes: int) -> Disk:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-    with contextlib.suppress(OSError):  # a full disk: the next start measures again
+    with contextlib.suppress(OSError):  # a full disk, so the next start measures again
         path.touch(0o600)
         path.write_bytes(msgspec.json.encode(disk))
     return disk

@@ -1,12 +1,12 @@
-"""The SSD tier: writes blocks of the arena to numbered slots on disk and reads them back.
+"""The SSD tier, which writes blocks of the arena to numbered slots on disk and reads them back.
 
 `scheduler.ssd_tiering` decides when a block is written, and `kvcache.ssd_tier` to which slot. A
-store or load ends as `TierStore` says. If the folder itself fails, `StoreLost` is posted once and
+store or load ends as `TierStore` says. If the folder itself fails, `StoreLost` is posted once, and
 every later operation ends at once. While the disk hangs (`io_threads`), every operation ends with
 an error that shows whether the disk may still access its blocks.
 
-All methods return at once. Blocks are moved directly between arena and disk, in this store's
-threads, without the GIL. See `format` for the format and for crash safety.
+All methods return immediately. Blocks are moved directly between arena and disk, in this store's
+threads, without the GIL. See `format` for the file format and for crash safety.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.gate import LayerGate
 
 GROUP_BYTES = 4 << 20
-"""The most bytes of adjacent slots per system call: larger calls are no faster."""
-MAX_GROUP_BLOCKS = 256  # of three buffers each; a system call accepts 1,024
+"""Most bytes of adjacent slots per system call, because larger calls are no faster."""
+MAX_GROUP_BLOCKS = 256  # each block needs three buffers, and a system call accepts 1,024
 WRITE_THREADS = 2
 """One thread hashes while the other waits for the disk."""
 READ_THREADS = 4
-"""Reads of parts of blocks are small: several at once keep the disk busy."""
+"""Reads of parts of blocks are small, so several at once keep the disk busy."""
 MAX_GROUPS_WAITING = 4096
 WRITE_NICE = 10
 """No request waits for a write, but requests wait for every decode step."""
@@ -89,7 +89,8 @@ class BlockStore:
         post: Callable[[MessengerEvent], None],
         hang_s: float = HANG_S,
     ) -> None:
-        """Closes `slots` with itself, unless the disk hangs. `hang_s`: how long a disk may take."""
+        """Closing the store closes `slots`, unless the disk hangs. `hang_s`: how long a disk may
+        take before it counts as hung."""
         self.folder = slots.path
         self.geometry = slots.geometry
         self.disk = slots.disk
@@ -104,7 +105,7 @@ class BlockStore:
         self._counters = StoreCounters()
         self._scratch = threading.local()
         self._padding = bytes(self.geometry.padding_bytes)
-        self._state_lock = threading.Lock()  # guards what follows
+        self._state_lock = threading.Lock()  # guards the fields below
         self._lost = ""
         self._full_until_s = 0.0
         self._read_failures = 0
@@ -152,7 +153,7 @@ class BlockStore:
         gate: LayerGate | None = None,
     ) -> None:
         """Reads `slots[i]`, which should hold `keys[i]`, into `block_ids[i]`. Ends with LoadEnded.
-        With a `gate`, it reads layer by layer."""
+        With a `gate`, the store reads layer by layer."""
 
         def end(outcome: JobOutcome) -> None:
             self._reads_first.end()
@@ -250,7 +251,7 @@ class BlockStore:
         else:
             try:
                 move(job, start, end)
-            except Exception as error:  # every operation must end
+            except Exception as error:  # every operation must end, whatever the error
                 _log.exception("the SSD tier failed")
                 text = f"{type(error).__name__}: {error}"
                 job.group_done(start, 0, end - start, error=text, part=part)
@@ -277,9 +278,9 @@ class BlockStore:
             if self._padding:
                 buffers.append(self._padding)
         try:
-            self._index.flush()  # void before the write: see `format`
+            self._index.flush()  # the slots are void before the write (see `format`)
             self.segments.write(job.slots[start], buffers)
-            if job.ended:  # abandoned: the blocks may have been reused meanwhile
+            if job.ended:  # the job was abandoned, so the blocks may have been reused
                 job.group_done(start, 0, end - start)
                 return
             for i, sequence in zip(range(start, end), sequences, strict=True):
@@ -421,7 +422,7 @@ class BlockStore:
         with self._state_lock:
             waits, self._flush_waits = self._flush_waits, True
         if not waits and not self._writing.submit([self._flush]):
-            self._flush_waits = False  # the next change is followed by another try
+            self._flush_waits = False  # the next change tries again
 
     def _flush(self) -> None:
         self._flush_waits = False
@@ -432,7 +433,7 @@ class BlockStore:
                 self._write_failed(error)
 
     def _write_refusal(self) -> str:
-        """Returns why nothing can be written now; "" if it can."""
+        """Returns why nothing can be written now, or "" if writing is possible."""
         if self._index.vanished():
             return self._lose(OSError(errno.ENOENT, "its index was deleted"))
         if time.monotonic() < self._full_until_s:
@@ -453,7 +454,7 @@ class BlockStore:
         return text
 
     def _read_failed(self, error: OSError) -> str:
-        """Handles a failed read. One is a miss; MAX_READ_FAILURES in a row end the tier."""
+        """Handles a failed read. One failure is a miss; MAX_READ_FAILURES in a row end the tier."""
         self._counters.add(StoreCounts(failed_operations=1))
         with self._state_lock:
             self._read_failures += 1

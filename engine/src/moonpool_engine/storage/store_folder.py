@@ -22,7 +22,8 @@ from moonpool_engine.storage.segments import Disk, Segments, probe_disk
 @dataclass(frozen=True, slots=True)
 class StoreFolder:
     """Slots 0 ... num_slots - 1 of one folder: their segments, the index of what they hold, and the
-    lock that keeps other processes out. `was_rebuilt`: the index was read from the slots."""
+    lock that keeps other processes out. `was_rebuilt`: whether the index was read from the
+    slots."""
 
     path: Path
     lock: FolderLock

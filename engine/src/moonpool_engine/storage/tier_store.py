@@ -1,10 +1,10 @@
-"""What all stores below DRAM have in common: their interface, their counters, and their access to
+"""The common part of all stores below DRAM: their interface, their counters, and their access to
 the arena's blocks. `store` keeps blocks on this machine's SSD; `mooncake` keeps them in a store
-that other instances and other clusters use too.
+that other instances and other clusters also use.
 
-Every operation returns at once and ends with exactly one terminal event. Until then its blocks may
-be accessed, afterwards never. Loaded blocks are verified slice by slice. Any failure is an error in
-the event, which a request sees as a cache miss.
+Every operation returns at once and ends with exactly one terminal event. Until that event the
+operation may access its blocks, and never afterwards. Loaded blocks are verified slice by slice.
+Any failure is an error in the event, which a request sees as a cache miss.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StoreCounters:
 
 
 class TierStore(Protocol):
-    """A store below DRAM. `tests/contract/test_stores.py` is the full specification."""
+    """A store for blocks below DRAM. `tests/contract/test_stores.py` is the full specification."""
 
     @property
     def name(self) -> str:
-        """The kind of store, for people."""
+        """The kind of store, in words for people."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class TierStore(Protocol):
 
     @property
     def read_bytes_per_s(self) -> float:
-        """A first estimate of the read rate."""
+        """Returns a first estimate of the read rate."""
         ...
 
     def describe(self) -> str:
@@ -115,11 +115,11 @@ class TierStore(Protocol):
         """Reads `keys[i]`, which should be in `slots[i]`, into `block_ids[i]`. Ends with LoadEnded.
 
         With a `gate`, it reads layer after layer of all blocks, as far as the size of a layer
-        allows. It then opens the gate and posts LoadProgress."""
+        allows. The store then opens the gate and posts LoadProgress."""
         ...
 
     def forget(self, slots: Sequence[int]) -> None:
-        """This instance no longer needs these slots: they may be overwritten."""
+        """Notes that this instance no longer needs these slots, so that they may be overwritten."""
         ...
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class TierStore(Protocol):
 
 @runtime_checkable
 class SharedStore(TierStore, Protocol):
-    """A store that other instances fill, too: a look-up finds what it holds."""
+    """A store that other instances fill, too; a look-up finds what it contains."""
 
     def look_up(self, lookup_id: str, keys: Sequence[BlockKey]) -> None:
         """Finds how many leading `keys` the store holds. Ends with LookUpEnded."""
@@ -137,8 +137,8 @@ class SharedStore(TierStore, Protocol):
 
 
 class ArenaBlocks:
-    """An arena's blocks as a store reads and writes them. Thread-safe if one thread at a time moves
-    each block."""
+    """An arena's blocks, as a store reads and writes them. Thread-safe if one thread at a time
+    moves each block."""
 
     def __init__(self, arena: Arena, geometry: Geometry) -> None:
         self._arena = arena
@@ -157,7 +157,7 @@ class ArenaBlocks:
 
     def checksums(self, block_id: BlockId) -> tuple[int, ...]:
         """Returns the checksum of each slice: the stored one where it is known. So a block that has
-        changed in memory since it was made is detected when it is read back."""
+        changed in memory since it was computed is detected when it is read back."""
         stored, layers = self._arena.checksums, self._geometry.num_layers
         known = stored.get_block(block_id)
         return tuple(

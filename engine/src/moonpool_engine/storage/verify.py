@@ -1,7 +1,7 @@
 """Verifies or clears an SSD folder: reads every stored block and counts the damaged ones.
 
-Needs only the folder: no model, no arena, no running instance. `verify_folder` changes nothing but
-locks the folder, since a folder that is being written would look damaged.
+Needs only the folder: no model, no arena, no running instance. `verify_folder` locks the folder but
+changes nothing else, because a folder that is being written would look damaged.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _GROUP_BYTES = 4 << 20
 
 
 class Verified(Struct, frozen=True):
-    """The state of one instance's folder. `bad_slots` are the first few of `bad_blocks`."""
+    """The state of one instance's folder. `bad_slots` holds the first few of the `bad_blocks`."""
 
     folder: str
     fingerprint: str
-    index: str  # "read", or "missing": the slots' headers were read instead
+    index: str  # "read", or "missing" if the slots' headers were read instead
     segments: int
     block_bytes: int
     blocks: int
@@ -136,10 +136,10 @@ class _Reader:
         self._pages = mmap.mmap(-1, self._slots * geometry.slot_bytes)
         self._segment = -1
         self._fd = -1
-        self._first = self._past = 0  # the slots in the pages
+        self._first = self._past = 0  # range of the slots in the pages
 
     def count_wrong(self, slot: int, key: BlockKey) -> int:
-        """Returns the number of wrong slices, as a load counts them."""
+        """Returns the number of wrong slices, counted as in a load."""
         geometry = self._geometry
         if not self._first <= slot < self._past:
             self._fill(slot)

@@ -1,11 +1,11 @@
 """The memory of KVCache blocks: this instance's own arena, and peers' arenas mapped read-only.
 
 An arena holds `num_blocks` blocks in one memory file, by default an anonymous memfd. A memfd has no
-name, so nothing is left behind when the process is killed. It is mapped once, then sealed: its size
-is fixed, and a process that gets the descriptor cannot write through it. Its pages are touched at
-the start, or shortly before their first use (`transfer.touch_ahead`). The arena also stores the
-checksums of its slices. `kvcache` decides which request owns a block, and `engine` what a slice
-contains.
+name, so nothing is left behind when the process is killed. The memory is mapped once, then sealed:
+its size is fixed, and a process that gets the descriptor cannot write through it. Its pages are
+touched at the start, or shortly before their first use (`transfer.touch_ahead`). The arena also
+stores the checksums of its slices. `kvcache` decides which request owns a block, and `engine`
+defines the content of a slice.
 
 A memory file that outlives the process (`storage.kept_memory`) cannot be sealed against writing,
 because the next process must write it. Peers get a descriptor that is open for reading only.
@@ -15,7 +15,7 @@ lives. A copy from a mapping costs what memcpy costs; a read through the descrip
 for each page, and a new mapping for each transfer would cost more than either. The seals make the
 mapping safe: the file can neither shrink nor be written through it, so an invalid offer of a peer
 is rejected by its offset and never raises SIGBUS. A file without seals is mapped only if it belongs
-to our own user and is closed to others: such a process could also kill us.
+to the same user and is closed to others; processes of this user could also kill this one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SliceChecksums:
     the messenger and the store for the blocks they fill. A writer that fails to do so causes a
     checksum mismatch: a cache miss, never a wrong answer.
 
-    0 means unknown. A slice whose checksum happens to be 0 is hashed each time."""
+    A checksum of 0 means unknown. A slice whose checksum happens to be 0 is hashed each time."""
 
     def __init__(self, num_blocks: int, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -80,7 +80,8 @@ class SliceChecksums:
         return self._checksums[start : start + self.num_layers]
 
     def set(self, block_id: BlockId, layer: int, checksum: int) -> None:
-        """Stores the checksum of a slice. Its bytes must be complete and the ones hashed."""
+        """Stores the checksum of a slice. The slice's bytes must be complete, and the same that
+        were hashed."""
         self._checksums[block_id * self.num_layers + layer] = checksum
 
     def set_slice(self, number: int, checksum: int) -> None:
@@ -105,15 +106,17 @@ class SliceChecksums:
 
 
 class DeferredChecksums:
-    """The slices of one stream that were offered without a checksum, as one side sees them.
+    """The slices of one stream that were offered without a checksum, as one of both sides knows
+    them.
 
     Within a host the receiver computes these checksums while it copies, and returns them at the end
-    of the stream: the bytes are read once, not twice. The sender leaves the slices unchanged until
-    then, or closes the connection first. Reads always carry checksums: their lease may expire.
+    of the stream, so that the bytes are read once, not twice. The sender leaves the slices
+    unchanged until then, or closes the connection first. Reads always carry checksums: their lease
+    may expire.
 
-    Both sides note them in the order of the offers, up to the number that one message holds. A
-    sender that gets no checksum for a slice stores none, and hashes the slice the next time it
-    sends it. Used by one thread."""
+    Both sides note these slices in the order of the offers, up to the number that one message
+    holds. A sender that gets no checksum for a slice stores none, and hashes the slice the next
+    time it sends it. One thread uses `DeferredChecksums`."""
 
     def __init__(self, checksums: SliceChecksums) -> None:
         """`checksums`: the checksums of this side's arena."""
@@ -169,7 +172,7 @@ def _without_checksum(offers: bytes) -> np.ndarray:
 
 _F_SEAL_FUTURE_WRITE = 0x10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-_PREFAULT_STEP_BYTES = 64 << 20  # a step holds the GIL, so it must stay short
+_PREFAULT_STEP_BYTES = 64 << 20  # each step holds the GIL, so it must stay short
 _GIB = float(1 << 30)
 
 
@@ -178,8 +181,8 @@ class ArenaError(Exception):
 
 
 class Arena:
-    """Writable blocks of this process. Slice (block, layer) starts at
-    `block * layout.block_bytes + layer * layout.slice_bytes`.
+    """An `Arena` is writable blocks of this process. Slice (block, layer) starts at `block *
+    layout.block_bytes + layer * layout.slice_bytes`.
 
     If other processes of the instance write the arena too, create it with `sealed` false and seal
     it once they have mapped it. Do not give a peer the descriptor before that."""
@@ -195,8 +198,8 @@ class Arena:
     ) -> None:
         """With a `shard_view`, the arena stores that part of each slice of whole blocks, and
         `layout` describes the stored part. `kept_fd`: a memory file that is large enough and
-        outlives the arena, which uses its content and closes the descriptor at its end. `late`:
-        take the memory of blocks only when `reach` announces them."""
+        outlives the arena, which uses the file's content and closes the descriptor at its end.
+        `late`: whether to take the memory of blocks only when `reach` announces them."""
         if num_blocks < 1:
             raise ArenaError(f"an arena needs at least 1 block, got {num_blocks}")
         assert shard_view is None or shard_view.num_bytes == layout.slice_bytes
@@ -204,7 +207,8 @@ class Arena:
         self.shard_view = shard_view
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
-        self.slice_bytes = layout.slice_bytes  # read too often to compute each time
+        # kept because it is read too often to be computed each time
+        self.slice_bytes = layout.slice_bytes
         self.block_bytes = layout.block_bytes
         self._kept = kept_fd is not None
         if kept_fd is None:
@@ -254,7 +258,7 @@ class Arena:
 
     def forget_content(self) -> None:
         """Gives the memory of all blocks back, which then contain zeros. Does nothing to a sealed
-        arena, which the kernel keeps whole, or to one that has taken its memory at the start."""
+        arena, which the kernel keeps complete, or to one that took its memory at the start."""
         if self._ahead is not None and self._mapping is not None:
             with contextlib.suppress(PermissionError):
                 self._mapping.madvise(mmap.MADV_REMOVE)
@@ -269,7 +273,7 @@ class Arena:
         return 0 <= block_id < self.num_blocks
 
     def close(self) -> None:
-        """Frees the memory, at once or with the last tensor or view over it."""
+        """Frees the memory, at once or when the last tensor or view over it ends."""
         if self.fd < 0:
             return
         self._close_files()
@@ -344,7 +348,7 @@ def _prefault(mapping: mmap.mmap, num_bytes: int) -> None:
 
 
 class PeerArena:
-    """A peer's arena, mapped read-only. `PeerArenas.adopt` creates it."""
+    """A peer's arena, mapped read-only. `PeerArenas.adopt` creates objects of this class."""
 
     def __init__(self, mapping: mmap.mmap, layout: BlockLayout) -> None:
         self._bytes = np.frombuffer(mapping, np.uint8)
@@ -355,8 +359,8 @@ class PeerArena:
         self.num_blocks = len(self._bytes) // layout.block_bytes
 
     def offsets(self, offers: Sequence[SliceOffer], slice_bytes: int | None = None) -> list[int]:
-        """Returns each slice's offset in the peer's arena. `slice_bytes`: the peer's slice size if
-        it differs from ours. Raises ArenaError if a slice does not exist."""
+        """Returns each slice's offset in the peer's arena. `slice_bytes`: the peer's slice size, if
+        it differs from this arena's. Raises ArenaError if a slice does not exist."""
         layers, size = self._num_layers, slice_bytes or self._slice_bytes
         block_bytes = layers * size
         num_blocks = len(self._bytes) // block_bytes
@@ -368,7 +372,7 @@ class PeerArena:
         return offsets
 
     def copy(self, start: int, arena: Arena, offset: int, num_bytes: int) -> None:
-        """Copies from `start` in the peer's arena to `offset` in ours, without the GIL."""
+        """Copies from `start` in the peer's arena to `offset` in this one, without the GIL."""
         target = np.frombuffer(arena.buffer[offset : offset + num_bytes], np.uint8)
         np.copyto(target, self._bytes[start : start + num_bytes])
 

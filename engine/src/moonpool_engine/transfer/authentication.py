@@ -1,4 +1,4 @@
-"""The handshake of `auth` over a FrameSocket."""
+"""Performs the handshake of `auth` over a FrameSocket."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def _send_refusal(frames: FrameSocket, reply: bytes, deadline_s: float) -> None:
     try:
         frames.send_frame(reply, deadline_s)
     except TransportError:
-        return  # the peer is refused either way
+        return  # the peer is refused in either case

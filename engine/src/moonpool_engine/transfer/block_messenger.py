@@ -13,9 +13,9 @@ from moonpool_engine.transfer.gate import LayerGate
 
 
 class BlockMessenger(Protocol):
-    """Moves the blocks of an instance: a `Messenger` those of its own arena, an
-    `RemoteAttentionMessenger` those at its attention workers. All methods return at once; what they
-    begin ends with an event."""
+    """Moves the blocks of an instance: a `Messenger` moves blocks of its own arena, a
+    `RemoteAttentionMessenger` those at its attention workers. All methods return at once; each
+    operation that they begin ends with an event."""
 
     def fetch(
         self,

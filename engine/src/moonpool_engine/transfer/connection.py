@@ -1,11 +1,11 @@
-"""What a transport provides to transfers: one authenticated connection to a peer.
+"""The interface that a transport provides to transfers: one authenticated connection to a peer.
 
 `Connection` is the interface. `FrameConnection` implements its messages over a FrameSocket; each
 transport adds how slices are moved. `CancellableConnection` lets other threads end an operation.
 
-A transport moves slices between two arenas and messages between two messengers. It knows neither
-operations nor what the checksums mean. Each call ends by `deadline_s` (on `time.monotonic`), and
-each failure is a TransportError.
+A transport moves slices between two arenas and messages between two messengers. A connection knows
+neither operations nor what the checksums mean. Each call ends by `deadline_s` (on
+`time.monotonic`), and each failure is a TransportError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from moonpool_engine.transfer.wire import Message, Slices
 
 
 class Connection(SliceSource, Protocol):
-    """One authenticated connection, used by one thread. Only `interrupt` may come from another."""
+    """One authenticated connection, used by one thread. Only `interrupt` may be called from another
+    thread."""
 
     transport: str
     peer: InstanceId
@@ -52,8 +53,8 @@ class Connection(SliceSource, Protocol):
     def send_slices(
         self, offer: Slices, arena: Arena, deadline_s: float, target_view: ShardView | None = None
     ) -> None:
-        """Sends `offer`, and the slices' bytes or access to them. With `target_view`, the peer gets
-        that part of each whole slice."""
+        """Sends `offer`, and either the slices' bytes or access to them. With `target_view`, the
+        peer gets only that part of each whole slice."""
         ...
 
     def receive_slices(self, offers: bytes, receiver: SliceReceiver, deadline_s: float) -> int:
@@ -62,8 +63,8 @@ class Connection(SliceSource, Protocol):
         ...
 
     def fileno(self) -> int:
-        """A descriptor for polling. It is readable once a message, or the end of the connection,
-        has arrived."""
+        """Returns a descriptor for polling. The descriptor is readable once a message, or the end
+        of the connection, has arrived."""
         ...
 
     def has_input(self) -> bool:
@@ -75,7 +76,7 @@ class Connection(SliceSource, Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Makes the thread that uses the connection fail. Safe at any time."""
+        """Makes the thread that uses the connection fail. Ends blocking calls; safe at any time."""
         ...
 
     def close(self) -> None: ...
@@ -145,6 +146,6 @@ class CancellableConnection:
             return bool(self._reason)
 
     def explain(self, error: Exception) -> str:
-        """Returns why the operation failed: the reason of the cancel, else the error's text."""
+        """Returns why the operation failed: the reason of the cancel, or else the error's text."""
         with self._lock:
             return self._reason or str(error)

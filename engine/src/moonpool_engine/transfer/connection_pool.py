@@ -1,8 +1,8 @@
 """Connections from this instance to its peers: how they are made, and how they are reused.
 
-`Connector` makes the connection of one operation. The transports to a peer, best first: the
+`Connector` makes the connection for one operation. The transports to a peer, best first: the
 connection kept from the operation before, shared memory if the peer runs on this host and uses it,
-NIXL if both have it, TCP. If one fails, the next is tried within the deadline. A refusal
+NIXL if both have it, TCP. If one transport fails, the next is tried within the deadline. A refusal
 (AuthError) is final.
 
 `ConnectionPool` runs operations, each in a thread with a connection to one peer. Thread and
@@ -12,7 +12,7 @@ connection are kept for the next operation with that peer:
     idle -> ended (no work for IDLE_S, the peer hung up, too many are idle, or `close`)
 
 Connecting and authenticating take ten times as long as the transfer of a small block. An idle
-thread polls its connection, so that it notices at once if the peer has ended.
+thread polls its connection, so that it notices at once when the peer ends.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ IDLE_S = 30.0
 MAX_IDLE_PER_PEER = 4
 FALLBACK_S = 10.0
 """How long a connection by a fallback transport is kept before the best one is tried again."""
-_OPENING_S = 0.1  # an idle connection has room for one message: the caller must not block
+_OPENING_S = 0.1  # an idle connection has room for one message, because the caller must not block
 _LINGER_S = 1e-3
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What this instance needs to connect to peers. `host_id` is "" to disable shared memory."""
+    """The data that this instance needs to connect to peers. `host_id` is "" if shared memory is
+    disabled."""
 
     secret: bytes
     identity: Identity
@@ -72,7 +73,7 @@ class Credentials:
 
 
 class Connector:
-    """Makes the connection of one operation to a peer. Used by one thread."""
+    """Makes the connection of one operation to a peer. One thread uses a `Connector`."""
 
     def __init__(
         self,
@@ -113,12 +114,12 @@ class Connector:
         return self.connection
 
     def fail(self, answered: bool) -> bool:
-        """Closes the connection, which failed. `answered`: the peer had started the operation.
-        Returns whether `connect` can try again."""
+        """Closes the connection, which failed. `answered`: whether the peer had started the
+        operation. Returns whether `connect` can try again."""
         if self.connection is None:
             return False
         self.connection.close()
-        # A kept connection that the peer has closed meanwhile says nothing about its transport.
+        # A kept connection that the peer has closed says nothing about its transport.
         if answered or not self._is_kept:
             del self._dialers[0]
         self._is_kept, self.opening_sent, self.connection = False, False, None
@@ -191,14 +192,15 @@ class PooledConnection:
         self.peer = peer
         self.operation: Operation | None = None
         self.connection: Connection | None = None
-        self.opening_lock = threading.Lock()  # held by a thread that sends an opening message
+        self.opening_lock = threading.Lock()  # a thread holds it while it sends an opening message
         self.opening_sent = False
         self.keep_until_s = float("inf")
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
 
     def set_connection(self, connection: Connection | None, is_fallback: bool) -> None:
-        """Sets the connection to keep. One by a fallback transport is kept for FALLBACK_S."""
+        """Sets the connection to keep. A connection by a fallback transport is kept for
+        FALLBACK_S."""
         if connection is not self.connection:
             self.connection = connection
             self.keep_until_s = time.monotonic() + FALLBACK_S if is_fallback else float("inf")
@@ -217,7 +219,7 @@ class PooledConnection:
 
     def flush_queued(self, linger: bool) -> None:
         """Sends the ended operation's last message, if it is still queued. With `linger`, first
-        waits a moment: it may then go out with the next operation's opening message."""
+        waits a moment, because the message may go out with the next operation's opening message."""
         connection = self.connection
         if connection is None or not connection.has_queued:
             return
@@ -225,13 +227,13 @@ class PooledConnection:
             ready = [fd for fd, _ in self._poll.poll(_LINGER_S * 1000)]
             # A wake-up without an operation is a late one of the operation before: flush then.
             if ready and (ready != [self.wake_fd] or self.operation is not None):
-                return  # `wait_for_work` handles it
+                return  # `wait_for_work` handles the end of the connection
         with self.opening_lock:
             try:
                 if connection.has_queued:
                     connection.flush(time.monotonic() + _OPENING_S)
             except TransportError:
-                connection.interrupt()  # all data of the ended operation has arrived
+                connection.interrupt()  # all data of the operation that has ended have arrived
 
     def send_opening(self, message: Message) -> None:
         """Sends the operation's first message from the calling thread, so that the peer starts
@@ -250,7 +252,7 @@ class PooledConnection:
 
 
 class ConnectionPool:
-    """Runs operations on pooled connections. `spawn` starts a thread. Thread-safe."""
+    """Runs operations on pooled connections. `spawn` starts a new thread. Thread-safe."""
 
     def __init__(
         self, own: Credentials, spawn: Callable[[str, Completion], object], idle_s: float = IDLE_S
@@ -258,13 +260,14 @@ class ConnectionPool:
         self._own = own
         self._spawn = spawn
         self._idle_s = idle_s
-        self._lock = threading.Lock()  # guards the rest, and the right to end an idle connection
+        # guards the fields below, and the right to end an idle connection
+        self._lock = threading.Lock()
         self._idle: dict[PeerAddress, list[PooledConnection]] = {}
         self._closing = False
 
     def run(self, peer: PeerAddress, operation: Operation, opening: Message) -> None:
-        """Runs the operation on an idle connection to the peer, or a new one. Returns at once. The
-        operation's connector shows whether `opening` has been sent."""
+        """Runs the operation on an idle connection to the peer, or a new one. Queues an operation,
+        and returns at once. The operation's connector shows whether `opening` has been sent."""
         with self._lock:
             idle = self._idle.get(peer)
             pooled = idle.pop() if idle else PooledConnection(peer)
@@ -284,7 +287,7 @@ class ConnectionPool:
         return not self._own.can_use_shm(peer) and not self._own.can_use_nixl(peer)
 
     def close(self) -> None:
-        """Ends idle connections at once, and the others when their operation ends."""
+        """Ends idle connections at once, and other connections when their operations end."""
         with self._lock:
             self._closing = True
             for connections in self._idle.values():
@@ -292,7 +295,7 @@ class ConnectionPool:
                     os.eventfd_write(pooled.wake_fd, 1)
 
     def _serve(self, pooled: PooledConnection) -> None:
-        """Runs one operation after the other. Body of the connection's thread."""
+        """Runs one operation after another. This is the body of the connection's thread."""
         try:
             while True:
                 operation, pooled.operation = pooled.operation, None

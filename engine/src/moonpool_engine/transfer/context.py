@@ -1,4 +1,5 @@
-"""What all transfers of one instance share: its arena, copier, counters and event callback."""
+"""The state that all transfers of one instance share: its arena, copier, counters and event
+callback."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ FIRST_BYTES = 256 << 10
 """The most bytes hashed before the first frame is sent. Doubles with each frame."""
 
 SliceRef = tuple[int, BlockId, int]
-"""A slice to send: (index at the receiver, block id, layer)."""
+"""Identifies a slice to send: (index at the receiver, block id, layer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """Immutable but for the counters."""
+    """`TransferContext` is immutable but for the counters."""
 
     instance_id: InstanceId
     arena: Arena
@@ -66,9 +67,9 @@ class TransferContext:
         target_view: ShardView | None = None,
         deferred: DeferredChecksums | None = None,
     ) -> int:
-        """Sends slices and returns their bytes. `deadline_s` is called for each frame.
-        `target_view`: the part of each slice that the peer stores. `deferred`: slices without known
-        checksum may be sent without it and are noted there."""
+        """Sends slices and returns their bytes. `deadline_s` is called again for each frame.
+        `target_view`: the part of each slice that the peer stores. `deferred`: notes slices without
+        known checksum, which may be sent without it."""
         if target_view is not None and target_view != self.arena.shard_view:
             return self._send_shards(connection, slices, deadline_s, mark_last, target_view)
         arena = self.arena
@@ -79,7 +80,8 @@ class TransferContext:
             deferred = None
         most_hashed = FIRST_BYTES if deferred is None else 0
         while start < count:
-            # Slices that had to be hashed go out early: the peer copies while the rest is hashed.
+            # Slices that had to be hashed are sent early, so that the peer copies while other
+            # slices are hashed.
             limit = min(count, start + most)
             end = self.slice_copier.fill_checksums(arena, offers, start, limit, most_hashed)
             part = bytes(offers[start * OFFER.size : end * OFFER.size])
@@ -99,7 +101,7 @@ class TransferContext:
         mark_last: bool,
         target_view: ShardView,
     ) -> int:
-        """Sends the peer's part of each whole slice."""
+        """Sends the part of each whole slice that the peer stores."""
         arena = self.arena
         most = max(1, min(MAX_SLICES_PER_FRAME, FIRST_BYTES // target_view.num_bytes))
         for first in range(0, len(slices), most):
@@ -110,7 +112,7 @@ class TransferContext:
                 checksum = self.slice_copier.checksum(memoryview(b"".join(target_view.of(whole))))
                 known = arena.checksums.get(block_id, layer)
                 if known and self.slice_copier.checksum(whole) != known:
-                    checksum ^= 1  # our memory has changed: the peer must find the slice corrupt
+                    checksum ^= 1  # the memory has changed, so the peer must find the slice corrupt
                 offers.append((index, layer, block_id, checksum))
             last = mark_last and first + most >= len(slices)
             offer = Slices(offers=pack_offers(offers), last=last)

@@ -1,4 +1,4 @@
-"""Errors that end a transfer over one connection. Each text is one line."""
+"""Errors that end a transfer over one connection. The text of each error is one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PeerGoneError(TransportError):
 
 
 class DeadlineError(TransportError):
-    """The peer did not answer, or did not take data, before the deadline."""
+    """The peer did not respond, or did not accept data, before the deadline."""
 
 
 class ProtocolError(TransportError):

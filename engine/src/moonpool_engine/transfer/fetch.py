@@ -6,7 +6,8 @@ A `Fetch` consists of `_Transfer`s, each over one connection. Their number has t
   TCP connection is limited to what a core can copy or what the network grants one flow (clouds: 5
   or 10 Gbit/s), not by the line; and even on a loopback, two connections wait less than one.
 - Shares. If the source redirects a part to several peers, each of which stores a share of the
-  blocks or of every slice, one transfer per peer follows. The part ends when all of them have.
+  blocks or of every slice, one transfer per peer follows. The part ends when all of these transfers
+  have ended.
 
 Each transfer brings layer after layer of all its blocks. A layer that is verified in all parts
 opens the fetch's `LayerGate` for it; the last layer opens only after the end was reported.
@@ -70,7 +71,8 @@ class WantedBlocks:
 
 
 class Fetch:
-    """All transfers of one fetch. Thread-safe. Posts FetchEnded once, when the last has ended."""
+    """All transfers that one fetch consists of. Thread-safe. Posts FetchEnded once, when the last
+    has ended."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class Fetch:
         gate: LayerGate | None,
         on_end: Callable[[], None],
     ) -> None:
-        """`on_end` is called before the end is posted. Raises ValueError if a block is outside the
-        arena."""
+        """`on_end` is called before the end event is posted. Raises ValueError if a block is
+        outside the arena."""
         self._context = context
         self._pool = pool
         self._source = wanted.source
@@ -94,7 +96,7 @@ class Fetch:
             self._progress = FetchProgressReporter(
                 wanted.fetch_id, requested, num_layers, gate, context.post
             )
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._cancel_reason = ""
         self._transfers = [
             [self._make_transfer(number, wanted.part(part))]
@@ -104,7 +106,7 @@ class Fetch:
         self._part_results: dict[int, FetchEnded] = {}
 
     def start(self) -> None:
-        """Starts one transfer per part. Returns at once."""
+        """Starts one transfer per part. Starts the transfers, and returns at once."""
         for (transfer,) in list(self._transfers):
             self._run(transfer, self._source)
 
@@ -158,7 +160,7 @@ class Fetch:
                 return None
         result = self._part_result(part)
         if result.error and self._progress is not None:
-            self._progress.break_gate()  # without waiting for the other parts
+            self._progress.break_gate()  # breaks the gate without waiting for other parts
         with self._lock:
             self._part_results[part] = result
             if len(self._part_results) < len(self._ranges):
@@ -199,7 +201,7 @@ def _combine(ended: Sequence[FetchEnded], num_blocks: int) -> FetchEnded:
 
 
 def _nothing() -> None:
-    """Other transfers of the fetch still run."""
+    """Other transfers of the same fetch still run."""
 
 
 class _Transfer:
@@ -213,7 +215,8 @@ class _Transfer:
         progress: FetchProgressReporter | None,
         is_share: bool,
     ) -> None:
-        """`is_share`: of each block or slice, the peer has a share; others bring the rest."""
+        """`is_share`: whether the peer has only a share of each block or slice, while other peers
+        bring the rest."""
         self.connection = CancellableConnection()
         self.wanted = wanted
         self.part = part
@@ -269,7 +272,7 @@ class _Transfer:
         )
 
     def _read_with_fallback(self, connector: Connector) -> None:
-        """Tries one transport after the other. Each requests only what has not arrived."""
+        """Tries one transport after another. Each transport requests only what has not arrived."""
         failure: TransportError | None = None
         while True:
             self._answered = False
@@ -283,7 +286,7 @@ class _Transfer:
             except _RefusedError:
                 raise
             except TransportError as error:
-                failure = failure or error  # the first failure says more than the last
+                failure = failure or error  # the first failure tells more than the last one
                 self.connection.detach()
                 again = connector.fail(self._answered)
                 if not again or self.connection.cancelled or time.monotonic() >= self._deadline_s:
@@ -332,7 +335,7 @@ class _Transfer:
 
 
 class _RedirectError(Exception):
-    """Other peers store the blocks."""
+    """Raised because other peers store the blocks."""
 
     def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()

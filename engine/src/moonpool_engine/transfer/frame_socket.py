@@ -17,8 +17,8 @@ from moonpool_engine.transfer.errors import DeadlineError, PeerGoneError, Protoc
 from moonpool_engine.transfer.wire import MAX_FRAME_BYTES, Codec, Message
 
 FRAME_HEADER = struct.Struct(">I")
-_CHECKED_HEADER = struct.Struct(">II")  # length, and the low half of the body's xxh3_64
-_MAX_BUFFERS = 512  # the kernel's limit per call is 1024
+_CHECKED_HEADER = struct.Struct(">II")  # length, and the lower half of the body's xxh3_64
+_MAX_BUFFERS = 512  # the kernel's limit per call is 1024 buffers
 _READ_AHEAD_BYTES = 16 << 10
 _TIMEVAL = struct.Struct("ll")
 # Setting a timeout costs a system call: a long one is set to this, and rarely renewed.
@@ -34,7 +34,8 @@ class FrameSocket:
 
     Until `end_handshake` the socket reads no byte beyond the current frame: file descriptors that
     are passed between two frames would be lost. Afterwards 4 bytes of checksum follow the length.
-    They protect the messages: an intact slice in the wrong place is as wrong as a damaged one.
+    Checksums protect the messages, because an intact slice in the wrong place is as wrong as a
+    damaged one.
     """
 
     is_encrypted = False
@@ -68,7 +69,8 @@ class FrameSocket:
         return self._sock.fileno()
 
     def end_handshake(self) -> None:
-        """From now on frames carry a checksum, and one system call may read several small ones."""
+        """Adds a checksum to all later frames; one system call may then read several small
+        frames."""
         self._has_checksums = True
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
 
@@ -117,8 +119,8 @@ class FrameSocket:
         self._send_all([*queued, self._framed(body), *payload], deadline_s)
 
     def take_frame(self, body: bytes) -> bytes:
-        """Returns the queued messages and the frame of `body`, for a caller that sends them with
-        their payload itself."""
+        """Returns the queued messages and the frame of `body`, for a caller that sends both
+        together with their payload."""
         queued, self._queued = self._queued, []
         return b"".join([*queued, self._framed(body)])
 
@@ -141,8 +143,8 @@ class FrameSocket:
         return body
 
     def take_read_ahead(self, most_bytes: int) -> memoryview:
-        """Returns up to `most_bytes` that were already read beyond the last frame. Valid until the
-        next call."""
+        """Returns up to `most_bytes` that were already read beyond the last frame. The result is
+        valid until the next call."""
         start = self._start
         self._start = min(self._end, start + most_bytes)
         return self._ahead[start : self._start]
@@ -150,7 +152,7 @@ class FrameSocket:
     def receive_into(self, targets: Sequence[memoryview], deadline_s: float) -> None:
         """Fills the buffers, in order, with what follows the last frame."""
         pending = [target for target in targets if len(target)]
-        while pending and self._start < self._end:  # what was read ahead
+        while pending and self._start < self._end:  # first takes the bytes that were read ahead
             count = min(len(pending[0]), self._end - self._start)
             pending[0][:count] = self._ahead[self._start : self._start + count]
             self._start += count
@@ -229,7 +231,7 @@ class FrameSocket:
         self._armed_s = timeout_s
 
     def interrupt(self) -> None:
-        """Makes the thread that uses the socket fail. Safe at any time."""
+        """Makes the thread that uses the socket fail. Ends blocking calls; safe at any time."""
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(OSError):  # already disconnected

@@ -1,9 +1,10 @@
-"""Progress of a fetch or load, layer by layer, for readers that start before all of it is here.
+"""Progress of a fetch or load, layer by layer, for readers that start before all layers have
+arrived.
 
 The thread that moves the blocks opens the `LayerGate`, and a reader waits at it:
 
     closed -> open for the first layers -> open for all, once the operation's end was reported
-    any of them -> broken: a layer that is not open by then will never open
+    any state -> broken: a layer that is not open by then will never open
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class LayerGate:
         self._broken = False
 
     def open(self, num_layers: int) -> None:
-        """Opens the gate for the first `num_layers` layers. They never close again."""
+        """Opens the gate for the first `num_layers` layers. Open layers never close again."""
         with self._changed:
             self._num_open = max(self._num_open, num_layers)
             self._changed.notify_all()
@@ -65,7 +66,7 @@ class LayerGate:
 class FetchProgressReporter:
     """Reports a fetch's progress to its gate, and to the worker as FetchProgress. Thread-safe.
 
-    Part i of the fetch requests `requested[i]` blocks, which follow those of part i - 1."""
+    Part i of the fetch requests `requested[i]` blocks, which follow the blocks of part i - 1."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class FetchProgressReporter:
         self._num_layers = num_layers
         self._gate = gate
         self._post = post
-        self._lock = threading.Lock()  # guards what follows, and the order of the events
+        self._lock = threading.Lock()  # guards the fields below, and the order of the events
         self._granted: list[int | None] = [None] * len(requested)
         self._layers = [0] * len(requested)
         self._num_blocks: int | None = None
@@ -97,7 +98,8 @@ class FetchProgressReporter:
             if self._num_blocks is None:
                 return
             if before is not None and self._num_blocks < before:
-                self._gate.break_gate()  # a reader may rely on the larger number
+                # a reader may rely on the larger number, so the gate is broken
+                self._gate.break_gate()
             self._post(FetchProgress(fetch_id=self._fetch_id, num_blocks=self._num_blocks))
 
     def arrived(self, part: int, num_layers: int) -> None:

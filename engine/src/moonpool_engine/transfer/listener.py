@@ -2,8 +2,8 @@
 each, in a thread per connection, until the peer hangs up or starts no operation for IDLE_S.
 
 When MAX_CONNECTIONS are open, a new one replaces the connection idle longest, whose peer then
-connects again. If none is idle, the new connection is refused. When MAX_HALF_OPEN connections have
-not proved the secret yet, a new one ends the oldest of them.
+connects again. If no connection is idle, the new one is refused. When MAX_HALF_OPEN connections
+have not proved the secret yet, a new connection ends the oldest of these.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from moonpool_engine.transfer.wire import Message, OpenStream, ReadBlocks
 
 MAX_CONNECTIONS = 256
 MAX_HALF_OPEN = 64
-IDLE_S = 60.0  # longer than the peer keeps its end, so that the peer hangs up first
+IDLE_S = 60.0  # longer than peers keep idle connections, so that the peer closes first
 _BUSY = float("inf")
 _log = limited_logger(__name__)
 
 
 class PeerListener:
-    """`accept` runs in a thread of its own; `spawn` starts one thread per connection."""
+    """`accept` runs in a separate thread; `spawn` starts one thread per connection."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PeerListener:
         self._streams = streams
         self._spawn = spawn
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._idle_since_s: dict[FrameSocket, float] = {}
         self._half_open: dict[FrameSocket, None] = {}  # a subset of `_idle_since_s`, oldest first
         self._closing = False
@@ -110,7 +110,7 @@ class PeerListener:
         except OSError as error:
             if not isinstance(error, BlockingIOError):
                 _log.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)  # out of descriptors: do not spin
+                time.sleep(0.05)  # there are no free descriptors, so this must not spin
             return
         tls = self._own.tls
         is_local = sock.family == socket.AF_UNIX
@@ -118,7 +118,7 @@ class PeerListener:
             frames = FrameSocket(sock) if tls is None or is_local else accepted(tls, sock)
         except PeerGoneError:
             self._context.counters.refused()
-            return  # it has left already
+            return  # the peer has left already
         with self._lock:
             since_s = self._idle_since_s
             if len(self._half_open) >= MAX_HALF_OPEN:
@@ -157,7 +157,7 @@ class PeerListener:
                     try:
                         opening = self._next(connection, frames)
                     except (PeerGoneError, DeadlineError):
-                        break  # a peer may do so between two operations
+                        break  # a peer may close between two operations
             finally:
                 connection.close()
         except (AuthError, TransportError, OSError) as error:

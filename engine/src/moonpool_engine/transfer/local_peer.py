@@ -1,4 +1,4 @@
-"""An instance as a peer of the others."""
+"""Describes an instance as a peer of others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Moves KVCache blocks between this instance and its peers. Each worker process has one.
+"""Moves KVCache blocks between this instance and its peers. Each worker process has one messenger.
 
 One thread accepts connections, one serves each accepted connection (`listener`), and each operation
-started here has one while it runs (`connection_pool`). All methods return at once; the end of an
-operation is posted as an event (see `protocol.transfer_events`). The worker decides which blocks
-may be accessed, and which reads are granted. `close` ends every operation and every thread.
+that the instance has started has one while it runs (`connection_pool`). All methods return at once;
+the end of an operation is posted as an event (see `protocol.transfer_events`). The worker decides
+which blocks may be accessed, and which reads are granted. `close` ends every operation and every
+thread.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ PARK_S = 5.0
 TCP_CONNECTIONS = 4
 _CLOSE_TIMEOUT_S = HANDSHAKE_TIMEOUT_S + 1.0
 _CLOSED = "this messenger was closed"
-_MAX_TIMEOUT_S = 86400.0  # sockets and polls overflow on timeouts near infinity
+_MAX_TIMEOUT_S = 86400.0  # sockets and polls overflow if timeouts are near infinity
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """`lease_s`: how long a peer may hold our blocks without a sign of life. `park_s`: how long the
-    sender of a stream waits until the stream is expected. `tcp_connections`: how many a large fetch
-    from another machine uses at once, at most."""
+    """`lease_s`: how long a peer may hold blocks without a sign of life. `park_s`: how long the
+    sender of a stream waits until the stream is expected. `tcp_connections`: most connections that
+    a large fetch from another machine uses at once."""
 
     lease_s: float = 30.0
     park_s: float = PARK_S
@@ -61,10 +62,10 @@ USUAL_LIMITS = TransferLimits()
 
 
 class Messenger:
-    """`layout` is that of whole blocks, even if the arena stores only a share of each.
+    """`layout` describes whole blocks, even if the arena stores only a share of each.
 
     `post` is called from messenger threads and must not block. `nixl_agent`: used with peers that
-    have one too; closed with the messenger.
+    also have one; closed with the messenger.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Messenger:
         nixl_agent: NixlAgent | None = None,
         limits: TransferLimits = USUAL_LIMITS,
     ) -> None:
-        """`copier`: by default one that needs no kernels."""
+        """`copier`: the slice copier, by default one that needs no kernels."""
         if arena.shard_view is None and layout != arena.layout:
             raise ValueError("the arena was made for another block layout")
         if not peer.secret:
@@ -101,7 +102,7 @@ class Messenger:
         self._pool = ConnectionPool(own, self._spawn)
         self._listener = PeerListener(self._context, own, self._reads, self._incoming, self._spawn)
         self._acceptor: threading.Thread | None = None
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._fetches: dict[str, Fetch] = {}
         self._sends: dict[str, SendStream] = {}
         self._threads: set[threading.Thread] = set()
@@ -143,7 +144,7 @@ class Messenger:
         end_s = time.monotonic() + _CLOSE_TIMEOUT_S
         self._listener.stop_accepting()
         if self._acceptor is not None:
-            self._acceptor.join(_CLOSE_TIMEOUT_S)  # afterwards no connection is accepted
+            self._acceptor.join(_CLOSE_TIMEOUT_S)  # after this, no connection is accepted
         with self._lock:
             fetches, sends = list(self._fetches.values()), list(self._sends.values())
             threads = list(self._threads)
@@ -171,7 +172,7 @@ class Messenger:
         size = self._block_tokens
         self._context.arena.checksums.forget(block_ids[first_token // size : -(-end_token // size)])
 
-    # Reading a peer's cached blocks, and serving such reads
+    # Methods that read a peer's cached blocks, and serve such reads
 
     def fetch(
         self,
@@ -183,7 +184,7 @@ class Messenger:
         gate: LayerGate | None = None,
     ) -> None:
         """Copies block `keys[i]` of the source into `block_ids[i]`. Ends with FetchEnded. With a
-        `gate`, FetchProgress events come before. Raises ValueError."""
+        `gate`, FetchProgress events precede it. Raises ValueError."""
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys but {len(block_ids)} blocks to fetch them into")
 
@@ -216,10 +217,10 @@ class Messenger:
         """Answers ReadRequested: other peers store the blocks, one share each."""
         self._reads.redirect(read_id, addresses)
 
-    # Sending a layer stream
+    # Methods that send a layer stream
 
     def open_stream(self, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
-        """Connects in the background; `timeout_s` covers the whole stream. Ends with SendEnded.
+        """Connects in the background; `timeout_s` limits the whole stream. Ends with SendEnded.
 
         Raises ValueError.
         """
@@ -265,7 +266,7 @@ class Messenger:
         if stream is not None:
             stream.abort("the stream was aborted")
 
-    # Receiving a layer stream
+    # Methods that receive a layer stream
 
     def expect(
         self, stream_id: str, block_ids: Sequence[BlockId], first_index: int, timeout_s: float

@@ -1,5 +1,5 @@
-"""NIXL transport: the reader's NIXL agent reads slices from the sender's arena into ours, by RDMA
-where the network supports it, else by what UCX finds.
+"""NIXL transport: the reader's NIXL agent reads slices from the sender's arena into its own, by
+RDMA where the network supports it, or else by another way that UCX finds.
 
 Only positions and checksums are sent over the connection. As in shared memory, the sender keeps a
 slice unchanged until the reader has reported that it is done. The two sides exchange the metadata
@@ -35,7 +35,7 @@ class NixlConnection(FrameConnection):
     def __init__(
         self, frames: FrameSocket, peer: InstanceId, channel: NixlChannel, peer_bytes: int
     ) -> None:
-        """`peer_bytes`: size of the peer's arena."""
+        """`peer_bytes`: size of the peer's arena in bytes."""
         super().__init__(frames, peer)
         self._channel = channel
         self._peer_bytes = peer_bytes

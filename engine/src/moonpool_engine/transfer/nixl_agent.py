@@ -1,5 +1,6 @@
-"""This instance's NIXL agent, as its threads use it. The agent runs in a process of its own
-(`nixl_agent_process`) and copies bytes between arenas by RDMA or whatever else UCX finds.
+"""This instance's NIXL agent, as threads of the instance use it. The agent runs in a separate
+process (`nixl_agent_process`) and copies bytes between arenas by RDMA or another way that UCX
+finds.
 
     running --it ended, or was stopped because of a stuck transfer--> down --next use--> running
 
@@ -45,7 +46,7 @@ from moonpool_engine.transfer.nixl_agent_process import (
 
 START_S = 20.0
 PAUSE_S = 5.0
-"""The least time between two starts: blocks go over TCP meanwhile."""
+"""Least time between two starts of the agent; blocks use TCP in the meantime."""
 GRACE_S = 0.2
 _CONNECT_S = 5.0
 _CLOSE_S = 3.0
@@ -61,7 +62,7 @@ class _ReadFailedError(PeerGoneError):
 
 
 class NixlChannel:
-    """One connection's channel to the agent process. Used by one thread."""
+    """One connection's channel to the agent process. One thread uses a `NixlChannel`."""
 
     def __init__(self, agent: NixlAgent, generation: int, sock: socket.socket) -> None:
         self._agent, self._generation = agent, generation
@@ -86,7 +87,8 @@ class NixlChannel:
 
     def read(self, spans: list[Span], deadline_s: float, peer_fd: int) -> None:
         """Reads spans of the peer's arena. When it returns or raises TransportError, nothing writes
-        to the spans any more. `peer_fd`: the connection that shows whether the peer has ended."""
+        to the spans any more. `peer_fd`: the connection whose state shows whether the peer has
+        ended."""
         try:
             self._request(ReadSpans(spans=spans))
             self._await_reply(deadline_s, peer_fd)
@@ -144,13 +146,13 @@ class NixlChannel:
 class NixlAgent:
     """Starts the agent process, and starts it again after it has ended. Thread-safe.
 
-    It seals the arena, whose other processes must have mapped it before."""
+    The agent seals the arena, so other processes must have mapped it before."""
 
     def __init__(self, arena: Arena, listen_host: str) -> None:
         """Raises NixlAgentError; the arena is sealed then, too."""
-        self.port = 0  # on which peers with NIXL connect; the messenger sets it
-        self.generation = 0  # counts starts and ends of the agent process
-        self._lock = threading.Lock()  # guards what follows
+        self.port = 0  # port to which peers with NIXL connect; the messenger sets it
+        self.generation = 0  # number of starts and ends of the agent process
+        self._lock = threading.Lock()  # guards the fields below
         self._agent_socket: socket.socket | None = None
         self._metadata: AgentMetadata | None = None
         self._started_s = -PAUSE_S
@@ -158,7 +160,8 @@ class NixlAgent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = ours
         try:
-            with theirs:  # closed before the wait: otherwise the process's end goes unnoticed
+            # closed before the wait, because otherwise the process's end would go unnoticed
+            with theirs:
                 self._supervisor = _spawn(theirs, arena, ucx_devices(listen_host))
         except OSError as error:
             ours.close()
@@ -274,7 +277,7 @@ class NixlAgent:
             self._control.send(STOP)
             self._expect(STOPPED)
         except (OSError, NixlAgentError):
-            # Without its supervisor the kernel kills the agent, and then closes its sockets.
+            # If its supervisor ends, the kernel kills the agent and closes its sockets.
             self._supervisor.kill()
             self._supervisor.wait()
             agent_socket.settimeout(None)

@@ -1,17 +1,17 @@
 """The processes in which NIXL runs for an instance: a supervisor, and an agent that it forks.
 
-They are separate from the instance for two reasons. NIXL's C++ code may end its process (UCX does
-so if a peer ends at the wrong moment). And a transfer that was given up may still write: UCX cannot
-cancel one, so only the end of its process is sure to end it.
+The agent and its supervisor are separate from the instance for two reasons. NIXL's C++ code may end
+its process (UCX does so if a peer ends at the wrong moment). And a transfer that was given up may
+still write: UCX cannot cancel one, so only the end of its process is sure to end it.
 
     supervisor: maps the arena -> `MAPPED` -> (`START`, which passes the agent's socket, or `STOP`,
                 answered by `STOPPED` once no agent runs) ... -> ends with the instance
 
 The supervisor exists because a sealed arena cannot be mapped for writing again: it maps the arena
-before the seal, and each agent inherits the mapping. It has one thread and loads no libraries, so
-it may fork. The agent has one thread as well. It reads one socket that passes channels, and the
-channels, each of which serves one connection to a peer. It sleeps while it neither reads nor is
-exposed to reads.
+before the seal, and each agent inherits the mapping. The supervisor has one thread and loads no
+libraries, so it may fork. The agent has one thread as well. The agent reads one socket that passes
+channels, and the channels, each of which serves one connection to a peer. The agent sleeps while it
+neither reads nor is exposed to reads.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MAX_MESSAGE_BYTES = 128 << 10
 MAX_METADATA_BYTES = 64 << 10
 _TICK_S = 50e-6
 _SLOW_TICK_S = 1e-3
-_QUICK_S = 1.0  # how long the tick stays short after the arena was exposed
+_QUICK_S = 1.0  # how long the tick stays short after the arena was exposed to reads
 _SPINS = 2000
 
 Span = tuple[int, int, int]
-"""Bytes to read: (offset in the peer's arena, offset in ours, size)."""
+"""Bytes to read: (offset in the peer's arena, offset in the own arena, size)."""
 
 
 class NixlSetup(Struct, frozen=True):
@@ -57,7 +57,8 @@ class NixlSetup(Struct, frozen=True):
 
 
 class AgentMetadata(Struct, frozen=True, tag=True):
-    """What a peer needs to connect to an agent: NIXL's metadata, and the address of its arena."""
+    """What a peer needs in order to connect to an agent: NIXL's metadata, and the address of the
+    agent's arena."""
 
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
     base: Annotated[int, msgspec.Meta(ge=0)]
@@ -71,7 +72,7 @@ class ConnectPeer(Struct, frozen=True, tag=True):
 
 
 class ReadSpans(Struct, frozen=True, tag=True):
-    """Reads spans of the peer's arena into ours."""
+    """Reads spans of the peer's arena into the own arena."""
 
     spans: list[Span]
 
@@ -100,14 +101,14 @@ def main() -> None:
     """Runs the supervisor."""
     setup = msgspec.json.decode(sys.argv[1], type=NixlSetup)
     control = socket.socket(fileno=setup.control)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the end of the instance ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the end of the instance ends this process
     arena = mmap.mmap(setup.arena, setup.arena_bytes)
     os.close(setup.arena)
     control.send(MAPPED)
     pid, num_started = 0, 0
     while True:
         order, fds, _, _ = socket.recv_fds(control, 64, 1)
-        if pid:  # two agents never run at once
+        if pid:  # waits, because two agents must never run at once
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             pid = 0
@@ -138,7 +139,7 @@ def _run_agent(
         reply = AgentMetadata(metadata=metadata, base=base, num_bytes=len(arena))
         instance.send(msgspec.msgpack.encode(reply))
         _AgentProcess(agent, base, len(arena), instance).run()
-    except Exception as error:  # the instance reports any error
+    except Exception as error:  # the instance reports any error of the agent
         instance.send(msgspec.msgpack.encode(AgentReply(error=f"{error}"[:1000])))
     os._exit(1)
 
@@ -148,11 +149,11 @@ def _open_agent(name: str, devices: str, base: int, num_bytes: int) -> Any:
     if devices:
         settings["UCX_NET_DEVICES"] = devices
     for key, value in settings.items():
-        os.environ.setdefault(key, value)  # the user's settings have priority
+        os.environ.setdefault(key, value)  # the user's own settings have priority
     try:
         try:
             from nixl import _api as nixl
-        except ImportError:  # the package of one CUDA version alone
+        except ImportError:  # then only the package of one CUDA version is installed
             from nixl_cu12 import _api as nixl
     except ImportError as error:
         raise RuntimeError(
@@ -161,7 +162,8 @@ def _open_agent(name: str, devices: str, base: int, num_bytes: int) -> Any:
         ) from None
     for logger in ("nixl", "nixl_cu12", "nixl_cu13"):
         logging.getLogger(logger).setLevel(logging.WARNING)
-    # Without NIXL's progress thread, which would keep a core busy: the calls below make progress.
+    # Runs without NIXL's progress thread, which would keep a core busy: the calls below make
+    # progress.
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
     agent.create_backend("UCX")
     agent.register_memory([(base, num_bytes, 0, "")], "DRAM")
@@ -174,18 +176,18 @@ class _AgentChannel:
         self.peer: AgentMetadata | None = None
         self.remote = ""
         self.exposed = False
-        self.transfer: Any = None  # NIXL's handle of the running transfer
+        self.transfer: Any = None  # NIXL's handle of the transfer in progress
 
 
 class _AgentProcess:
-    """The agent's loop. `instance`: the socket that passes new channels."""
+    """The event loop of the agent process. `instance`: the socket that passes new channels."""
 
     def __init__(self, agent: Any, base: int, num_bytes: int, instance: socket.socket) -> None:
         self._agent = agent
         self._base, self._num_bytes = base, num_bytes
         self._instance = instance
         self._channels: dict[int, _AgentChannel] = {}
-        self._users: dict[str, int] = {}  # channels per remote agent
+        self._users: dict[str, int] = {}  # number of channels per remote agent
         self._poll = select.poll()
         self._poll.register(instance, select.POLLIN)
         self._exposed_s = 0.0
@@ -205,7 +207,7 @@ class _AgentProcess:
             for channel in reading:
                 self._check_transfer(channel)
             if exposed:
-                self._agent.get_new_notifs()  # makes progress on reads of our arena
+                self._agent.get_new_notifs()  # makes progress on peers' reads of the own arena
             if ready or any(channel.transfer is None for channel in reading):
                 spins = 0
             elif reading and spins < _SPINS:
@@ -239,7 +241,7 @@ class _AgentProcess:
                 self._reply(channel)
             else:
                 self._read(channel, request.spans)
-        except Exception as error:  # NIXL's, or an invalid request
+        except Exception as error:  # an error of NIXL, or an invalid request
             self._reply(channel, f"NIXL: {error}")
 
     def _connect(self, channel: _AgentChannel, peer: AgentMetadata) -> None:
@@ -266,7 +268,7 @@ class _AgentProcess:
     def _check_transfer(self, channel: _AgentChannel) -> None:
         try:
             state = self._agent.check_xfer_state(channel.transfer)
-        except Exception as error:  # raised when the peer has ended
+        except Exception as error:  # raised if the peer has ended
             self._note_state(channel, "ERR", f"{error}")
         else:
             self._note_state(channel, state)

@@ -35,16 +35,17 @@ class _IncomingStream:
         self.deadline_s = deadline_s
         self.started_s = time.monotonic()
         self.connection = CancellableConnection()
-        self.claimed = False  # by a sender
+        self.claimed = False  # whether a sender has claimed the stream
 
 
 class IncomingStreams:
-    """Streams expected or in progress. `serve` runs in a connection's thread, the rest in any."""
+    """Streams expected or in progress. `serve` runs in a connection's thread, all other methods in
+    any thread."""
 
     def __init__(self, context: TransferContext, park_s: float) -> None:
         self._context = context
         self._park_s = park_s
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the fields below
         self._streams: dict[str, _IncomingStream] = {}
         self._redirects: dict[str, tuple[PeerAddress, ...]] = {}
         self._closing = False
@@ -70,7 +71,7 @@ class IncomingStreams:
             self._redirects.pop(stream_id, None)
 
     def cancel(self, stream_id: str, reason: str) -> None:
-        """Ends the stream: at once, or when its thread stops. Ignored if there is none."""
+        """Ends the stream, at once or when its thread stops. Ignored if there is none."""
         with self._changed:
             stream = self._streams.get(stream_id)
             if stream is None:
@@ -149,7 +150,7 @@ class IncomingStreams:
                 return Refused(reason=f"stream {stream_id!r} is not expected here")
             if stream.claimed:
                 return Refused(reason=f"stream {stream_id!r} has a sender already")
-            if connection.has_input():  # a dead sender must not take the place of a live one
+            if connection.has_input():  # a dead sender must not take a live sender's place
                 return Refused(reason="the sender did not wait for the answer to its opening")
             stream.claimed = True
             stream.connection.attach(connection)

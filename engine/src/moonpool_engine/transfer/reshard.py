@@ -1,5 +1,5 @@
 """Arenas that store only part of each slice, and the copy plan between arenas that store different
-parts. Works on byte ranges and does not know what they contain.
+parts. This module works on byte ranges and does not know what they contain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardView(Struct, frozen=True):
         return sum(end - start for start, end in self.ranges)
 
     def fits(self, whole_bytes: int) -> bool:
-        """Whether this view is valid for slices of `whole_bytes`. It may come from a peer."""
+        """Whether this view is valid for slices of `whole_bytes`. The view may come from a peer."""
         before = 0
         for start, end in self.ranges:
             if not before <= start < end:
@@ -59,7 +59,8 @@ class ReshardPlan:
 
 
 def compatible(theirs: ShardView | None, ours: ShardView | None) -> bool:
-    """Whether slices can be copied between arenas with these views. None means whole slices."""
+    """Whether slices can be copied between arenas with these views. None stands for whole
+    slices."""
     return theirs is None or ours is None or theirs == ours
 
 

@@ -1,10 +1,10 @@
-"""An outgoing layer stream: sends slices as the engine completes them.
+"""An outgoing layer stream, which sends slices as the engine completes them.
 
     connecting -> sending -> (finished and all sent) waiting for the receiver -> ended
-    any of them -> ended with an error, by abort, deadline or failure
+    any state -> ended with an error, by abort, deadline or failure
 
-It runs in the thread of a pooled connection. The engine calls `send` between two layers, which only
-appends to a list and wakes that thread.
+A stream runs in the thread of a pooled connection. The engine calls `send` between two layers,
+which only appends to a list and wakes that thread.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class SendStream:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         arena = context.arena
         self._max_queued = arena.num_blocks * arena.layout.num_layers
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._queue: list[SliceRef] = []
         self._finished = False
         self._overrun = False
-        self._in_use = False  # the thread may read the stream's blocks
+        self._in_use = False  # whether the thread may read the stream's blocks
         self._ended = False
         self._num_bytes = 0
         self._shares: tuple[SendStream, ...] = ()
@@ -108,7 +108,7 @@ class SendStream:
                 os.eventfd_write(self._wake_fd, 1)
 
     def abort(self, reason: str) -> None:
-        """Ends the stream: at once if no block is in use yet, else when its thread stops."""
+        """Ends the stream, at once if no block is in use yet, or when its thread stops."""
         self._connection.cancel(reason)
         with self._lock:
             shares, unused = self._shares, not (self._in_use or self._shares)
@@ -127,8 +127,8 @@ class SendStream:
             share.start(address)
 
     def _make_shares(self, num_shares: int) -> tuple[SendStream, ...]:
-        """Returns one stream of the same slices per peer. This stream ends when all of them have.
-        Returns none if it has ended meanwhile."""
+        """Returns one stream of the same slices per peer. Makes a share for each peer; this stream
+        ends when all shares have ended. Returns none if the stream has ended in the meantime."""
 
         def end(event: SendEnded) -> None:
             with self._lock:
@@ -158,10 +158,10 @@ class SendStream:
                     if self._finished:
                         share.finish()
         if not self._shares:
-            self._finish_thread("")  # its end was reported by `abort`
+            self._finish_thread("")  # `abort` has reported its end already
         return self._shares
 
-    # In the connection's thread
+    # Methods in the connection's thread
 
     def _opening(self) -> OpenStream:
         timeout_s = max(0.001, self._deadline_s - time.monotonic())
@@ -301,7 +301,7 @@ class SendStream:
 
 
 class _StreamRedirectError(Exception):
-    """Other peers receive the stream."""
+    """Raised because other peers receive the stream."""
 
     def __init__(self, addresses: tuple[PeerAddress, ...]) -> None:
         super().__init__()

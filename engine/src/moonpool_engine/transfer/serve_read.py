@@ -37,7 +37,7 @@ class _Read:
     def __init__(self, num_keys: int, layers: range, reader_view: ShardView | None) -> None:
         self.num_keys = num_keys
         self.layers = layers
-        self.reader_view = reader_view  # the part of each slice that the reader stores
+        self.reader_view = reader_view  # the part of each slice that the reader's arena stores
         self.connection = CancellableConnection()
         self.answered = False
         self.waiting = threading.Lock()  # held until the worker answers or the read is cancelled
@@ -53,7 +53,7 @@ class _Read:
 
 
 class IncomingReads:
-    """The reads in progress. `serve` runs in a connection's thread, other methods in any."""
+    """The reads in progress. `serve` runs in a connection's thread, other methods in any thread."""
 
     def __init__(self, context: TransferContext, lease_s: float) -> None:
         self._context = context
@@ -116,7 +116,8 @@ class IncomingReads:
                 del self._reads[read_id]
             read.connection.detach()
             if error:
-                connection.close()  # before the blocks are reused: the peer then trusts no copy
+                # closed before the blocks are reused, so that the peer trusts no copy
+                connection.close()
                 self._context.counters.failed()
             corrupt = self._find_corrupt(read.granted or ()) if read.reported_corrupt else ()
             self._context.post(ReadEnded(read_id=read_id, corrupt=corrupt, error=error))
@@ -172,7 +173,7 @@ class IncomingReads:
         read was redirected."""
         if not read.waiting.acquire(timeout=max(0.0, deadline_s() - time.monotonic())):
             with self._lock:
-                read.answered = True  # a later grant is ignored
+                read.answered = True  # a later grant for the read is ignored
         with self._lock:
             granted, redirect = read.granted, read.redirect
         if redirect:
@@ -185,7 +186,7 @@ class IncomingReads:
             raise DeadlineError("the worker did not answer in time")
         own_view = self._context.arena.shard_view
         if not compatible(own_view, read.reader_view):
-            granted = ()  # other peers store the reader's part
+            granted = ()  # other peers store the reader's part of the blocks
         answer = ReadGranted(
             num_blocks=len(granted),
             lease_s=self._lease_s,

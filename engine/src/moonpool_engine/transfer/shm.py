@@ -1,6 +1,6 @@
 """Shared-memory transport within a host: the reader copies slices from the sender's arena.
 
-Only positions and checksums are sent over the unix socket. After the handshake each side passes a
+Over the unix socket, only positions and checksums are sent. After the handshake each side passes a
 read-only descriptor of its arena's memory file to the other, which maps it (`arena`). The sender
 keeps a slice unchanged until the reader has reported that it is done.
 """
@@ -77,7 +77,7 @@ def exchange_arenas(
     sock, timeout_text = frames.socket, ""
     frames.set_timeout(deadline_s)
     try:
-        socket.send_fds(sock, [b"a"], [arena.peer_fd])  # one byte always fits
+        socket.send_fds(sock, [b"a"], [arena.peer_fd])  # a single byte always fits
     except OSError as error:
         raise PeerGoneError(f"the connection broke: {error}") from error
     while True:
@@ -109,12 +109,12 @@ def host_id() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
-        return f"unknown-{secrets.token_hex(8)}"  # unique: shared memory is not used
+        return f"unknown-{secrets.token_hex(8)}"  # a unique name, so that shared memory is not used
 
 
 def listen(name: str) -> socket.socket:
-    """Returns a listening unix socket. `name` is abstract: it ends with the socket and leaves no
-    file. Raises OSError."""
+    """Returns a listening unix socket. `name` is in the abstract namespace: it disappears with the
+    socket and leaves no file. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind("\0" + name)

@@ -3,7 +3,7 @@
 `PlainSliceCopier` works on every machine. `NativeSliceCopier` does the same by the kernels'
 `slices.cpp`: within a host it copies and hashes in one pass and writes around the cache; what
 arrives over a socket is hashed while it is in the cache. The same tests run with both. Neither
-knows which blocks may be accessed.
+copier knows which blocks may be accessed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Call = Callable[..., int]
 
 class SliceCopier(Protocol):
     """Offers are packed (`wire.OFFER`). Methods that receive slices return how many differ from
-    their offered checksum. Each call ends by its deadline with a TransportError. Thread-safe."""
+    their offered checksum. Each call ends by its deadline with a TransportError at the latest.
+    Thread-safe."""
 
     group_bytes: int
     """The most bytes to receive with one call."""
@@ -72,7 +73,7 @@ class SliceCopier(Protocol):
 
 class PlainSliceCopier:
     """Copies with the kernel and numpy, then hashes the group while it is in the cache. Both
-    release the GIL."""
+    operations release the GIL."""
 
     group_bytes = GROUP_BYTES
 
@@ -114,7 +115,7 @@ class PlainSliceCopier:
             return receiver.verify(unpacked, offsets)
         start = end = offsets[0]
         for offset in offsets:
-            if offset != end:  # adjacent slices are received as one
+            if offset != end:  # adjacent slices are received in one call
                 targets.append(arena.buffer[start:end])
                 start = offset
             end = offset + size
@@ -140,7 +141,7 @@ class PlainSliceCopier:
             if begin != start + length or goal != target + length:
                 source.copy(start, arena, target, length)
                 start, target, length = begin, goal, 0
-            length += size  # slices adjacent on both sides are copied as one
+            length += size  # slices that are adjacent on both sides are copied in one call
         source.copy(start, arena, target, length)
         return receiver.verify(unpacked, targets, accept_deferred=True)
 
@@ -167,15 +168,16 @@ def supports_native(arena: Arena) -> bool:
 
 
 def fastest_copier(arena: Arena, calls: SliceCalls | None) -> SliceCopier:
-    """Returns a copier with native kernels, if there are any and they support this arena's slices,
-    or else one in Python."""
+    """Returns a copier with native kernels, if these exist and support this arena's slices, or else
+    one in Python."""
     if calls is not None and supports_native(arena):
         return NativeSliceCopier(calls)
     return PlainSliceCopier()
 
 
 class NativeSliceCopier:
-    """Copies and hashes by `slices.cpp`, without the GIL. For arenas with `supports_native`."""
+    """Copies and hashes by `slices.cpp`, without the GIL. Copies slices of arenas for which
+    `supports_native` is True."""
 
     group_bytes = NATIVE_GROUP_BYTES
 
@@ -282,7 +284,8 @@ class NativeSliceCopier:
         )
         if code == _DONE:
             return corrupt[0]
-        self._plain.copy(source, offers, receiver)  # raises the exact error
+        # repeats the copy in Python to raise the exact error
+        self._plain.copy(source, offers, receiver)
         raise ProtocolError("slices were offered that cannot exist")
 
     def _copy_read_ahead(
@@ -301,7 +304,7 @@ class NativeSliceCopier:
         self, code: int, errno: int, offers: bytes, receiver: SliceReceiver
     ) -> TransportError:
         if code == _OUTSIDE:
-            receiver.offsets(unpack_offers(offers))  # raises the exact error
+            receiver.offsets(unpack_offers(offers))  # unpacks the offers to raise the exact error
         if code == _CLOSED:
             return PeerGoneError("the peer closed the connection")
         return PeerGoneError(f"the connection broke: {os.strerror(errno)}")

@@ -2,8 +2,8 @@
 
 Fetches and incoming streams share this class. The record has one row per expected block and one
 column per layer. A slice counts only if its checksum equals the one that its sender offered.
-Blocks are written only from within `receive`, by one thread at a time. The bytes themselves are
-moved by the connection's transport and its `slice_copier`.
+Blocks are written only from within `receive`, by one thread at a time. The transport of the
+connection and its `slice_copier` move the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CORRUPT = 2
 
 
 class SliceSource(Protocol):
-    """What a receiver uses of a connection."""
+    """The part of a connection that a receiver uses."""
 
     transport: str
     defers_checksums: bool
@@ -53,9 +53,9 @@ class SliceReceiver:
         group_bytes: int = GROUP_BYTES,
         accepts_deferred: bool = False,
     ) -> None:
-        """`group_bytes`: bytes taken from the connection at a time. `accepts_deferred`: the peer
-        may leave checksums to us, as it keeps the slices unchanged. Raises ValueError if a block
-        is outside the arena."""
+        """`group_bytes`: number of bytes taken from the connection at a time. `accepts_deferred`:
+        whether the peer may leave checksums to this side, because it keeps the slices unchanged.
+        Raises ValueError if a block is outside the arena."""
         for block_id in block_ids:
             if not arena.holds(block_id) and block_id != NOWHERE:
                 raise ValueError(f"block {block_id} is outside the arena of {arena.num_blocks}")
@@ -81,7 +81,7 @@ class SliceReceiver:
             self.skip(self.absent)
         arena.checksums.forget(b for b in block_ids if b != NOWHERE)
 
-    # What is expected
+    # Methods about what is expected
 
     @property
     def shard_view(self) -> ShardView | None:
@@ -89,7 +89,7 @@ class SliceReceiver:
         return self.arena.shard_view
 
     def skip(self, indices: Sequence[int]) -> None:
-        """Marks these indices as complete: other peers bring them. Raises ProtocolError."""
+        """Marks these indices as complete, because other peers bring them. Raises ProtocolError."""
         layers = self.num_layers
         self._skipped.update(indices)
         for index in indices:
@@ -128,7 +128,7 @@ class SliceReceiver:
             group = offers[start : start + step]
             num_slices = len(group) // OFFER.size
             if self._skipped:
-                self.offsets(unpack_offers(group))  # rejects slices that other peers bring
+                self.offsets(unpack_offers(group))  # rejects slices that other peers should bring
             deferred = connection.defers_checksums and has_deferred(group)
             if deferred and not self._accepts_deferred:
                 raise ProtocolError("slices were offered without their checksums")
@@ -144,9 +144,9 @@ class SliceReceiver:
                 after_group()
 
     def _check_unchanged(self, connection: SliceSource, offers: bytes, deferred: bool) -> None:
-        """Without a checksum the sender's promise counts: it closes the connection before it
-        reuses what it offered. So slices copied while it is open are the ones it meant, and a
-        checksum that differs tells of damage only then."""
+        """Without a checksum the sender's promise counts: it closes the connection before it reuses
+        the slices that it offered. So slices copied while the connection is open are the offered
+        ones, and only then does a different checksum mean damage."""
         if connection.hung_up():
             if deferred:
                 self._mark_missing(unpack_offers(offers))
@@ -203,7 +203,8 @@ class SliceReceiver:
         return num_corrupt
 
     def tell_damage(self, what: str) -> None:
-        """Logs the slices with a wrong checksum, if there are any. `what`: the operation."""
+        """Logs the slices with a wrong checksum, if there are any. `what`: the name of the
+        operation."""
         if self.corrupt_slices:
             _log.warning(
                 "%s: %d slices arrived with a wrong checksum and are computed again; check the"
@@ -212,7 +213,7 @@ class SliceReceiver:
                 self.corrupt_slices,
             )
 
-    # What has arrived
+    # Methods about what has arrived
 
     def complete_layers(self, num_rows: int) -> int:
         """Returns the number of leading layers that are verified for the first `num_rows`
@@ -221,7 +222,7 @@ class SliceReceiver:
         end = num_rows * layers
         while self._complete_layers < layers:
             column = self._complete_layers
-            if self._num_verified < (column + 1) * num_rows:  # cheaper than scanning the column
+            if self._num_verified < (column + 1) * num_rows:  # cheaper than a scan of the column
                 break
             if states[column:end:layers].count(VERIFIED) < num_rows:
                 break

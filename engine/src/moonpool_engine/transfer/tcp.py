@@ -18,7 +18,7 @@ from moonpool_engine.transfer.slice_receiver import SliceReceiver
 from moonpool_engine.transfer.wire import Codec, Slices, unpack_offers
 
 NEAR_S = 0.002
-_ROUND_TRIP = struct.Struct("=68xI")  # tcpi_rtt of linux/tcp.h's tcp_info, in microseconds
+_ROUND_TRIP = struct.Struct("=68xI")  # field tcpi_rtt of linux/tcp.h's tcp_info, in microseconds
 
 
 class TcpConnection(FrameConnection):
@@ -32,7 +32,8 @@ class TcpConnection(FrameConnection):
         self._slice_copier = slice_copier
         if frames.is_encrypted:
             self.transport = "tls"
-            self._slice_copier = PlainSliceCopier()  # the kernels write to the descriptor itself
+            # the native kernels write to the descriptor themselves
+            self._slice_copier = PlainSliceCopier()
         self._codec = Codec()
 
     def send_slices(
@@ -73,12 +74,12 @@ def prepare(sock: socket.socket) -> None:
     """Sets the options of a connected socket. Call it on both ends.
 
     BBR paces sending by a model of a bottleneck, which costs up to half of the rate within one
-    network. So a near peer gets another congestion control where BBR is the default. Any other
-    choice of the operator stays."""
+    network. So a connection to a near peer gets another congestion control if BBR is the default.
+    Any other choice of the operator stays."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if congestion_control(sock) != "bbr" or _round_trip_s(sock) >= NEAR_S:
         return
-    for name in (b"cubic", b"reno"):  # reno is allowed everywhere
+    for name in (b"cubic", b"reno"):  # the kernel always allows reno
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return

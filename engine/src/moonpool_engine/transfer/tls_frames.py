@@ -1,4 +1,4 @@
-"""A FrameSocket over mutual TLS."""
+"""Runs a FrameSocket over mutual TLS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def accepted(tls: PeerTls, sock: socket.socket) -> TlsFrameSocket:
 
 
 class TlsFrameSocket(FrameSocket):
-    """A FrameSocket over TLS. `fileno` serves for polling only: its bytes are encrypted.
+    """A FrameSocket over TLS. `fileno` is only for polling, because its bytes are encrypted.
 
     One thread may send while another receives. OpenSSL allows one call at a time on a connection,
     so each call is short: the socket does not block, and the threads wait outside of the lock.
@@ -74,17 +74,16 @@ class TlsFrameSocket(FrameSocket):
             raise PeerGoneError(tls_text(error)) from None
 
     def receive_now(self, target: memoryview) -> tuple[int, int]:
-        """Fills the beginning of `target` with what is there. Returns the number of bytes, and the
-        event to wait for. Raises PeerGoneError, also at the end of the stream."""
+        """Fills the beginning of `target` with the bytes that have arrived. Returns the number of
+        bytes, and the event to wait for. Raises PeerGoneError, also at the end of the stream."""
         count, events = self.attempt(lambda: self._tls.recv_into(target))
         if not count and not events:
             raise PeerGoneError("the peer closed the connection")
         return count, events
 
     def send_now(self, buffer: memoryview) -> tuple[int, int]:
-        """Sends the beginning of `buffer`. After a result of 0 bytes, the next call must have the
-        same bytes. Returns the number of bytes, and the event to wait for. Raises
-        PeerGoneError."""
+        """Sends the beginning of `buffer`. If the result is 0 bytes, the next call must pass the
+        same bytes. Returns the number of bytes, and the event to wait for. Raises PeerGoneError."""
         return self.attempt(lambda: self._tls.send(buffer))
 
     def wait(self, events: int, deadline_s: float, timeout_text: str) -> None:
@@ -96,7 +95,7 @@ class TlsFrameSocket(FrameSocket):
         self.poll(events, min(left_s, TICK_S))
 
     def poll(self, events: int, timeout_s: float) -> int:
-        """Returns those that happened of these events of `poll`. Raises PeerGoneError if this end
+        """Returns which of these events of `poll` have happened. Raises PeerGoneError if this end
         was closed."""
         poll = select.poll()
         try:
@@ -116,12 +115,12 @@ class TlsFrameSocket(FrameSocket):
                 self._shut_down()
 
     def close(self) -> None:
-        with self._calling:  # a thread that sends must not find the socket without its encryption
+        with self._calling:  # a thread that sends must not find the socket without encryption
             self._shut_down()
             super().close()
 
     def _shut_down(self) -> None:
-        with contextlib.suppress(OSError):  # that of SSLSocket would end the encryption
+        with contextlib.suppress(OSError):  # SSLSocket's own method would end the encryption
             socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
 
     def _receive_some(self, targets: list[memoryview], deadline_s: float, flags: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 The first touch of a page costs more than a copy into it, because the kernel must clear the page. An
 arena that is large and mostly empty should still not take its whole memory at the start. So a
-thread touches the pages of blocks as they are used for the first time, and a few more.
+thread touches the pages of blocks shortly before their first use, and a few more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ log = logging.getLogger("moonpool.worker")
 def may_touch_late(setting: Path = Path("/proc/sys/vm/overcommit_memory")) -> bool:
     """Whether the first touch of a page of a memory file cannot fail with SIGBUS.
 
-    With strict accounting it can, so there an arena is touched whole at the start."""
+    With strict accounting a later touch can fail, so an arena is then touched whole at the
+    start."""
     try:
         return setting.read_text().strip() != STRICT
     except OSError:
@@ -49,7 +50,8 @@ class TouchAhead:
         self._thread: threading.Thread | None = None
 
     def reach(self, num_bytes: int) -> None:
-        """The bytes up to `num_bytes` are in use, or soon will be. Never waits for pages."""
+        """The bytes up to `num_bytes` are in use, or soon will be. This call never waits for
+        pages."""
         if num_bytes <= self._reached:
             return
         self._reached = num_bytes
@@ -72,7 +74,8 @@ class TouchAhead:
         return min(self._reached + AHEAD_BYTES, self._num_bytes)
 
     def _run(self) -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's, it releases the GIL
+        # this call releases the GIL, unlike mmap's method
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         start = self._bytes.ctypes.data
         while True:

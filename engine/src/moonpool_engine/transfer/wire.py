@@ -11,7 +11,7 @@ Either side may answer Refused instead. A server may answer Redirect: the client
 operation again with the one peer it names, or with several peers that store a share each. An
 operation may be redirected once. An operation that fails closes its connection, so that its late
 messages cannot be mistaken for those of the next operation. Over TCP the bytes of the slices follow
-their Slices frame. In shared memory the reader copies them from the sender's arena.
+their Slices frame. In shared memory, the reader copies slices from the sender's arena.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_SLICES_PER_FRAME = 256
 MAX_REDIRECT_ADDRESSES = 64
 MAX_DEFERRED_CHECKSUMS = 1 << 16
-"""Checksums in one StreamReceived, half a frame. The sender hashes further slices the next time it
-sends them."""
+"""Checksums in one StreamReceived, half a frame. The sender hashes slices beyond this number when
+it next sends them."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
@@ -59,7 +59,7 @@ class SlicesEnd(Struct, frozen=True, tag=True):
 
 class ReadBlocks(Struct, frozen=True, tag=True):
     """Requests blocks by key, from layer `first_layer` on, in layer-major order. `shard_view`: the
-    part of each slice that the reader stores."""
+    part of each slice that the reader's arena stores."""
 
     keys: tuple[BlockKey, ...]
     timeout_s: _Seconds
@@ -68,9 +68,9 @@ class ReadBlocks(Struct, frozen=True, tag=True):
 
 
 class ReadGranted(Struct, frozen=True, tag=True):
-    """The first `num_blocks` of the keys follow. They stay unchanged for `lease_s` after each sign
-    of life of the reader. `absent`: positions of those that other peers store. `shard_view`: the
-    part of each slice that the source stores."""
+    """The first `num_blocks` of the keys follow. The granted blocks stay unchanged for `lease_s`
+    after each sign of life from the reader. `absent`: positions of the blocks that other peers
+    store. `shard_view`: the part of each slice that the source's arena stores."""
 
     num_blocks: _Count
     lease_s: _Seconds
@@ -97,7 +97,8 @@ class OpenStream(Struct, frozen=True, tag=True):
 
 class StreamExpected(Struct, frozen=True, tag=True):
     """The receiver expects slices of indices first_index ... first_index + num_indices - 1, except
-    `absent`, which other peers receive. `shard_view`: the part of each slice that it stores."""
+    `absent`, which other peers receive. `shard_view`: the part of each slice that the receiver
+    stores."""
 
     first_index: _Count
     num_indices: _Count
@@ -106,9 +107,9 @@ class StreamExpected(Struct, frozen=True, tag=True):
 
 
 class StreamReceived(Struct, frozen=True, tag=True):
-    """Ends a stream. `corrupt`: indices of which a slice was wrong or is missing. `checksums`:
-    little-endian xxh3_64 of the first MAX_DEFERRED_CHECKSUMS slices that were offered without
-    one."""
+    """Ends a stream. `corrupt`: indices of blocks of which a slice was wrong or is missing.
+    `checksums`: little-endian xxh3_64 of the first MAX_DEFERRED_CHECKSUMS slices that were offered
+    without one."""
 
     corrupt: tuple[_Count, ...]
     checksums: _Checksums = msgspec.field(default=b"", name="sums")
@@ -116,7 +117,7 @@ class StreamReceived(Struct, frozen=True, tag=True):
 
 class Redirect(Struct, frozen=True, tag=True):
     """The blocks are not in this instance's own memory but at these addresses. With `others`, each
-    peer stores a share."""
+    of the peers stores a share."""
 
     address: PeerAddress
     others: Annotated[
@@ -150,7 +151,8 @@ Message = (
 
 
 class Codec:
-    """Encodes and decodes messages. One per connection: encoders are not shared between threads."""
+    """Encodes and decodes messages. Each connection has one codec, because encoders are not shared
+    between threads."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -165,7 +167,7 @@ class Codec:
 
 
 def pack_offers(offers: Iterable[SliceOffer]) -> bytes:
-    """Packs offers with OFFER, one after the other."""
+    """Packs offers with OFFER, one after another."""
     return b"".join([OFFER.pack(*offer) for offer in offers])
 
 

@@ -1,1 +1,1 @@
-"""moonpool's KVCache pool inside vLLM: what runs in the processes of a vLLM server."""
+"""moonpool's KVCache pool inside vLLM: the code that runs in the processes of a vLLM server."""

@@ -1,8 +1,8 @@
 """Copies blocks between vLLM's KVCache tensors and the pool's memory, with checksums.
 
-`HostCopier` is for tensors in the host's memory: one pass copies and sums. `DeviceCopier` is for
-others: bytes pass a staging buffer of the host, which is summed as it is filled or emptied; so what
-was summed is what the device gets, whatever happens to the pool's memory meanwhile.
+`HostCopier` is for tensors in host memory: one pass copies and computes checksums. `DeviceCopier`
+is for others: bytes pass a staging buffer of the host, which is summed as it is filled or emptied;
+so what was summed is what the device gets, whatever happens to the pool's memory meanwhile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moonpool_engine.vllm.slice_mover import SliceMover, Sums
 
 
 class BlockCopier(Protocol):
-    """Copies blocks of one kind of KVCache. `places` are addresses of blocks in the pool's memory,
-    one for each block id."""
+    """Copies blocks of one kind of KVCache. `places` are addresses in the pool's memory, one for
+    each block id."""
 
     def mark(self) -> None:
         """Called by vLLM's thread as a step begins: what was computed before may be stored."""
@@ -38,8 +38,8 @@ class BlockCopier(Protocol):
         ...
 
     def store(self, block_ids: Sequence[Places], places: Places) -> Sums:
-        """Copies whole blocks out of vLLM; `block_ids` for each group of the kind. Returns the sums
-        of all their slices."""
+        """Copies whole blocks out of vLLM; `block_ids` are given for each group of the kind.
+        Returns the sums of all their slices."""
         ...
 
 
@@ -54,7 +54,7 @@ class HostCopier:
         self._slices_of = kind.slices_by_layer(layout)
 
     def mark(self) -> None:
-        """Does nothing: a step is computed when vLLM's thread goes on."""
+        """Does nothing, because a step is computed when vLLM's thread continues."""
 
     def wait(self, layer: str) -> None:
         """Does nothing: what was loaded is there."""
@@ -77,7 +77,8 @@ class HostCopier:
 
 
 class DeviceCopier:
-    """Copies tensors on a device. Loads and stores have a stream each, beside that of the model."""
+    """Copies tensors on a device. Loads and stores have a CUDA stream each, beside the model's
+    stream."""
 
     def __init__(
         self,
@@ -143,13 +144,13 @@ class DeviceCopier:
     def _staging(self, num_bytes: int) -> torch.Tensor:
         pinned = self._device.type == "cuda"
         raw = torch.empty(num_bytes + 64, dtype=torch.uint8, pin_memory=pinned)
-        start = -raw.data_ptr() % 64  # slices are copied to multiples of 64
+        start = -raw.data_ptr() % 64  # slices are copied to multiples of 64 bytes
         return raw[start : start + num_bytes]
 
 
 class _Streams:
-    """The order between the model's stream and those of the copies. Without streams, as on a CPU,
-    everything is in order already."""
+    """The order between the model's CUDA stream and the streams of the copies. Without streams, as
+    on a CPU, everything is already in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._has_streams = device.type == "cuda"
@@ -163,7 +164,7 @@ class _Streams:
     def mark_computed(self) -> None:
         if self._has_streams:
             self._computed = torch.cuda.current_stream().record_event()
-            self._kept.clear()  # of the step before, which has ended
+            self._kept.clear()  # buffers of the previous step, which has ended
 
     def keep(self, staging: torch.Tensor) -> None:
         if self._has_streams:
@@ -175,7 +176,7 @@ class _Streams:
             yield
             return
         with torch.cuda.stream(self._load):
-            if self._computed is not None:  # blocks may have been another request's
+            if self._computed is not None:  # the blocks may have belonged to another request
                 self._load.wait_event(self._computed)
             yield
             self._loaded[layer] = self._load.record_event()
@@ -200,7 +201,7 @@ class _Streams:
 
 class DeviceSliceMover:
     """Copies slices one by one between the host's memory and tensors on a device, for the proof of
-    a layout. It is slow, and takes addresses as the layout states them."""
+    a layout. This mover is slow, and takes addresses as the layout states them."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
@@ -214,7 +215,7 @@ class DeviceSliceMover:
         }
 
     def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
-        import xxhash  # here: as in `PlainSliceMover`
+        import xxhash  # imported here for the same reason as in `PlainSliceMover`
 
         sums = np.empty(len(from_addresses), np.uint64)
         pairs = zip(from_addresses.tolist(), to_addresses.tolist(), strict=True)

@@ -20,8 +20,8 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """`window_blocks` before its end are what a prefix needs; 0 means all. Layers' slices in a
-    block of the kind are in the order of its groups, and within a group as in the layout."""
+    """The last `window_blocks` blocks are what a prefix needs; 0 means all blocks. Layers' slices
+    in a block of the kind are in the order of its groups, and within a group as in the layout."""
 
     index: int
     window_blocks: int
@@ -48,8 +48,8 @@ class BlockKind:
 
 
 def kinds_of(layout: CacheLayout) -> tuple[BlockKind, ...]:
-    """The kinds of a layout, those that need all blocks first. Raises LayoutRefused for groups
-    whose blocks have different numbers of tokens."""
+    """Returns the kinds of a layout, starting with those that need all blocks. Raises LayoutRefused
+    for groups whose blocks have different numbers of tokens."""
     sizes = {group.block_tokens for group in layout.groups}
     if len(sizes) > 1:
         listed = " and ".join(map(str, sorted(sizes)))

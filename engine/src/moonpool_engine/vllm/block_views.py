@@ -1,4 +1,4 @@
-"""The bytes of vLLM's blocks as vLLM's tensors show them, without the addresses of a layout."""
+"""The bytes of vLLM's blocks as vLLM's tensors show them, without a layout's addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class BlockViews:
     """Reads and fills blocks of each layer."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], config: Any) -> None:
-        self._layers: list[dict[str, torch.Tensor]] = []  # of each group, with blocks as axis 0
+        # layers of each group, with blocks as axis 0
+        self._layers: list[dict[str, torch.Tensor]] = []
         self._ranges: set[tuple[int, int]] = set()
         for group in config.kv_cache_groups:
             found = {}
@@ -44,7 +45,7 @@ class BlockViews:
                     tensor[block].copy_(value.view(tensor.dtype))
 
     def clear(self) -> None:
-        """Zeroes all blocks, as vLLM allocates them."""
+        """Zeroes all blocks, which is how vLLM allocates them."""
         for layers in self._layers:
             for tensor in layers.values():
                 tensor.zero_()

@@ -1,9 +1,9 @@
 """How the KVCache tensors of one vLLM worker lie in memory: which bytes belong to which block.
 
 Bytes of a block are moved verbatim, so what they mean (K or V, which head, which token) does not
-matter here. That the bytes named here are those of the block is proven by `layout_probe`.
+matter here. `layout_probe` proves that the bytes named here are those of the block.
 
-This module imports neither torch nor vLLM. It reads their objects.
+This module imports neither torch nor vLLM. This module only reads their objects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Addresses = npt.NDArray[np.uint64]
 
-LEAST_SLICE_BYTES = 256  # a sum of xxh3 over fewer bytes is another function
-SLICE_STEP_BYTES = 64  # slices go around the cache in whole lines
+LEAST_SLICE_BYTES = 256  # over fewer bytes, xxh3 is computed by another function
+SLICE_STEP_BYTES = 64  # slices bypass the cache in whole cache lines
 
 # From the most special class of vLLM's specs to the most general one; the first in a spec's classes
 # says its kind.
@@ -55,7 +55,7 @@ class CacheGroup:
     kind: str
     block_tokens: int
     window_tokens: int | None
-    """The length of a sliding window or a chunk; None if a token attends to all before it."""
+    """Length of a sliding window or a chunk, or None if a token attends to all tokens before it."""
     layers: tuple[str, ...]
     first_slice: int
     num_slices: int
@@ -75,7 +75,8 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class _LayerForm:
-    """One layer's blocks in memory: where the runs of bytes of block 0 start, and their length."""
+    """Where one layer's blocks lie in memory: the starts of the runs of bytes of block 0, and their
+    length."""
 
     name: str
     group: int
@@ -87,9 +88,9 @@ class _LayerForm:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Where each slice of each block is.
+    """Tells where each slice of each block is.
 
-    A *slice* is a run of `slice_bytes` bytes. A block has `num_slices` of them over all layers, in
+    A *slice* is a run of `slice_bytes` bytes. A block has `num_slices` slices over all layers, in
     the order of groups, of their layers, and of addresses in a layer. In a model with several
     groups that many slices belong to a block's tokens, and each group has a block id of its own for
     its part: slices `first_slice` to `first_slice + num_slices` of the group.
@@ -212,7 +213,7 @@ def _read(kv_caches: Mapping[str, torch.Tensor], config: Any) -> CacheLayout:
 
 
 def _spec_of(group: Any, layer_name: str) -> Any:
-    """The spec of one layer: that of its group, or its own in a group of several."""
+    """Returns the spec of one layer: the spec of its group, or its own in a group of several."""
     own = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return group.kv_cache_spec if own is None else own[layer_name]
 
@@ -243,8 +244,8 @@ def _kind_of(group: Any, names: Sequence[str]) -> tuple[str, int, int | None]:
 
 
 def _placed_layers(config: Any) -> dict[str, tuple[int, int]]:
-    """What vLLM 0.32 and later say of a layer's place: the offset of block 0 in the allocation, and
-    the bytes from block to block. Earlier ones say nothing here."""
+    """Returns what vLLM 0.32 and later tell about a layer's place: the offset of block 0 in the
+    allocation, and the bytes from block to block. Earlier ones say nothing here."""
     found = {}
     for tensor in config.kv_cache_tensors:
         stride = getattr(tensor, "block_stride", None)
@@ -269,7 +270,7 @@ def _form_of(
     axes = _axes_of(tensor)
     axis = _block_axis(name, axes, num_blocks, placed)
     size, step = axes.pop(axis)
-    ratio = size // num_blocks  # kernel blocks in each block: they follow one another
+    ratio = size // num_blocks  # consecutive kernel blocks in each block
     inner = [*axes[:axis], (ratio, step), *axes[axis:]]
     stride = ratio * step
     held = math.prod(size for size, _ in inner) * item
@@ -313,7 +314,7 @@ def _block_axis(
     """Which axis counts blocks (or kernel blocks): the first, or the second behind one for K and V.
     Raises LayoutRefused."""
     fitting = [i for i, (size, _) in enumerate(axes[:2]) if size and size % num_blocks == 0]
-    if placed is not None:  # vLLM says the bytes from block to block
+    if placed is not None:  # vLLM tells the bytes from block to block
         fitting = [i for i in fitting if axes[i][0] // num_blocks * axes[i][1] == placed[1]]
     shape = tuple(size for size, _ in axes)
     if not fitting:
@@ -324,7 +325,8 @@ def _block_axis(
 
 
 def _runs(axes: Sequence[tuple[int, int]], item: int) -> tuple[int, list[tuple[int, int]]]:
-    """The bytes that lie together, and the axes (size, stride in bytes) over such runs."""
+    """Returns the length of contiguous bytes, and the axes (size, stride in bytes) over such
+    runs."""
     left = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
     run = item if all(size for size, _ in axes) else 0
     while left and left[-1][1] == run:
@@ -383,7 +385,7 @@ def _cut(
     kinds: Sequence[tuple[str, int, int | None, tuple[str, ...]]],
     slice_bytes: int,
 ) -> tuple[tuple[LayerPart, ...], tuple[CacheGroup, ...]]:
-    """Numbers the slices. `forms` are in the order of groups."""
+    """Numbers the slices. `forms` must be in the order of groups."""
     parts: list[LayerPart] = []
     groups: list[CacheGroup] = []
     number = 0

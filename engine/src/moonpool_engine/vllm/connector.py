@@ -59,11 +59,12 @@ KVConnectorHandshakeMetadata.register(RankReady)
 
 
 OTHERWISE = (AttributeError, KeyError, IndexError, TypeError, ValueError)
-"""What is raised where an object of vLLM is not as it was."""
+"""Errors that are raised if an object of vLLM differs from what the connector expects."""
 
 
 class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Both sides; `role` says which one this is. Settings in `kv_connector_extra_config`:
+    """Both sides of the connector; `role` tells which side an object is. Settings in
+    `kv_connector_extra_config`:
 
     pool        the pool's unix socket; by default where `moonpool pool serve` opens it
     start_pool  true: starts the pool of this host if there is none, with these settings of
@@ -100,7 +101,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a store that is dropped is a later miss
+        return False  # a block that is not stored is a later miss
 
     def shutdown(self) -> None:
         if self._scheduler is not None:
@@ -116,13 +117,13 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._refusal = _otherwise("its KVCache", TypeError(f"a {type(kv_caches).__name__}"))
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to sleep (from 0.33 on): its KVCache's memory goes."""
+        """vLLM is about to sleep (from 0.33 on), so the memory of its KVCache goes away."""
         if self._worker is not None:
             self._worker.end_stores()
 
     def get_handshake_metadata(self) -> RankReady | None:
-        """vLLM asks all ranks together, warmed up and before its first request: now the layout can
-        be proven, and the pool joined."""
+        """vLLM calls this on all ranks together, after warm-up and before its first request, so the
+        layout can be proven and the pool joined."""
         rank, num_ranks = 0, 1
         try:
             parallel = self._vllm_config.parallel_config
@@ -131,15 +132,16 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return self._join(rank, num_ranks)
         except (LayoutRefused, UnknownModelError) as error:
             refusal = str(error)
-        except Exception as error:  # vLLM can serve without the pool, whatever it was
+        except Exception as error:  # vLLM can serve without the pool, whatever the error was
             refusal = _otherwise("its worker", error)
-        log.debug("rank %d uses no KVCache pool: %s", rank, refusal)  # the scheduler's side says it
+        # the scheduler's side logs the reason
+        log.debug("rank %d uses no KVCache pool: %s", rank, refusal)
         return RankReady(b"", rank, num_ranks, refusal)
 
     def _join(self, rank: int, num_ranks: int) -> RankReady:
         """Proves the layout and joins the pool. Collective. Raises LayoutRefused, and others where
         vLLM's objects are not as they were."""
-        if self._refusal:  # all ranks have it
+        if self._refusal:  # all ranks have the same reason
             raise LayoutRefused(self._refusal)
         asleep = getattr(self._vllm_config.model_config, "enable_sleep_mode", False)
         if asleep and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
@@ -174,10 +176,11 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _attach_of(
         self, layout: CacheLayout, kind: BlockKind, group: bytes, first_rank: int, num_ranks: int
     ) -> AttachRank:
-        """What this process says to the pool of one of its kinds of KVCache."""
+        """Returns the message by which this process attaches one of its kinds of KVCache to the
+        pool."""
         rank = first_rank + kind.index
         nominal = BlockLayout(
-            model_fingerprint=f"{group.hex()} {rank}",  # no rank reads another one's blocks
+            model_fingerprint=f"{group.hex()} {rank}",  # no rank reads the blocks of another rank
             dtype="bfloat16",
             block_tokens=1,
             num_layers=kind.num_slices,
@@ -205,7 +208,7 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin_step(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """What a step reads was loaded before it."""
+        """Does nothing: what a step reads was loaded before the step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -322,7 +325,7 @@ def _otherwise(what: str, error: Exception) -> str:
 
 
 def _follow_vllm_logs() -> None:
-    """vLLM's log shows what this package says."""
+    """Makes vLLM's log show the messages of this package."""
     ours, theirs = logging.getLogger("moonpool"), logging.getLogger("vllm")
     if not ours.handlers:
         ours.handlers = list(theirs.handlers)

@@ -1,5 +1,5 @@
 """The class that vLLM gets: the pool's connector, or one that moves nothing where this vLLM's
-interface is not known. So a change in vLLM causes one line here, and no wrong answer."""
+interface is not known. So a change in vLLM causes one log line, and no wrong answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool_engine.vllm.idle_connector import idle_connector
 from moonpool_engine.vllm.known_interface import TRIED_WITH, why_unknown
 
 BASES = ("KVConnectorBase_V1", "KVConnectorBase")
-"""What vLLM calls its class of connectors, the most special name first."""
+"""Names of vLLM's class of connectors, the most specific first."""
 
 
 def __getattr__(name: str) -> Any:
@@ -43,8 +43,8 @@ def connector_class() -> Any:
 
 
 def _base_module(reason: str) -> Any:
-    """Where vLLM has its class of connectors now: it has loaded it before it loads ours. Raises
-    ImportError."""
+    """Returns the module in which vLLM has its class of connectors: vLLM has loaded it before it
+    loads this one. Raises ImportError."""
     for name in BASES:
         for module_name, module in list(sys.modules.items()):
             found = vars(module).get(name) if module_name.split(".")[0] == "vllm" else None

@@ -1,7 +1,7 @@
-"""vLLM's blocks that have left a window and have not been stored yet.
+"""Keeps vLLM's blocks that have left a window and have not been stored yet.
 
-vLLM gives such blocks to other requests with its next step. A reader of such blocks must count as
-one of their users: vLLM's own connectors do the same with its block pool.
+vLLM gives such blocks to other requests in its next step. A reader of such blocks must count as one
+of their users: vLLM's own connectors do the same with its block pool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ Place = tuple[int, int]
 
 
 class HeldBlocks:
-    """`block_pool` is vLLM's; `windows`: for each group the blocks of its window, 0: it has none.
-    Blocks are held for a request, then for a store, until all ranks have ended that."""
+    """`block_pool` is vLLM's; `windows`: for each group the number of blocks of its window, or 0
+    without one. Blocks are held for a request, then for a store, until all ranks have ended
+    that."""
 
     def __init__(self, block_pool: Any, windows: Sequence[int]) -> None:
         self._pool = block_pool
@@ -35,7 +36,7 @@ class HeldBlocks:
         return max(self._next.get(req_id, 0), first)
 
     def hold(self, req_id: str, first: int, end: int, table: Sequence[Sequence[int]]) -> None:
-        """Holds the request's blocks up to `end`, as far as `table` has them."""
+        """Holds the request's blocks up to `end`, as far as they are in `table`."""
         start = self.next_block(req_id, first)
         found = {
             (group, index): table[group][index]

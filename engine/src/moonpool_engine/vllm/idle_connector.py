@@ -12,7 +12,7 @@ def idle_connector(base: Any, reason: str) -> Any:
     for each vLLM, by its scheduler's side."""
     metadata = type("NoTransfers", (getattr(base, "KVConnectorMetadata", object),), {})
     parents = [base.KVConnectorBase_V1]
-    if hasattr(base, "SupportsHMA"):  # else vLLM refuses models with several kinds of KVCache
+    if hasattr(base, "SupportsHMA"):  # otherwise vLLM refuses models with several kinds of KVCache
         parents.append(base.SupportsHMA)
 
     def start(
@@ -49,7 +49,8 @@ def idle_connector(base: Any, reason: str) -> Any:
 
 
 def _taken(begin: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """What vLLM's own class takes of what vLLM gives a connector: its first arguments."""
+    """Returns the arguments that vLLM's own class takes, of those that vLLM passes to a connector:
+    the first ones."""
     signature = inspect.signature(begin)
     for count in range(len(given), 1, -1):
         try:

@@ -1,4 +1,5 @@
-"""What the connector expects of vLLM's connector class, and with which versions it was tried."""
+"""The parts of vLLM's connector class that the connector expects, and the versions with which it
+was tried."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import inspect
 from typing import Any
 
 TRIED = ("0.32", "0.33")
-"""Versions of vLLM, without what follows the second number. `docs/compatibility.md` has the
+"""Versions of vLLM, without what follows the second number. `docs/compatibility.md` lists the
 runs."""
 TRIED_WITH = f"the connector was tried with {' and '.join(TRIED)}"
 _SELF = "self"
@@ -35,16 +36,16 @@ METHODS: dict[str, tuple[str, ...]] = {
     "wait_for_layer_load": (_SELF, "layer_name"),
     "wait_for_save": (_SELF,),
 }
-"""What vLLM calls of this connector, with the names of the parameters."""
+"""Methods of this connector that vLLM calls, with the names of their parameters."""
 
 
 REQUEST = frozenset({"cache_salt", "lora_request", "mm_features", "prompt_embeds"})
-"""What a request has, besides its tokens, that makes its KVCache another one."""
+"""Fields of a request, besides its tokens, that change its KVCache."""
 
 
 def why_unknown(version: str, base: Any, request: Any) -> str:
-    """Why this vLLM's interface is not known, in one line; empty if it is. `base` is its class of
-    connectors, `request` that of requests."""
+    """Why this vLLM's interface is not known, in one line; empty if it is. `base` is vLLM's class
+    of connectors, `request` its class of requests."""
     number = ".".join(version.split(".")[:2])
     if number not in TRIED:
         return f"vLLM {version} is not known: {TRIED_WITH}"

@@ -2,8 +2,8 @@
 
 vLLM's own runner computes two prompts. Then the blocks of their prefixes are copied out and into
 other blocks, as the pool copies them, and only the tails are computed, over the copies. The next
-log-probabilities have to be the same. Over blocks that were not copied they have to differ: else
-the proof could not fail.
+log-probabilities have to be the same. Over blocks that were not copied, the results must differ;
+otherwise the proof could not fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moonpool_engine.vllm.worker_steps import HandRequest, Logprobs, WorkerSteps
 if TYPE_CHECKING:
     import torch
 
-POISON = 0x3F  # an ordinary number in each format: kernels may read it, masked
+POISON = 0x3F  # an ordinary number in each format, because kernels may read it, masked
 MOST_NOISE = 0.05
 """Greatest difference of a log-probability between two equal steps on a GPU. On a CPU there is
 none."""
@@ -64,8 +64,8 @@ def proven_layout(
 
 
 class _Probe:
-    """One proof. Steps are the same on all ranks, whatever one of them finds: what it finds wrong
-    is kept in `wrong`, and raised in the end. Raises LayoutRefused if there is no room for it."""
+    """One proof. Steps are the same on all ranks, whatever one rank finds: errors are kept in
+    `wrong`, and raised at the end. Raises LayoutRefused if there is no room for it."""
 
     def __init__(
         self, steps: WorkerSteps, layout: CacheLayout, mover: SliceMover, views: BlockViews
@@ -101,7 +101,7 @@ class _Probe:
             raise LayoutRefused(self.wrong[0])
 
     def _control(self) -> Outcome:
-        """Both prompts from their beginning; their tails in one step."""
+        """Computes both prompts from their beginning, and their tails in one step."""
         requests = [self._request(p, p.computed, 0) for p in self._prompts]
         for request, prompt in zip(requests, self._prompts, strict=True):
             while left := prompt.prefix_tokens - request.num_computed:
@@ -183,7 +183,7 @@ class _Probe:
         return found
 
     def _changed_layer(self, places: Sequence[Places]) -> str | None:
-        """The first layer of which a copied block is not what it was copied from."""
+        """Returns the first layer of which a copied block differs from its source."""
         for prompt, there in zip(self._prompts, places, strict=True):
             pair = (prompt.prefix_of(p, self._layout.groups) for p in (prompt.computed, there))
             if layer := first_difference(*map(self._views.read, pair)):
@@ -191,7 +191,7 @@ class _Probe:
         return None
 
     def _tails_over(self, places: Sequence[Places]) -> Outcome:
-        """Only the tails, as if the prefixes had been found in these blocks."""
+        """Returns a plan with only the tails, as if the prefixes had been found in these blocks."""
         pairs = zip(self._prompts, places, strict=True)
         return self._tails([self._request(p, blocks, p.prefix_tokens) for p, blocks in pairs])
 
@@ -203,7 +203,8 @@ class _Probe:
         return [found.get(r.name, {}) for r in requests]
 
     def _step(self, chunks: Sequence[tuple[HandRequest, int]]) -> dict[str, Logprobs]:
-        """Runs a step on all ranks: if it fails on one of them, the others would wait for it."""
+        """Runs a step on all ranks; if it failed on one of them only, the others would wait for
+        it."""
         found: dict[str, Logprobs] = {}
         agreed(lambda: found.update(self._steps.step(chunks)))
         return found
@@ -216,7 +217,8 @@ class _Probe:
             self._views.fill(blocks, byte)
 
     def _clear(self) -> None:
-        """Leaves blocks as vLLM has made them. A wrong layout may have written into any of them."""
+        """Restores the blocks to the state in which vLLM has made them. A wrong layout may have
+        written into any block."""
         if self.wrong:
             self._views.clear()
         for prompt in self._prompts:
@@ -225,7 +227,7 @@ class _Probe:
 
 def difference(one: Outcome, other: Outcome) -> float:
     """The largest difference between the log-probabilities of two outcomes. A token that only one
-    of them has is at most as likely as the last of the other."""
+    of both has is at most as likely as the last token of the other."""
     found = 0.0
     for a, b in zip(one, other, strict=True):
         if not all(map(math.isfinite, (*a.values(), *b.values()))):

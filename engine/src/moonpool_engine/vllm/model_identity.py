@@ -1,4 +1,5 @@
-"""What model a vLLM serves: the hash of its weights and of all settings that change its KVCache.
+"""Identifies the model that a vLLM serves: the hash of its weights and of all settings that change
+its KVCache.
 
 Files are hashed once; the user's cache folder keeps the hashes, by path, size, time and inode.
 """
@@ -25,8 +26,8 @@ class UnknownModelError(Exception):
 
 
 def hash_folder(folder: Path) -> str:
-    """Returns the hash of a checkpoint or adapter: its weights and the settings beside them. Raises
-    UnknownModelError."""
+    """Returns the hash of a checkpoint or adapter: its weights and the settings files beside them.
+    Raises UnknownModelError."""
     if folder.is_file():
         return _hash_files([folder])
     files = [path for path in sorted(folder.rglob("*")) if _counts(path)]
@@ -53,7 +54,7 @@ def model_folder(vllm_config: Any) -> Path:
             cache_dir=getattr(load, "download_dir", None),
             local_files_only=True,
         )
-    except Exception as error:  # of many kinds, all of which mean that the files are not here
+    except Exception as error:  # many kinds of errors mean that the files are not on this machine
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnknownModelError(f"the files of {name} are not on this machine ({text})") from None
     return Path(found)

@@ -1,9 +1,10 @@
-"""A process's connection to the pool of its host. It never makes its caller wait for the pool.
+"""A process's connection to the pool of its host. The link never makes its caller wait for the
+pool.
 
 One thread keeps the connection: it connects, greets, reads, and begins again when the pool has
-gone. What the socket takes is sent at once. What it does not take, since the pool reads slowly, is
-sent by another thread; a pool that then takes nothing for a second counts as gone, and so does one
-that leaves too much.
+gone. Bytes that the socket accepts are sent at once. Bytes that it does not accept, because the
+pool reads slowly, are sent by another thread; a pool that then accepts nothing for a second counts
+as gone, and so does a pool that leaves too many unread.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class SpaceMemory:
 
 
 class PoolLink:
-    """`on_message` gets what the pool sends, in this link's thread; `on_end` is called there when
+    """`on_message` gets the pool's messages in this link's thread; `on_end` is called there when
     the connection has ended. `greeting` is an `AttachRank` or a `JoinPool`."""
 
     def __init__(
@@ -80,7 +81,7 @@ class PoolLink:
         self._on_end = on_end
         self._stopping = threading.Event()
         self._said = ""
-        self._sending = threading.Condition()  # guards what follows
+        self._sending = threading.Condition()  # guards the fields below
         self._sock: socket.socket | None = None
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
@@ -97,8 +98,8 @@ class PoolLink:
         return self._sock is not None
 
     def send(self, message: ClientMessage, memory: SpaceMemory | None = None) -> bool:
-        """Returns False if there is no pool now, or another one than that of `memory`. Never waits.
-        May be called from any thread."""
+        """Returns False if there is no pool now, or another pool than that of `memory`. Never
+        waits. May be called from any thread."""
         body = memoryview(framed(message))
         with self._sending:
             sock = self._sock
@@ -112,7 +113,7 @@ class PoolLink:
         return True
 
     def _send_some(self, sock: socket.socket, body: memoryview) -> int | None:
-        """Returns how many bytes the socket took at once; None if the pool has gone."""
+        """Returns how many bytes the socket accepted at once, or None if the pool has gone."""
         try:
             return sock.send(body, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -122,7 +123,7 @@ class PoolLink:
             return None
 
     def _keep(self, sock: socket.socket, rest: memoryview) -> bool:
-        """Leaves the rest of a message to the other thread. The caller holds `_sending`."""
+        """Leaves the unsent part of a message to the other thread. The caller holds `_sending`."""
         if self._backlog_bytes + len(rest) > MAX_BACKLOG_BYTES:
             self._cut(sock)
             return False
@@ -146,7 +147,7 @@ class PoolLink:
 
     def _send_more(self, sock: socket.socket) -> None:
         """Sends what the socket takes within `STALL_S`; one that takes nothing is cut."""
-        with contextlib.suppress(OSError, ValueError):  # it was closed
+        with contextlib.suppress(OSError, ValueError):  # the socket was closed
             poll = select.poll()
             poll.register(sock, select.POLLOUT)
             takes = bool(poll.poll(STALL_S * 1000))

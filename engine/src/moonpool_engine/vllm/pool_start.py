@@ -1,7 +1,7 @@
 """Starts the pool of this host for a vLLM that asks for it, unless there is one.
 
 The pool is a process with a session of its own: it outlives this vLLM, and serves the others of the
-host. Of several vLLMs that start together, one starts it.
+host. If several vLLMs start together, only one starts the pool.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def start_in_background(socket_path: Path, settings: Mapping[str, Any]) -> None:
             log.error("the KVCache pool was not started: %s", error)
             return
         if process is not None:
-            process.wait()  # so that it leaves no entry in the table of processes
+            process.wait()  # collects the exit status, so that no entry stays in the process table
 
     threading.Thread(target=start, name="moonpool-start", daemon=True).start()
 
@@ -56,7 +56,8 @@ def ensure_pool(socket_path: Path, settings: Mapping[str, Any]) -> subprocess.Po
     make_own_folder(socket_path.parent)
     lock = _open(socket_path.with_suffix(".start"), os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of its process, whatever ends it
+        # the lock is released when its process ends, whatever ends it
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if is_served(socket_path):
             log.info("the KVCache pool at %s has been started already", socket_path)
             return None

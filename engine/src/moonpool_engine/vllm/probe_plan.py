@@ -35,12 +35,12 @@ class ProbePrompt:
         return self.prefix_tokens // group.block_tokens
 
     def prefix_of(self, places: Places, groups: Sequence[CacheGroup]) -> Places:
-        """Only the blocks of the prefix."""
+        """Returns only the blocks of the prefix."""
         pairs = zip(places, groups, strict=True)
         return tuple(ids[: self.prefix_blocks(group)] for ids, group in pairs)
 
     def reversed_copy(self, groups: Sequence[CacheGroup]) -> Places:
-        """`copied` with the prefix's blocks in the other order."""
+        """Returns `copied` with the blocks of the prefix in reverse order."""
         found = []
         for ids, group in zip(self.copied, groups, strict=True):
             count = self.prefix_blocks(group)
@@ -68,7 +68,7 @@ def plan_prompts(
         for prefix, tail in lengths
     ]
     needed = sum(map(sum, counts))
-    ids = list(range(1, num_blocks))  # vLLM's block 0 belongs to nobody
+    ids = list(range(1, num_blocks))  # vLLM's block 0 belongs to no request
     if 2 * needed > len(ids):
         raise LayoutRefused(f"a proof needs {2 * needed + 1} blocks, vLLM has {num_blocks}")
     low, high = ids[:needed], ids[-needed:]

@@ -1,5 +1,5 @@
-"""What the processes of one vLLM have to agree on before they use the pool. All calls are
-collective: each process makes the same ones in the same order."""
+"""What all processes of one vLLM must agree on before they use the pool. All calls are collective:
+each process makes the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moonpool_engine.vllm.cache_layout import LayoutRefused
 
 
 def agreed(act: Callable[[], None]) -> None:
-    """Calls `act` on all ranks. Raises LayoutRefused on all of them if it fails on one: whatever it
-    was, vLLM can serve without the pool."""
+    """Calls `act` on all ranks. Raises LayoutRefused on all ranks if it fails on one: whatever the
+    error was, vLLM can serve without the pool."""
     refusal = _refusal_of(act)
     for rank_group in _rank_groups():
         refusal = next(filter(None, _gathered(refusal, rank_group)), "")
@@ -42,7 +42,7 @@ def _refusal_of(act: Callable[[], None]) -> str:
 
 
 def _rank_groups() -> tuple[Any, Any]:
-    """The ranks that share layers, and those that share tokens."""
+    """Returns the ranks that share layers, and the ranks that share tokens."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_tp_group(), get_pp_group()

@@ -1,10 +1,10 @@
 """The scheduler's side of the connector: which blocks to load and to store.
 
-A prompt is looked up in the pool when it arrives. The answer comes while vLLM does other things;
-until then the request waits, others go on. What the pool has and vLLM has not is loaded in a step
-before the request's first. vLLM could also load within that step, but would then let other requests
-use the blocks before it knows that they arrived as they were stored. What vLLM has
-computed and the pool has not is stored in the step after it was computed: then the tokens are
+A prompt is looked up in the pool when it arrives. The pool's answer comes while vLLM does other
+work; until then the request waits, and others continue. What the pool has and vLLM has not is
+loaded in a step before the request's first. vLLM could also load within that step, but would then
+let other requests use the blocks before it knows that they arrived as they were stored. What vLLM
+has computed and the pool has not is stored in the step after it was computed: then the tokens are
 final, and blocks do not change. vLLM gives blocks back that have left a window: these are held
 until they are stored (`held_blocks`).
 """
@@ -50,7 +50,7 @@ TableOf = Callable[[str], BlockTable]
 AHEAD = 16
 """Finds of requests that are not next yet: each holds blocks in the pool."""
 ANSWER_S = 0.002
-"""How long the scheduler itself waits for an answer, at most `ANSWERS_S` in one step."""
+"""How long the scheduler waits for one answer; in one step it waits at most `ANSWERS_S`."""
 ANSWERS_S = 0.004
 SILENCE_S = 0.25
 """A pool that is silent for this long gets no requests for `PAUSE_S`."""
@@ -63,7 +63,7 @@ LOAD_SILENCE_S = 1.0
 
 @dataclass(slots=True)
 class _Search:
-    """A find of one request."""
+    """A search of one request in the pool."""
 
     owner: str
     asked_s: float
@@ -76,14 +76,15 @@ class _RequestState:
     request: Any
     keys: PromptKeys
     search: _Search | None = None
-    next_store: int = 0  # the first block that may not be in the pool
+    next_store: int = 0  # number of the first block that may be missing in the pool
     has_stores: bool = False
-    has_failed: bool = False  # a load: the request is computed
-    from_ssd: int = 0  # of the blocks that were loaded last
+    has_failed: bool = False  # whether a load has failed, so that the request is computed
+    from_ssd: int = 0  # number of the last loaded blocks that came from the SSD
 
 
 class SchedulerSide:
-    """Lives in vLLM's scheduler. All methods but `_on_message` and `_on_end` are for its thread."""
+    """Lives in vLLM's scheduler. All methods but `_on_message` and `_on_end` are for vLLM's
+    scheduler thread."""
 
     def __init__(self, pool_path: Path, block_tokens: int, now: Callable[[], float]) -> None:
         self._block_tokens = block_tokens
@@ -98,8 +99,8 @@ class SchedulerSide:
         self._stores: list[StoreSpec] = []
         self._num_stores = 0
         self._finished: list[str] = []
-        self._loading: dict[str, str] = {}  # owner of a load under way -> request
-        self._ends: dict[str, int] = {}  # ranks that have ended a transfer
+        self._loading: dict[str, str] = {}  # owner of a load in progress -> request
+        self._ends: dict[str, int] = {}  # number of ranks that have ended each transfer
         self._num_searches = 0
         self._paused_until_s = 0.0
         self.waits = StepWaits(ANSWERS_S, now)
@@ -114,13 +115,13 @@ class SchedulerSide:
         self._link = PoolLink(
             pool_path, JoinPool(protocol=PROTOCOL), self._on_message, self._on_end
         )
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._has_news = threading.Condition(self._lock)
         self._searches: dict[str, _Search] = {}
 
     def begin(self, ready: list[RankReady], block_pool: Any = None) -> None:
-        """Begins to use the pool, if all workers do. `block_pool`: vLLM's own, given if some
-        layers read a window."""
+        """Begins to use the pool, if all workers do. `block_pool`: vLLM's block pool, given if some
+        layers have a window."""
         refusals = [one.refusal for one in ready if one.refusal]
         groups = {(one.group, one.windows) for one in ready}
         if refusals or len(groups) != 1 or len(ready) != ready[0].num_ranks:
@@ -133,8 +134,8 @@ class SchedulerSide:
         self._link.start()
 
     def leave_pool(self, reason: str) -> None:
-        """Uses the pool no more: nothing is found or stored until vLLM starts again. So after its
-        weights were updated: the pool's blocks are of the weights that it started with."""
+        """Uses the pool no more: nothing is found or stored until vLLM starts again. Called after
+        the weights were updated, because the pool's blocks belong to the weights at the start."""
         if not self._group:
             return
         for state in self._requests.values():
@@ -165,7 +166,7 @@ class SchedulerSide:
             self._search(self._state(request))
 
     def matched_tokens(self, request: Any, num_computed: int) -> int | None:
-        """Returns how many tokens after `num_computed` can be loaded; None says to ask again
+        """Returns how many tokens after `num_computed` can be loaded, or None to be asked again
         later."""
         if not self._group:
             return 0
@@ -184,7 +185,7 @@ class SchedulerSide:
         size = self._block_tokens
         usable = min(found.num_blocks, (int(request.num_tokens) - 1) // size)
         if self._held is not None and usable < found.num_blocks:
-            return 0  # a shorter prefix needs other blocks of its window
+            return 0  # a shorter prefix would need other blocks of its window
         return max(usable * size - num_computed // size * size, 0)
 
     def _answer(self, search: _Search) -> Found | None:
@@ -351,7 +352,7 @@ class SchedulerSide:
         whole = [ids for ids, window in zip(found, self._windows, strict=True) if not window]
         if any(len(ids) < len(keys) or min(ids) <= 0 for ids in whole):
             self._drop_hold(self._num_stores)
-            return  # vLLM has given blocks back: block 0 stands for them
+            return  # vLLM has given blocks back, for which block 0 stands
         state.next_store = end
         state.has_stores = True
         spec = StoreSpec(
@@ -379,7 +380,8 @@ class SchedulerSide:
                 self._drop_hold(number)
 
     def _is_ended(self, name: str, count: int) -> bool:
-        """Whether all ranks have ended a transfer. They may report in different steps."""
+        """Whether all ranks have ended a transfer. Whether all ranks have reported, which they may
+        do in different steps."""
         self._ends[name] = self._ends.get(name, 0) + count
         if self._ends[name] < self._num_ranks:
             return False
@@ -390,7 +392,7 @@ class SchedulerSide:
         self._loading.pop(owner, None)
         with self._lock:
             self._searches.pop(owner, None)
-        if self._group:  # else the pool has ended all holds with the connection
+        if self._group:  # without a group, the pool has ended all holds with the connection
             self._link.send(Release(owner=owner, group=self._group))
 
     def on_finished(self, request: Any, table: BlockTable) -> bool:
@@ -415,8 +417,8 @@ class SchedulerSide:
         return state
 
     def _adapter_hash(self, folder: str) -> str:
-        """The hash of an adapter's content. An adapter that cannot be read gets a random hash,
-        which no other process has."""
+        """Returns the hash of an adapter's content. An adapter that cannot be read gets a random
+        hash, which no other process has."""
         if folder not in self._adapters:
             try:
                 self._adapters[folder] = hash_folder(Path(folder))

@@ -1,4 +1,5 @@
-"""Copies slices of KVCache blocks between addresses of this process, and sums them."""
+"""Copies slices of KVCache blocks between addresses of this process, and computes their
+checksums."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class PlainSliceMover:
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
     def copy(self, from_addresses: Addresses, to_addresses: Addresses, slice_bytes: int) -> Sums:
-        import xxhash  # here: vLLM's process has none unless it needs this class
+        import xxhash  # imported here because vLLM's process only needs it for this class
 
         _check(from_addresses, to_addresses, slice_bytes)
         sums = np.empty(len(from_addresses), dtype=np.uint64)
@@ -49,7 +50,7 @@ class PlainSliceMover:
 
 
 class NativeSliceMover:
-    """Copies and sums in one pass over memory. It releases the GIL."""
+    """Copies and sums in one pass over memory. The native calls release the GIL."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 

@@ -25,8 +25,8 @@ from moonpool_engine.vllm.pool_link import PoolLink, SpaceMemory
 from moonpool_engine.vllm.transfers import LoadSpec
 
 RESERVE_S = 0.5
-"""How long a store waits for its places. vLLM keeps the blocks of requests that have ended until
-then, and computes meanwhile."""
+"""How long a store waits for its places. vLLM keeps the blocks of finished requests until then, and
+computes in the meantime."""
 PAUSE_S = 2.0
 """How long nothing is stored in a pool that did not answer, unless it answers before."""
 
@@ -46,7 +46,7 @@ class Reservation:
 
 
 class SpaceClient:
-    """The client of a space for one kind of KVCache. `copier` copies the kind's blocks."""
+    """The client of a space for one kind of KVCache. `copier` copies blocks of this kind."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class SpaceClient:
         self.block_bytes = kind.num_slices * layout.slice_bytes
         self.layers = kind.slices_by_layer(layout)
         self._rank = attach.rank
-        self._memory: SpaceMemory | None = None  # of the last connection: stays readable
-        self._lock = threading.Condition()  # guards what follows
+        # memory of the last connection, which stays readable
+        self._memory: SpaceMemory | None = None
+        self._lock = threading.Condition()  # guards the fields below
         self._reserved: dict[int, Reserved | None] = {}
         self._paused_until_s = 0.0
         self.num_reservations = 0
@@ -85,8 +86,8 @@ class SpaceClient:
     # Loads
 
     def memory(self) -> SpaceMemory | None:
-        """Where the blocks of the pool are, or those of the last pool if it has just gone. None if
-        there was no pool."""
+        """Where the blocks of the pool are, or those of the last pool if it has just gone. Returns
+        None if there was no pool."""
         self._memory = self._link.memory or self._memory
         return self._memory
 
@@ -122,8 +123,8 @@ class SpaceClient:
 
     def reserve(self, keys: tuple[bytes, ...], first: int) -> Reservation | None:
         """Asks for places, the first key's at index `first` of its prompt. Waits `RESERVE_S` at
-        most, and reads no block of vLLM. Returns None if there is no pool. `fill` or `abandon` ends
-        it."""
+        most, and reads no block of vLLM. Returns None without a pool. A call of `fill` or `abandon`
+        ends the reservation."""
         memory = self._link.memory
         if memory is None or not self.takes_stores:
             return None
@@ -167,7 +168,7 @@ class SpaceClient:
         self._commit(reservation, b"")
 
     def _commit(self, reservation: Reservation, sums: bytes) -> None:
-        """Tells the pool that made the reservation: one that came after it knows none of it."""
+        """Tells the pool that made the reservation; a later pool does not know it."""
         commit = Commit(number=reservation.number, checksums=sums)
         self._link.send(commit, reservation.memory)
 
@@ -179,7 +180,7 @@ class SpaceClient:
                     self._reserved[message.number] = message
                     self._lock.notify_all()
                     return
-            # Nobody waits for it any more.
+            # Nobody waits for this reservation any more.
             self._link.send(Commit(number=message.number, checksums=b""))
 
     def _on_end(self) -> None:

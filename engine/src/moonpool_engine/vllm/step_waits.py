@@ -28,7 +28,7 @@ class StepWaits:
         """The longest that a step has waited for copies, as the clock says."""
         self._most_s = most_s
         self._now = now
-        self._waited_s = self._copied_s = 0.0  # in this step
+        self._waited_s = self._copied_s = 0.0  # seconds of waiting and copying in this step
 
     def begin_step(self) -> None:
         self._waited_s = self._copied_s = 0.0
@@ -36,7 +36,7 @@ class StepWaits:
     def wait(
         self, condition: threading.Condition, is_done: Callable[[], bool], most_s: float
     ) -> bool:
-        """Waits until `is_done`, at most for `most_s` and for what is left of the step's time.
+        """Waits until `is_done`, for at most `most_s` and at most the time left in the step.
         Returns whether it is done. The caller holds `condition`."""
         left_s = min(most_s, self._most_s - self._waited_s)
         if is_done() or left_s <= 0.0:
@@ -49,7 +49,7 @@ class StepWaits:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What runs in it waits for copies of this process."""
+        """A context whose code waits for copies of this process."""
         began_s = self._now()
         try:
             yield

@@ -1,7 +1,8 @@
-"""What the scheduler's side of the connector tells the workers' side, and back. vLLM carries it.
+"""The messages between the scheduler's side of the connector and the workers' side, which vLLM
+carries.
 
-These are plain values: vLLM sends them between its own processes. `connector` makes them known as
-vLLM's own kinds of values, so that nothing else here needs vLLM.
+The messages are plain values, because vLLM sends them between its processes. `connector` makes them
+known as vLLM's own kinds of values, so that nothing else here needs vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ where a group has none, or needs none."""
 class LoadSpec:
     """Blocks to copy from the pool. `ranks` names the pool's blocks for each space, of a prefix of
     `num_found` blocks; vLLM's `block_ids` take those from `first` on, whose keys are `keys`. A
-    later step reads them."""
+    later step reads the loaded blocks."""
 
     owner: str
     req_id: str
@@ -46,15 +47,15 @@ class StoreSpec:
 
 @dataclass(slots=True)
 class StepTransfers:
-    """The transfers of one step. `preempted` requests lose their blocks at once. `finished` ones
-    keep them until their stores have ended."""
+    """The transfers of one step. `preempted` requests lose their blocks at once. `finished`
+    requests keep their blocks until their stores have ended."""
 
     loads: Sequence[LoadSpec] = ()
     stores: Sequence[StoreSpec] = ()
     preempted: Sequence[str] = ()
     finished: Sequence[str] = ()
     has_work: bool = True
-    """Whether the step computes anything: else nobody waits for it."""
+    """Whether the step computes anything; if not, no request waits for it."""
 
 
 @dataclass(slots=True)
@@ -79,9 +80,9 @@ class TransfersEnded:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What a worker says after its start: the group of its blocks, or why it uses no pool. `rank`
-    is its number among the `num_ranks` processes of this vLLM. `windows`: for each of vLLM's groups
-    of KVCache the blocks of its window, 0 where it has none."""
+    """What a worker reports after its start: the group of its blocks, or why it uses no pool.
+    `rank` is its number among the `num_ranks` processes of this vLLM. `windows`: for each of vLLM's
+    groups of KVCache the number of blocks of its window, or 0 without one."""
 
     group: bytes
     rank: int

@@ -1,8 +1,8 @@
 """The workers' side of the connector: moves blocks between vLLM's KVCache and the pool's memory.
 
-Loads copy in a thread beside a step, for requests that a later step computes. Every copy is summed
-as it is made, and compared with the checksum that the pool keeps with the block: a request whose
-block differs is computed as if nothing had been found.
+Loads copy in a thread beside a step, for requests that a later step computes. The checksum of every
+copy is computed while copying, and compared with the one that the pool keeps with the block: a
+request whose block differs is computed as if nothing had been found.
 
 Stores copy in another thread, with the lowest priority. Blocks that do not fit into its queue are
 not stored. A preempted request's blocks are overwritten at once, so what copies them ends before;
@@ -40,23 +40,23 @@ SAY_S = 60.0
 
 
 class WorkerSide:
-    """Lives in one of vLLM's workers. `spaces`: one for each kind of KVCache."""
+    """Lives in one of vLLM's workers. `spaces`: a space for each kind of KVCache."""
 
     def __init__(self, spaces: Sequence[SpaceClient]) -> None:
         self.spaces = spaces
         self._block_bytes = sum(space.block_bytes for space in spaces)
         self._loads = ThreadPoolExecutor(1, "moonpool-load", leave_bound_core)
         self._loading: Future[None] | None = None
-        self._lock = threading.Condition()  # guards what follows
-        self._loaded: set[str] = set()  # requests whose loads have ended
-        self._failed: set[str] = set()  # some of these
+        self._lock = threading.Condition()  # guards the fields below
+        self._loaded: set[str] = set()  # requests whose loads have finished
+        self._failed: set[str] = set()  # requests among these whose loads have failed
         self._ended = TransfersEnded()
         self._queue: deque[StoreSpec] = deque()
         self._queued_bytes = 0
         self._pending: dict[str, int] = {}
-        self._storing: StoreSpec | None = None  # what the thread of stores has taken
-        self._is_copying = False  # whether it reads vLLM's blocks now
-        self._is_given_up = False  # whether the thread must not begin to copy it
+        self._storing: StoreSpec | None = None  # the store that the storing thread has taken
+        self._is_copying = False  # whether the storing thread reads vLLM's blocks now
+        self._is_given_up = False  # whether the storing thread must not begin to copy it
         self._finished: set[str] = set()
         self._closing = False
         self.counts = {"stored": 0, "dropped": 0, "spared": 0, "loaded": 0, "wrong": 0}
@@ -88,7 +88,7 @@ class WorkerSide:
             space.close()
         self._loads.shutdown(wait=False)
 
-    # Of a step
+    # Methods of a step
 
     def begin_step(self, transfers: StepTransfers) -> None:
         """Starts the loads of a step, and queues its stores."""
@@ -110,7 +110,7 @@ class WorkerSide:
                     space.copier.wait(name)
 
     def take_loaded(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads have ended, and those of them that failed."""
+        """Returns the requests whose loads have ended, and which of them have failed."""
         with self._lock:
             taken = self._loaded, self._failed
             self._loaded, self._failed = set(), set()
@@ -125,7 +125,8 @@ class WorkerSide:
     # Loads
 
     def _load_all(self, specs: Sequence[LoadSpec]) -> None:
-        """Copies all layers. What fails is computed. `end_step` raises what should not happen."""
+        """Copies all layers. Requests whose load fails are computed. `end_step` raises what should
+        not happen."""
         try:
             wrong = self._copy_layers(specs)
             self._tell_damaged(specs, wrong)
@@ -169,7 +170,7 @@ class WorkerSide:
     def _end(self, spec: LoadSpec, bad: Places) -> None:
         self.counts["loaded"] += len(spec.keys) - len(bad)
         self.counts["wrong"] += len(bad)
-        with self._lock:  # all of it is reported together
+        with self._lock:  # all results are reported together
             self._ended.ended[spec.owner] = 1
             if len(bad):
                 self._ended.wrong[spec.owner] = spec.first + int(bad[0])
@@ -209,7 +210,8 @@ class WorkerSide:
                     self._lock.wait_for(lambda: not self._is_copying)
 
     def end_stores(self) -> None:
-        """Returns when no block of vLLM is read any more. What was not stored is dropped."""
+        """Returns when no block of vLLM is read any more. Blocks that were not stored are
+        dropped."""
         with self._lock:
             reading = {spec.req_id for spec in self._queue}
             reading |= set() if self._storing is None else {self._storing.req_id}
@@ -230,7 +232,7 @@ class WorkerSide:
         return done
 
     def _leave_queue(self, spec: StoreSpec) -> None:
-        """Must hold the lock."""
+        """The caller must hold the lock."""
         self._ended.stored[spec.number] = 1
         self._queued_bytes -= len(spec.keys) * self._block_bytes
         self._pending[spec.req_id] -= 1
@@ -267,8 +269,8 @@ class WorkerSide:
                     return
 
     def _store_piece(self, space: SpaceClient, spec: StoreSpec, start: int, end: int) -> bool:
-        """Stores some blocks in one space. Returns False if the rest is dropped: there is no pool,
-        or the request was preempted."""
+        """Stores some blocks in one space. Returns False if the remaining pieces are dropped,
+        because there is no pool, or the request was preempted."""
         ids = space.group_ids(spec.block_ids)[:, start:end]
         there = np.flatnonzero(ids.all(axis=0))
         # Blocks that follow one another are stored together: the pool counts their depth.

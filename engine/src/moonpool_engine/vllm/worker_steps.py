@@ -31,7 +31,8 @@ class HandRequest:
 
 
 def find_worker() -> Any:
-    """vLLM's worker, from the call stack of one of our connector's methods; None without one."""
+    """Returns vLLM's worker from the call stack of a method of this connector, or None without
+    one."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -42,9 +43,9 @@ def find_worker() -> Any:
 
 
 def attention_backends(worker: Any) -> dict[str, str]:
-    """Returns, by layer, the class of attention and all else that decides in which order its
-    kernels store bytes within a block. `CacheLayout.fingerprint` needs it. Empty where this vLLM
-    does not show it."""
+    """Returns, by layer, the class of attention and all other facts that determine in which order
+    its kernels store bytes within a block. `CacheLayout.fingerprint` includes these. Empty where
+    this vLLM does not show it."""
     runner = worker.model_runner
     layers = getattr(worker.vllm_config.compilation_config, "static_forward_context", {})
     found = {}
@@ -95,8 +96,8 @@ class WorkerSteps:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it the runner calls no connector, and what it had is as before in the end: its
-        requests end, and random numbers go on where they were."""
+        """In this context the runner calls no connector, and afterwards its state is as before: the
+        context's requests end, and random numbers continue where they were."""
         import torch
 
         device = self._worker.model_runner.device
@@ -159,14 +160,15 @@ class WorkerSteps:
         result = self._worker.execute_model(output)
         if result is None:
             result = self._worker.sample_tokens(None)
-        if hasattr(result, "get_output"):  # it comes while the next step is planned
+        if hasattr(result, "get_output"):  # the result comes while the next step is being planned
             result = result.get_output()
         return result
 
     def _end(self) -> None:
         runner = self._worker.model_runner
         if getattr(runner, "execute_model_state", None) is not None:
-            runner.execute_model_state = None  # a step failed between its two halves
+            # a step failed between its two halves, so its state is reset
+            runner.execute_model_state = None
         self.finish()
 
 

@@ -59,7 +59,8 @@ log = logging.getLogger("moonpool.worker")
 DEFAULT_POOL_TOKENS = 65_536
 MEMORY_SHARE = 0.25
 GPU_SHARE = 0.8
-"""The share of a GPU's free memory for weights and KVCache. The rest is for the steps' tensors."""
+"""The share of a GPU's free memory for weights and KVCache. The rest of the GPU's memory is for the
+steps' tensors."""
 WARM_UP_S = 20.0
 MIB = 1 << 20
 NO_DRAFTS = (
@@ -80,8 +81,9 @@ class InstancePlace:
     role: Role
     degree: ParallelConfig = field(default_factory=ParallelConfig)
     share: CoreShare = field(default_factory=CoreShare)
-    kept: tuple[str, str] | None = None  # memory files of an earlier process of this instance
-    shared: SharedWeights | None = None  # packed for all workers of this machine
+    # memory files that an earlier process of this instance has left
+    kept: tuple[str, str] | None = None
+    shared: SharedWeights | None = None  # weights packed for all workers of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,10 @@ class BuiltEngine:
     model: LoadedModel
     arena: Arena
     engine: Engine | PipelineEngine
-    threads: int  # of one process of the engine
+    threads: int  # number of threads of one process of the engine
     ranks: Ranks | None = None
-    parts: OffloadedParts | None = None  # set if attention workers hold the blocks
-    ledger: BlockLedger | None = None  # set if the arena's memory outlives this process
+    parts: OffloadedParts | None = None  # only set if attention workers hold the blocks
+    ledger: BlockLedger | None = None  # only set if the arena's memory outlives this process
 
 
 def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], None]) -> BuiltEngine:
@@ -119,7 +121,7 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
             return _offloading_engine(setup, place, model, threads)
         return _local_engine(setup, place, model, threads, on_lost)
     except (ArenaError, AttentionError, StageLostError, ValueError) as error:
-        # the errors of a model are ValueErrors
+        # errors of a model are ValueErrors
         raise BootError(str(error)) from None
     except RuntimeError as error:
         raise _in_one_line(error) from None
@@ -128,8 +130,8 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
 def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     """Measures the engine's step times and prepares its grammars. Raises BootError.
 
-    With attention workers, it measures with requests at each worker in turn. It does not measure
-    again if blocks were kept from an earlier start, because measuring would overwrite these.
+    With attention workers, uses requests at each worker in turn. Does not measure again if blocks
+    were kept from an earlier start, because measuring would overwrite these.
     """
     engine, threads, parts = built.engine, built.threads, built.parts
     log.info("measuring step times, or waiting for another instance's measurement")
@@ -142,7 +144,7 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
         else:
             spread = CalibrationEngine(parts.engine, parts.group.sizes)
             cost = refine_profile(spread, threads, only_if_new=bool(parts.group.cached))
-        # with several stages, the last one samples
+        # with several stages, only the last one samples
         if isinstance(engine, Engine) and not engine.grammars.can_wait:
             engine.grammars.prepare()
     except NonFiniteLogitsError as error:
@@ -156,7 +158,7 @@ def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class BootedDraft:
-    """A draft model that is ready, and what the state machine knows of it."""
+    """A draft model that is ready, and the facts that the state machine knows about it."""
 
     drafter: Drafter
     place: DraftModelPlace
@@ -177,7 +179,7 @@ def boot_draft(setup: Setup, role: Role, built: BuiltEngine) -> BootedDraft | No
         num_blocks = draft_blocks(settings, layout, built.arena.layout, _num_pool_blocks(built))
         vocab_size = built.model.spec.vocab_size
         drafter = Drafter(model, ops, num_blocks, layout.block_tokens, vocab_size)
-    except ValueError as error:  # the errors of a model are ValueErrors
+    except ValueError as error:  # errors of a model are ValueErrors
         raise BootError(f"the draft model: {error}") from None
     cost = refine_profile(drafter.engine, built.threads)
     text = "draft model %s: %.0f million parameters, KVCache of %d tokens in %.0f MiB"
@@ -206,7 +208,7 @@ def _settle_arena(built: BuiltEngine) -> None:
     """Gives back the memory that only the measurement has used, and seals the arena."""
     arena = built.arena
     if not arena.is_late:
-        return  # sealed when it was made, or when its processes had mapped it
+        return  # the arena was sealed when it was made, or when its processes had mapped it
     if built.ledger is None or not built.ledger.names_any:
         arena.forget_content()
     arena.seal()
@@ -225,8 +227,8 @@ def pool_blocks(setup: Setup, layout: BlockLayout, most_bytes: float = float("in
 def _settle_threads(setup: Setup, place: InstancePlace) -> int:
     """Returns the number of threads of one process of the engine.
 
-    The caller's thread gets as many threads, and the engine's cores: so the measured times are
-    those of the engine.
+    The caller's thread gets as many threads as the engine and the engine's cores, so that the
+    measured times are the engine's.
     """
     share, degree = place.share, place.degree
     fair = len(share.engine) // degree.num_processes or max(
@@ -300,7 +302,7 @@ def _open_kept(setup: Setup, place: InstancePlace) -> KeptMemory | None:
     be used: the instance then starts cold."""
     wanted = setup.pool.keep_memory
     if wanted == OFF or setup.engine.device != "cpu" or not setup.pool.prefix_caching:
-        return None  # of a GPU's blocks, the arena has copies of some only
+        return None  # of a GPU's blocks, the arena only has copies of some
     try:
         if wanted:
             return open_in_folder(Path(wanted).expanduser(), place.peer.instance_id)
@@ -311,7 +313,7 @@ def _open_kept(setup: Setup, place: InstancePlace) -> KeptMemory | None:
 
 
 def _takes_memory_late(setup: Setup) -> bool:
-    """Whether the arena takes memory only for blocks in use. That is for pools of the default size,
+    """Whether the arena takes memory only for blocks in use. Only pools of the default size do,
     which is a small share of the free memory. A size that the user chose is taken at the start, so
     that it is there. NIXL and GPUs need all pages in place, and a user's folder may be too small.
     """
@@ -335,7 +337,7 @@ def _make_arena(
 
 
 def _shared(setup: Setup, place: InstancePlace) -> SharedWeights | None:
-    """The weights that were packed for all workers, if this instance computes with them."""
+    """Returns the weights that were packed for all workers, if this instance computes with them."""
     shared, alone = place.shared, place.degree.num_processes == 1 and not setup.attention
     return (
         shared if shared is not None and alone and shared.fit(setup.model, setup.engine) else None
@@ -381,7 +383,7 @@ def _num_blocks(setup: Setup, layout: BlockLayout, model: LoadedModel, num_stage
     most_bytes = float("inf")
     if setup.engine.device == "cuda":
         weights_bytes = model.spec.num_parameters * DTYPE_BYTES[model.dtype]
-        share = stages_of_fullest(num_stages) / num_stages  # of the model, on one GPU
+        share = stages_of_fullest(num_stages) / num_stages  # share of the model on one GPU
         most_bytes = GPU_SHARE * free_bytes() / setup.num_instances / share - weights_bytes
     return pool_blocks(setup, layout, most_bytes)
 
@@ -394,7 +396,7 @@ def _cache_over(arena: Arena, layout: BlockLayout) -> KvCache:
 
 
 def _in_one_line(error: RuntimeError) -> Exception:
-    """Returns a BootError if memory ran out, else the error itself."""
+    """Returns a BootError if memory ran out, or else the error itself."""
     if isinstance(error, torch.OutOfMemoryError):
         return BootError(f"the GPU's memory is too small: {error}; lower --kv-tokens")
     if "can't allocate memory" in str(error):

@@ -47,8 +47,8 @@ from moonpool_engine.transfer.gate import LayerGate
 log = logging.getLogger("moonpool_engine.engine")
 
 PATIENCE_S = 15.0
-"""The least limit of a step. A silent worker has the same: both must outlast a machine that is
-briefly starved."""
+"""Least time limit that a step gets. A silent worker has the same: both must outlast a machine that
+is briefly starved."""
 OFFLOADED_PATIENCE_S = 120.0
 """The least limit of a step with attention workers, which have deadlines of their own."""
 SLOWER = 10.0
@@ -65,7 +65,8 @@ _Order = tuple[RunStep, Sequence[Sequence[LayerGate]]] | Arrival
 
 
 class Drafting:
-    """The draft model's part of each step. After an error the instance goes on without it."""
+    """The draft model's part in each step. After an error of the draft model the instance continues
+    without it."""
 
     def __init__(self, drafter: Drafter | None) -> None:
         self._drafter = drafter
@@ -124,7 +125,7 @@ class LayerGates:
 
 
 class LayerWaits:
-    """Waits for the layers of one step. `gates[i]` belong to entry i.
+    """Waits for the layers of one step. `gates[i]` are the gates of entry i.
 
     Used by the engine's thread before each layer's attention.
     """
@@ -142,7 +143,8 @@ class LayerWaits:
 
     @property
     def missed(self) -> tuple[int, ...]:
-        """Entries of which a layer did not arrive. All that was computed after it is void."""
+        """Entries of which a layer did not arrive. Everything computed after a missed layer is
+        void."""
         return tuple(sorted(self._missed))
 
     def before_attend(self, layer: int) -> Collection[int]:
@@ -167,8 +169,8 @@ class LayerWaits:
 class EngineThread:
     """Runs `RunStep` actions and posts their outcome.
 
-    Each layer's finished blocks go to the messenger as soon as the layer is computed. Where a part
-    of a prefix is still arriving, each layer waits for its own slices (Mooncake 5.2).
+    Each layer's finished blocks go to the messenger as soon as the layer is computed. If a part of
+    a prefix is still arriving, each layer waits for its own slices (Mooncake 5.2).
     """
 
     def __init__(
@@ -195,15 +197,15 @@ class EngineThread:
     def submit(self, step: RunStep, gates: Sequence[Sequence[LayerGate]] = ()) -> None:
         """Queues a step; the instance's state machine keeps at most one outstanding.
 
-        `gates[i]` are the layer gates that entry i waits for. Without `gates` no entry waits.
+        `gates[i]` are the layer gates that entry i waits for. Without `gates` no entry has to wait.
         """
         self._steps.put((step, gates))
 
     def before_transfer(self, action: WorkerAction) -> None:
         """Must be called with every action before it is performed.
 
-        If the action lets others write blocks of the arena, the engine learns of it before any step
-        that is submitted later.
+        If the action lets others write blocks of the arena, the engine is told before any later
+        step is submitted.
         """
         if self._engine.host_sync is not None and isinstance(action, Arrival):
             self._steps.put(action)
@@ -224,7 +226,7 @@ class EngineThread:
             try:
                 outcome: StepEnded | StepFailed = self._compute(step, gates)
             except StageLostError:
-                return  # the engine has reported the lost rank, and the instance ends with it
+                return  # the engine has reported the lost rank, with which the instance ends
             except AttentionLostError as error:
                 outcome = StepFailed(f"{error}", lost_arena=error.arena)
             except Exception as error:
@@ -260,7 +262,7 @@ class EngineThread:
             waits.before_attend if gates else None,
         )
         computed_s = drafting_s + result.seconds - waits.waited_s
-        if gates:  # a step that draws nothing does not read the last layer
+        if gates:  # a step that draws no token does not read the last layer
             waits.before_attend(self._engine.layout.num_layers - 1)
         return StepEnded(
             result.tokens,
@@ -274,10 +276,11 @@ class EngineThread:
 
 
 class PipelineThread:
-    """Drives an engine of several stages; the methods are those of `EngineThread`.
+    """Drives an engine of several stages, with the methods of `EngineThread`.
 
     A layer's finished blocks go to the messenger as soon as its stage has computed it, from the
-    memory that the stage wrote. If a stage is lost, its steps get no outcome: the instance ends.
+    memory that the stage wrote. If a stage is lost, its steps get no outcome, because the instance
+    ends.
     """
 
     def __init__(
@@ -323,7 +326,7 @@ class PipelineThread:
                 else:
                     self._engine.arriving(step.block_ids)
             except StageLostError:
-                return  # the engine has reported the lost stage
+                return  # the engine has reported the lost stage already
             except Exception as error:
                 assert isinstance(step, RunStep), "an arrival raises no other error"
                 self._post(_step_failed(step, error))
@@ -352,9 +355,9 @@ class PipelineThread:
 class StepWatchdog:
     """Notices an engine that hangs: a step whose time limit has passed.
 
-    A process that dies is noticed at once by the end of its socket. A process that was stopped, or
-    that is in a call that does not return, is not. The watchdog reads no clock: the caller says how
-    much time has passed. Steps end in the order in which they begin, so it watches the oldest.
+    A process that dies is noticed at once, because its socket closes. A process that was stopped,
+    or that is in a call that does not return, is not. The watchdog reads no clock: the caller says
+    how much time has passed. Steps end in the order in which they begin, so it watches the oldest.
     """
 
     def __init__(self, cost: CostModel, num_stages: int, patience_s: float = PATIENCE_S) -> None:
@@ -363,7 +366,7 @@ class StepWatchdog:
         self._num_stages = num_stages
         self._patience_s = patience_s
         self._limits_s: deque[float] = deque()
-        self._waited_s = 0.0  # for the oldest step
+        self._waited_s = 0.0  # seconds waited for the oldest step
 
     @property
     def is_waiting(self) -> bool:
@@ -399,7 +402,7 @@ class DomainNotice:
         self._domain = domain
 
     def of(self, step: RunStep) -> str | None:
-        """Returns the line for the log with the first such step, else None."""
+        """Returns a line for the log about the first such step, or None."""
         domain = self._domain
         if domain is None:
             return None

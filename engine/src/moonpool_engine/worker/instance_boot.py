@@ -82,7 +82,7 @@ class BootedInstance:
     instance: Instance
     cost: FittedCost
     incarnation: int
-    drafter: Drafter | None = None  # guesses tokens that steps verify
+    drafter: Drafter | None = None  # the drafter that guesses tokens, which steps verify
 
     @property
     def offload(self) -> RemoteAttentionMessenger | None:
@@ -100,7 +100,7 @@ class BootedInstance:
     def info(self, host: str, pid: int) -> InstanceInfo:
         return InstanceInfo(
             instance_id=self.address.instance_id,
-            role=self.instance.role,  # it may have switched since the start
+            role=self.instance.role,  # the role may have switched since the start
             incarnation=self.incarnation,
             address=self.address,
             layout=self.built.arena.layout,
@@ -116,7 +116,7 @@ class BootedInstance:
         )
 
     def load(self) -> InstanceLoad:
-        """Returns the instance's gauges and counters, with those of messenger and store."""
+        """Returns the gauges and counters of the instance, its messenger and its store."""
         load = self.instance.load()
         moved = self.messenger.counts()
         counters = load.counters | {
@@ -147,8 +147,8 @@ def boot_instance(
 ) -> BootedInstance:
     """Starts an instance, which takes seconds. Raises BootError.
 
-    `on_lost` is called from a thread if one of the instance's processes ends: the instance cannot
-    continue then.
+    `on_lost` is called from a thread if one of the instance's processes ends, after which the
+    instance cannot continue.
     """
     try:
         load_eviction(setup.pool.eviction)
@@ -158,13 +158,13 @@ def boot_instance(
     arena, num_stages, parts = built.arena, place.degree.num_stages, built.parts
     cost = measure_cost(built, num_stages)
     draft = boot_draft(setup, place.role, built)
-    pin_thread(place.share.others)  # also pins all threads that are started from here on
+    pin_thread(place.share.others)  # also pins all threads that are started after this call
     messenger = _open_messenger(setup, place, arena, post)
     tier = _open_tier(setup, place.peer, arena, post)
     if tier.store is not None:
         cost = msgspec.structs.replace(cost, ssd_read_bytes_per_s=tier.store.read_bytes_per_s)
     kept = _recover(built.ledger, arena)
-    arena.reach(0)  # the pages of the first request
+    arena.reach(0)  # takes the pages of the first request
     address = messenger.start()
     if parts is not None:
         parts.offload.run(messenger, post)
@@ -203,7 +203,7 @@ def _open_messenger(
 def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent | None:
     """Opens the NIXL agent. Returns None if NIXL is off or fails: blocks go over TCP then."""
     if setup.attention or not setup.network.nixl:
-        return None  # the blocks are in the attention workers' arenas
+        return None  # the blocks are in arenas of the attention workers
     try:
         return NixlAgent(arena, listen_host)
     except NixlAgentError as error:
@@ -214,10 +214,10 @@ def _open_nixl_agent(setup: Setup, arena: Arena, listen_host: str) -> NixlAgent 
 def _open_tier(
     setup: Setup, peer: LocalPeer, arena: Arena, post: Callable[[MessengerEvent], None]
 ) -> LowerTier:
-    """Opens the tier below DRAM. The instance serves without it if that fails."""
+    """Opens the tier below DRAM. The instance serves without this tier if that fails."""
     pool, is_mooncake = setup.pool, bool(setup.mooncake.master_server_address)
     if setup.attention:
-        return LowerTier()  # the blocks are at the attention workers, which have no such tier
+        return LowerTier()  # the attention workers have the blocks, and no such tier
     if not (pool.wants_ssd or is_mooncake) or not pool.prefix_caching:
         return LowerTier()
     began_s = time.monotonic()
@@ -261,9 +261,10 @@ def live_config(
         num_stages,
         ssd_blocks=0 if store is None else store.num_slots,
         store_shared=store is not None and store.shared,
-        engine_tokens=0,  # the engine computes in the pool's own memory, or in a copy of it
+        # the engine computes in the pool's own memory, or in a copy of that memory
+        engine_tokens=0,
         layer_wise_load=layer_wise_load,
-        max_repeats=1,  # the live engine reports every step
+        max_repeats=1,  # the live engine reports after every step
         kept_tokens=kept_tokens,
     )
 

@@ -1,10 +1,10 @@
 """Measured step times of this machine and model, stored in the user's cache folder.
 
-The first start of a model measures them, and the first one of each week refines them. A busy
-machine makes a measurement slower, never faster, so the store keeps the best time of each kind of
-step, and the cost model is fitted to those. The instances of a machine start at the same time:
-under a lock, the first one measures while the others wait for its result. `moonpool profile`
-measures all of them again.
+The first start of a model measures step times, and the first start of each week refines them. A
+busy machine makes a measurement slower, never faster, so the store keeps the best time of each kind
+of step, and the cost model is fitted to the best times. If several instances of a machine start at
+the same time, the first one measures under a lock, while the others wait for its result. `moonpool
+profile` measures all times again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ KEPT_S = 7 * 86400.0
 """A machine changes: an older profile is refined. Load and temperature are learned while serving
 (`cost.online`)."""
 LOCK_S = 120.0
-"""A process that holds the lock for longer is stopped or hangs. Without kernels it may need most of
-this time."""
+"""A process that holds the lock for longer is stopped or hangs. Without kernels, measuring may need
+most of this time."""
 LOOK_S = 0.02
 _FILE = re.compile(r"[0-9a-f]{24}\.(?:json|lock|\d+)")
 
@@ -61,8 +61,8 @@ class StoredProfile(Struct, frozen=True, kw_only=False):
 
 
 class KeptProfile(Struct, frozen=True, kw_only=False):
-    """A file of the store, as a list shows it. `model` is empty if an earlier release wrote it, or
-    if it is damaged. `measured_s` is seconds since 1970."""
+    """A file of the store, as a list shows it. `model` is empty if an earlier release wrote the
+    profile, or if the profile is damaged. `measured_s` is given in seconds since 1970."""
 
     path: str
     measured_s: float
@@ -71,7 +71,7 @@ class KeptProfile(Struct, frozen=True, kw_only=False):
     threads: int = 0
 
     def describe(self) -> str:
-        """Model, kernels and threads in words; "" where they are not known."""
+        """Returns model, kernels and threads in words, or "" where they are unknown."""
         if not self.model:
             return ""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a pool without an engine performs transfers, too
 def transfers_by(
     messenger: BlockMessenger, num_layers: int, gates: LayerGates | None = None
 ) -> Performers:
-    """What performs transfers: the messenger, which posts their outcomes.
+    """Returns the performers of transfers: methods of the messenger, which posts their outcomes.
 
     With `gates`, steps can wait for the layers of a fetch.
     """
@@ -64,7 +64,8 @@ def transfers_by(
 
 
 def storage_by(store: TierStore, gates: LayerGates | None = None) -> Performers:
-    """What performs operations of the tier below DRAM: the store, which posts their outcomes.
+    """Returns the performers of operations of the tier below DRAM: methods of the store, which
+    posts their outcomes.
 
     With `gates`, steps can wait for the layers of a load.
     """
@@ -74,7 +75,7 @@ def storage_by(store: TierStore, gates: LayerGates | None = None) -> Performers:
         store.load(action.load_id, action.keys, action.slots, action.block_ids, gate)
 
     def look_up(action: LookUpBlocks) -> None:
-        assert isinstance(store, SharedStore)  # the state machine looks up in no other
+        assert isinstance(store, SharedStore)  # the state machine looks up blocks in no other store
         store.look_up(action.lookup_id, action.keys)
 
     return {

@@ -1,7 +1,7 @@
 """One instance's process: performs the decisions of its state machine.
 
 The event loop owns the state machine and the control connection. The engine computes in its own
-thread, and the messenger moves blocks in its threads. All of them post events to the loop.
+thread, and the messenger moves blocks in its threads. All of these threads post events to the loop.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Worker(InstanceProcess):
             looks.cancel()
             self._close()
 
-    # The link's follower
+    # Methods by which it follows the link
 
     def on_head(self) -> None:
         if self._listen_host is None:
@@ -133,7 +133,7 @@ class Worker(InstanceProcess):
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
         """Boots on the first setup. A head that comes back must send the same one."""
-        async with self._boot_lock:  # the head may be lost and found again while we boot
+        async with self._boot_lock:  # the head may be lost and found again during the boot
             if self._link.fatal:
                 return
             if setup.engine.kind != "moonpool":
@@ -208,7 +208,7 @@ class Worker(InstanceProcess):
         try:
             self._loop.call_soon_threadsafe(end)
         except RuntimeError:
-            return  # the loop has closed: the process is ending
+            return  # the loop has closed, because the process is ending
 
     async def _beat(self) -> None:
         while True:
@@ -222,8 +222,10 @@ class Worker(InstanceProcess):
                 return
 
     async def _end_stopped_parts(self) -> None:
-        """Kills stages and ranks that a signal has stopped. The instance ends with them."""
-        while self._booted is None or self._booted.part_pids:  # most instances have none
+        """Kills stages and ranks that a signal has stopped. Ends parts of the engine that were
+        stopped, and the instance with them."""
+        # most instances have no further processes
+        while self._booted is None or self._booted.part_pids:
             in_step = self._watch is not None and self._watch.is_waiting
             await self._stopped_process_timer.next(in_step or self._stopped.any_stopped)
             parts = [] if self._booted is None else self._booted.part_pids
@@ -233,7 +235,8 @@ class Worker(InstanceProcess):
                     os.kill(pid, signal.SIGKILL)
 
     def _on_hang(self, message: str) -> None:
-        """Ends the process by a deadline. The head moves its requests elsewhere at once."""
+        """Ends the process by a deadline. The head moves the requests of the instance elsewhere at
+        once."""
         log.error("%s", message)
         self._hung = True
         last_resort = threading.Timer(END_S, os._exit, (HUNG_STATUS,))
@@ -248,7 +251,7 @@ class Worker(InstanceProcess):
         try:
             self._loop.call_soon_threadsafe(self._post, event)
         except RuntimeError:
-            return  # the loop has closed: the process is ending
+            return  # the loop has closed, because the process is ending
 
     def _post(self, event: WorkerEvent) -> None:
         if self._booted is None:
@@ -261,7 +264,8 @@ class Worker(InstanceProcess):
         had_steps, had_requests = instance.has_steps, bool(instance.requests)
         actions = instance.handle(event, self._loop.time())
         if had_steps > instance.has_steps or had_requests > bool(instance.requests):
-            # In one write with the last tokens, or gauges and counters would be a beat old.
+            # Sent in one write with the last tokens; otherwise gauges and counters would be late by
+            # one heartbeat.
             actions.append(SendReport(self._booted.load()))
         self._perform(actions)
         self._gates.note(event)
@@ -270,7 +274,7 @@ class Worker(InstanceProcess):
         booted = self._booted
         assert booted is not None
         arena, ledger = booted.built.arena, booted.built.ledger
-        if ledger is not None:  # before any action can overwrite a block
+        if ledger is not None:  # noted before any action can overwrite a block
             ledger.note(booted.instance.pool.take_rekeyed())
         if arena.is_late:
             arena.reach(booted.instance.pool.num_ever_used)
@@ -283,7 +287,7 @@ class Worker(InstanceProcess):
         if reports:
             self._routes.report(reports)
         if any(isinstance(action, ExitProcess) for action in actions):
-            self._link.send(booted.load())  # what it has counted since the last beat
+            self._link.send(booted.load())  # the counters since the last heartbeat
             self._link.stop("it leaves")
 
     def _drive(self, booted: BootedInstance) -> InstanceDriver:
@@ -318,7 +322,7 @@ class Worker(InstanceProcess):
     def _name_blocks(
         self, offload: RemoteAttentionMessenger, instance: Instance, reports: list[Report]
     ) -> None:
-        """Reports the keys of new blocks to the attention workers that hold them."""
+        """Reports the keys of new blocks to the attention workers that have them."""
         for report in reports:
             if isinstance(report, BlocksChanged):
                 found = [(instance.pool.find(key), key) for key in report.stored]
@@ -341,7 +345,7 @@ def _ignore(action: WorkerAction) -> None:
 
 
 def _shared(setup: Setup) -> Setup:
-    """Returns what another head must have in common. Its attention workers may have changed, and a
-    standby listens elsewhere."""
+    """Returns what another head must have in common. The instance's attention workers may have
+    changed, and a standby listens at another address."""
     network = msgspec.structs.replace(setup.network, head_host="", head_port=0)
     return msgspec.structs.replace(setup, attention=(), network=network)

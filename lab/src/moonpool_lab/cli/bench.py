@@ -1,7 +1,7 @@
-"""`moonpool bench NAME`: benchmarks, each against a limit or a peer in the same run.
+"""`moonpool bench NAME`: benchmarks, each compared with a limit or a peer in the same run.
 
-The package has those that measure a user's own deployment: capacity, store, transfer. A checkout
-adds those in its folder `benchmarks/`.
+The package has the benchmarks that measure a user's own deployment: capacity, store, transfer. A
+checkout adds the benchmarks in its folder `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class BenchGroup(SuggestingGroup):
     """The commands of this module and those of a checkout's `benchmarks/`."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Lists those of a checkout by name alone: they are many, and for developers."""
+        """Lists the commands of a checkout by name alone, because they are many, and for
+        developers."""
         if shows_everything(ctx):
             super().format_commands(ctx, formatter)
             return

@@ -9,7 +9,7 @@ import moonpool
 
 
 def find_checkout(folder: str) -> Path | None:
-    """Returns the root of the checkout this package runs from, if it has `folder`, else None.
+    """Returns the root of the checkout from which this package runs, if it has `folder`, or None.
 
     The root is then on `sys.path`, so that `import benchmarks` and `import papers` work.
     """

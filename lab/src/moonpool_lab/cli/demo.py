@@ -1,9 +1,9 @@
 """`moonpool demo`: the whole path of a request on a local cluster.
 
-Two clusters of real processes, one after the other, answer the same conversations over HTTP. One
-reuses KVCache: blocks come from other instances and from SSDs, and an instance is killed in the
-middle of an answer. The other one does not, and answers the last half of the turns. Every answer
-is checked; a wrong one fails the demo. A page of what happened is left behind.
+Two clusters of real processes, one after the other, answer the same conversations over HTTP. The
+first cluster reuses KVCache: blocks come from other instances and from SSDs, and an instance is
+killed in the middle of an answer. The second cluster does not, and answers the last half of the
+turns. Every answer is checked; a wrong one fails the demo. A page of what happened is left behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moonpool_lab.demo.local_server import LocalServer, ServerError, is_alive
 from moonpool_lab.demo.page import render_page
 from moonpool_lab.demo.workload import Conversation, make_conversations
 
-MIN_COLUMNS = 118  # width of the tables; a file has no width of its own
+MIN_COLUMNS = 118  # width of the tables, because a file has no width
 STAGES = ("queue_and_fetch", "prefill", "handover", "decode")
 KV_TOKENS_PER_USER = 6144
 """Memory of an instance for each conversation that it decodes: little, so that it fills up."""
@@ -75,7 +75,7 @@ def demo(
     if min(users, turns, prefill, decode) < 1:
         fail("--users, --turns, --prefill and --decode must be at least 1")
     check_folders(page_file, json_file)
-    need_engine()  # before any process starts
+    need_engine()  # checked before any process starts
     console = Console(highlight=False, width=max(Console().width, MIN_COLUMNS))
     kv_tokens = KV_TOKENS_PER_USER * -(-users // decode)
     instances = ["--prefill", str(prefill), "--decode", str(decode), "--kv-tokens", str(kv_tokens)]

@@ -1,4 +1,4 @@
-"""`moonpool forecast`: says what a server will do under a trace, and then tries it."""
+"""`moonpool forecast`: predicts what a server will do under a trace, and then measures it."""
 
 from __future__ import annotations
 

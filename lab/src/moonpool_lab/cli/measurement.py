@@ -20,7 +20,7 @@ from moonpool_lab.replay.server import ServerUnfitError
 
 
 def run_measurement(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
-    """Runs a measurement, writes its figures with their origin, and returns them.
+    """Runs a measurement, writes its figures with their origin, and returns the figures.
 
     Ends the command with one line for an error that a user can mend.
     """

@@ -1,4 +1,5 @@
-"""`moonpool oracle`: what knowing the future could serve, and each policy's share of it."""
+"""`moonpool oracle`: computes what knowing the future could serve, and each policy's share of
+it."""
 
 from __future__ import annotations
 

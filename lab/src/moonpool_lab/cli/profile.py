@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BUILTIN = "moonpool/induction"
 PROFILED_TOKENS = 2560
 """Most tokens of prompt and answer of a request of a live profile."""
-CALIBRATION_TOKENS = 32_768  # of KVCache: room for the largest measured step
+CALIBRATION_TOKENS = 32_768  # tokens of KVCache: room for the largest measured step
 SLOS_S = (0.05, 0.1, 0.2, 0.5)
 KINDS = ("prefill", "decode", "transfer")
 

@@ -1,4 +1,5 @@
-"""What a command that plays a trace to a server asks, and as what."""
+"""The options of commands that play a trace to a server: which requests they send, and as which
+model."""
 
 from __future__ import annotations
 

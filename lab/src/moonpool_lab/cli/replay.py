@@ -1,4 +1,5 @@
-"""`moonpool replay` and `moonpool compare`: measures a live server, compares with a simulation."""
+"""`moonpool replay` measures a live server, and `moonpool compare` compares it with a
+simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo records: the answered turns of one cluster, and their sums."""
+"""The answered turns of one cluster in the demo, and their sums."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TEXTS = ("user", "asked", "right", "prefill on", "decode on")
 
 @dataclass(slots=True)
 class Event:
-    """Something that the demo made happen, and how it went."""
+    """An event that the demo caused, and how it went."""
 
     title: str
     text: str
@@ -66,13 +66,14 @@ class Event:
 
 @dataclass(slots=True)
 class DemoRun:
-    """All turns of one cluster, and its times."""
+    """All turns of one cluster, and the times that they took."""
 
     cached: bool
     start_s: float = 0.0
-    turns_s: list[float] = field(default_factory=list)  # each until the last user's answer
+    # time of each turn until the last user's answer
+    turns_s: list[float] = field(default_factory=list)
     rows: list[AnsweredTurn] = field(default_factory=list)
-    after: list[AnsweredTurn] = field(default_factory=list)  # turns of the events
+    after: list[AnsweredTurn] = field(default_factory=list)  # turns after the events
     events: list[Event] = field(default_factory=list)
 
     def last(self, num_turns: int) -> DemoRun:
@@ -100,12 +101,12 @@ class DemoRun:
 
     @property
     def fetched_tokens(self) -> int:
-        """Tokens that came from another instance, those of the events included."""
+        """Tokens that came from another instance, including those of the events."""
         return sum(row.explained["fetched_tokens"] for row in self.rows + self.after)
 
     @property
     def loaded_tokens(self) -> int:
-        """Tokens that came from an SSD, those of the events included."""
+        """Tokens that came from an SSD, including those of the events."""
         return sum(row.explained["loaded_tokens"] for row in self.rows + self.after)
 
     @property

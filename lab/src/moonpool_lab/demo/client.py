@@ -44,7 +44,7 @@ class ClientResponse:
 
     @property
     def tbt_s(self) -> float:
-        """Mean gap between tokens."""
+        """Returns the mean gap between tokens."""
         gaps = self.gaps_s
         return sum(gaps) / len(gaps) if gaps else float("nan")
 
@@ -53,7 +53,7 @@ class CompletionClient:
     """Sends completions to one server and measures them."""
 
     def __init__(self, url: str, timeout_s: float = 300.0) -> None:
-        """`timeout_s`: for a whole answer."""
+        """`timeout_s`: time limit of a whole answer."""
         self._client = HttpClient(url)
         self._timeout_s = timeout_s
 

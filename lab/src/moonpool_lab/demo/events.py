@@ -1,7 +1,7 @@
-"""What the demo makes happen after its conversations: a full memory, and the death of an instance.
+"""What the demo does after its conversations: it fills the memory, and kills an instance.
 
-Strangers fill the memory of all instances, so that the blocks of a conversation are on SSDs only
-when it goes on. Then the instance that decodes an answer is killed in the middle of it.
+Other requests fill the memory of all instances, so that a conversation's blocks are only on SSDs
+when it continues. Then the instance that decodes an answer is killed while decoding it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class LocalServer:
         port: int = 0,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`port` 0 takes a free one. `environment`: variables beside those of this process."""
+        """`port` 0 means any free port. `environment`: variables in addition to those of this
+        process."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = moonpool_line("serve", *arguments)
@@ -74,7 +75,7 @@ class LocalServer:
         return self._process.pid
 
     def instances(self) -> list[dict[str, Any]]:
-        """Returns the instances as the head lists them."""
+        """Returns the instances that the head lists."""
         return self._listed("instances")
 
     def worker_pids(self) -> list[int]:

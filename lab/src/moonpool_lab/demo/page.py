@@ -1,6 +1,6 @@
 """The page that the demo leaves behind: its turns, its events and the latency breakdown.
 
-It is self-contained, and the template escapes all text.
+The page is self-contained, and the template escapes all text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ STAGES = {"queue_and_fetch": "b2", "prefill": "b1", "handover": "b4", "decode": 
 
 
 def render_page(on: DemoRun, off: DemoRun) -> str:
-    """Returns the HTML page of both clusters, the one with a cache first."""
+    """Returns the HTML page of both clusters, starting with the one that has a cache."""
     longest_s = max(
         (sum(row.explained["stages_s"].values()) for run in (on, off) for row in run.rows),
         default=1.0,
@@ -49,7 +49,7 @@ def render_page(on: DemoRun, off: DemoRun) -> str:
 
 
 def _bars(row: AnsweredTurn, longest_s: float) -> list[tuple[str, float, str]]:
-    """Each stage's name, width in percent, and text."""
+    """Returns each stage's name, width in percent, and text."""
     spent_s = row.explained["stages_s"]
     longest_s = max(longest_s, sum(spent_s.values()), 1e-9)
     return [

@@ -1,8 +1,8 @@
 """The demo's workload: conversations over one long shared text, whose right answers are known.
 
-The built-in model recalls earlier text byte for byte, so each question has one right answer. It
-stands in the prefix that all conversations share, or in an earlier turn of the same conversation
-(blocks that decode made). A wrong, stale or misplaced block gives a wrong answer.
+The built-in model recalls earlier text byte for byte, so each question has one right answer. The
+answer stands in the prefix that all conversations share, or in an earlier turn of the same
+conversation (in blocks that decode made). A wrong, stale or misplaced block gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-# No five bytes occur twice, else the model could not know where to continue.
+# No five bytes occur twice, because the model could not know otherwise where to continue.
 TALE = (
     "At dusk the pool lay still while old Bram counted lamps along his quay: some for ships come"
     " home, one to guide a vessel not yet back. He set this last light apart. When high tide"
@@ -60,13 +60,13 @@ class ConversationTurn:
 
 @dataclass(slots=True)
 class Conversation:
-    """One user's turns. `text` grows by each question and answer."""
+    """The turns of one user. `text` grows with each question and answer."""
 
     user: str
     text: str
     turns: list[ConversationTurn] = field(default_factory=list)
     num_asked: int = 0
-    book: dict[str, str] = field(default_factory=dict)  # of the shared text
+    book: dict[str, str] = field(default_factory=dict)  # names and codes in the shared text
 
     def skip(self, num_turns: int) -> None:
         """Goes on as if the first turns had been asked and answered right."""

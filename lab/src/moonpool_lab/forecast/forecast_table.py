@@ -1,8 +1,8 @@
 """A table of forecasts and of what came: a file of JSON lines to which entries are only added.
 
-Each entry names the hash of the entry before it, and has a hash of itself. So an entry that is
-changed, left out or put in later breaks the chain, which every reader checks. The last entries can
-be cut off without a trace here; version control of the table shows that, too.
+Each entry names the hash of the previous entry, and has its own hash. So a changed, missing or
+inserted entry breaks the chain, which every reader checks. The last entries can be cut off without
+a trace here; version control of the table shows that, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Entry = dict[str, Any]
 def add_entry(path: Path, entry: Entry) -> str:
     """Adds an entry at the end, on the disk before this returns, and returns its hash.
 
-    Raises TableError if the file cannot be written, or if what it holds has been changed.
+    Raises TableError if the file cannot be written, or if its content has been changed.
     """
     try:
         with path.open("a+b") as file:
@@ -80,5 +80,6 @@ def _hash_of(entry: Entry) -> str:
 
 
 def _text_of(entry: Entry) -> bytes:
-    """One form only, so that a hash can be computed again from what was read."""
+    """Returns the only valid form of an entry, so that a hash can be computed again from what was
+    read."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

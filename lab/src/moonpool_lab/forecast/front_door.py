@@ -1,7 +1,7 @@
 """Sends single requests to an OpenAI-compatible server and times each token of the answers.
 
-Nothing here asks a server for more than a client sees: the time of each piece of a stream, and the
-usage at its end.
+This module asks a server for no more than a client sees: the time of each piece of a stream, and
+the usage at its end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Generation(msgspec.Struct):
 
 
 class _Props(msgspec.Struct):
-    """What llama-server answers to `/props`, in part."""
+    """The part of llama-server's answer to `/props` that is used."""
 
     default_generation_settings: _Generation = msgspec.field(default_factory=_Generation)
 
@@ -51,7 +51,7 @@ class TimedAnswer(msgspec.Struct, frozen=True):
 
     began_s: float
     token_s: tuple[float, ...]
-    cached_tokens: int | None  # None: the server does not say
+    cached_tokens: int | None  # None if the server does not say
 
     @property
     def ttft_s(self) -> float:
@@ -88,8 +88,8 @@ class FrontDoor:
 
     @staticmethod
     async def context_tokens(client: HttpClient, facts: ServerFacts) -> int | None:
-        """The longest prompt with its answer: as `/v1/models` lists it, or as llama-server reports
-        it of a slot; None if nothing does."""
+        """Returns the most tokens of a prompt with its answer: as `/v1/models` lists them, or as
+        llama-server reports them for a slot, or None if the server reports neither."""
         if facts.max_model_tokens is not None:
             return facts.max_model_tokens
         status, body = await client.get("/props")

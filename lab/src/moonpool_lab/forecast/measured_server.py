@@ -1,9 +1,9 @@
 """Measures a server through its front door, within a given time: a profile for the simulator.
 
-Prompts are timed alone, by length and by cached tokens; answers by how many decode at once. A long
-prompt beside answers shows how prompts and decodes share steps. Then prompts fill the cache until
-the first of them is gone. Each part has a share of the time and does its most useful cases first;
-cases without time are derived from the others.
+Prompts are timed alone, by length and by cached tokens; answers are timed by how many decode at
+once. A long prompt beside answers shows how prompts and decodes share steps. Then prompts fill the
+cache until the first of them is no longer cached. Each part has a share of the time and does its
+most useful cases first; cases without time are derived from the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = 24
 HANDOVERS = 3
 MOST_ANSWER_TOKENS = 256
 BESIDE = 8
-"""Most answers beside the long prompt that shows the size of chunks."""
+"""Most answers that run beside the long prompt that shows the size of chunks."""
 KV_BYTES_PER_TOKEN = 1024
 """Nominal: nothing that is forecast depends on it, since transfers are part of measured times."""
 INSTANT_BYTES_PER_S = 1e12
@@ -45,9 +45,9 @@ UNLIMITED_SEQUENCES = 256
 
 
 class MeasuredServer(Struct, frozen=True):
-    """What was measured. `cache_tokens` is the least that there is, unless the cache was `full`.
-    `max_sequences`: answers at once; UNLIMITED_SEQUENCES where no limit was met. `hits_said`: the
-    server tells how much of a prompt it found."""
+    """The results of measuring a server. `cache_tokens` is a lower limit, unless the cache was
+    `full`. `max_sequences`: most answers at a time, or UNLIMITED_SEQUENCES if no limit was met.
+    `hits_said`: whether the server tells how much of a prompt it found."""
 
     cost: FittedCost
     prefills: tuple[PrefillSample, ...]
@@ -58,7 +58,7 @@ class MeasuredServer(Struct, frozen=True):
     cache_tokens: int
     full: bool
     hits_said: bool
-    handover_s: float  # by how much the first of several tokens comes later than an only one
+    handover_s: float  # by how much the first of several tokens comes later than a single one
     seconds: float
 
 
@@ -66,7 +66,7 @@ class TraceLengths(Struct, frozen=True):
     """Lengths of the trace that the measurement is for."""
 
     prompt_tokens: tuple[int, ...]  # sorted
-    context_tokens: tuple[int, ...]  # of prompts and answers, sorted
+    context_tokens: tuple[int, ...]  # context tokens of prompts and answers, sorted
 
     def prompt_at(self, share: float) -> int:
         return self.prompt_tokens[rank_above(share, len(self))]
@@ -76,7 +76,7 @@ class TraceLengths(Struct, frozen=True):
 
 
 class _Part:
-    """A share of the time."""
+    """A share of the measuring time."""
 
     def __init__(self, seconds: float) -> None:
         self._ends_s = monotonic() + seconds
@@ -116,7 +116,7 @@ class _Measurement:
 
     async def run(self) -> MeasuredServer:
         door = self._door
-        for _ in range(2):  # the first requests of a server are slower
+        for _ in range(2):  # the first requests to a server are slower
             await door.ask(door.prompt(SHORTEST_PROMPT), 4)
         self._front_s = await door.round_trip_s()
         await self._measure_prefills()
@@ -195,7 +195,7 @@ class _Measurement:
             found = len(prefix) if said is None else said
             expected_s = longest.seconds * (1.0 - HIT_SHARE * found / longest.num_tokens)
             if not found or (said is None and seconds > expected_s):
-                break  # it keeps no prefixes
+                break  # the server keeps no prefixes
             self._has_cache = True
             self._prefills.append(
                 PrefillSample(num_tokens=longest.num_tokens, cached_tokens=found, seconds=seconds)
@@ -258,7 +258,7 @@ class _Measurement:
         if found is None:
             return
         num_steps, seconds = found
-        # A chunk is a power of two in all engines that are known, or the whole prompt.
+        # In all known engines a chunk is a power of two, or the whole prompt.
         each = -(-length // num_steps)
         self._chunk_tokens = 1 << (each - 1).bit_length() if num_steps > 1 else length
         self._mixed.append(
@@ -273,8 +273,8 @@ class _Measurement:
         )
 
     async def _fill_cache(self) -> tuple[int, bool]:
-        """Sends prompts until the first one is no longer found, then looks for the oldest that is.
-        Returns the tokens of those that were kept, and whether one was lost."""
+        """Sends prompts until the first one is no longer found, then searches for the oldest one
+        that is. Returns the tokens of the prompts that were kept, and whether one was lost."""
         told = await self._door.cache_tokens()
         if told or not self._has_cache:
             return told, True
@@ -289,12 +289,12 @@ class _Measurement:
             look = 2 * look
             if not await self._is_kept(sent[0], longest):
                 return await self._num_kept(sent, longest) * longest.num_tokens, True
-            sent = [*sent[1:], sent[0]]  # asking has renewed it
+            sent = [*sent[1:], sent[0]]  # asking has made this prompt the most recently used
         return len(sent) * longest.num_tokens, False
 
     async def _num_kept(self, sent: list[Prompt], longest: PrefillSample) -> int:
-        """How many of the last prompts were kept. A question renews what it finds, and one that
-        finds nothing has displaced one more."""
+        """How many of the last prompts were kept. A question renews the prompt that it finds; if it
+        finds nothing, it has displaced one more."""
         lost, kept, displaced = 0, len(sent), 1
         while kept - lost > 1:
             middle = (lost + kept) // 2
@@ -335,7 +335,7 @@ def most_at_once(answers: Sequence[TimedAnswer]) -> int:
 
 
 def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
-    """The mean step while all answers ran; None if that was too short to tell."""
+    """Returns the mean step while all answers ran, or None if that was too short to tell."""
     begin_s = max(answer.token_s[0] for answer in answers)
     end_s = min(answer.token_s[-1] for answer in answers)
     found = []
@@ -350,8 +350,9 @@ def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
 def steps_of_prompt(
     prompt: TimedAnswer, beside: TimedAnswer, front_s: float
 ) -> tuple[int, float] | None:
-    """The steps that computed a prompt, counted by the tokens of an answer beside it, and their
-    seconds; None if the answer was over before. The step under way when it came is not counted."""
+    """Returns the steps that computed a prompt, counted by the tokens of another answer, and their
+    seconds, or None if the answer ended before that. The step under way when it came is not
+    counted."""
     during_s = [s for s in beside.token_s if prompt.began_s + front_s <= s <= prompt.token_s[0]]
     if not during_s or beside.token_s[-1] <= prompt.token_s[0]:
         return None

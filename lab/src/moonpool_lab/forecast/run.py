@@ -1,7 +1,7 @@
 """Forecasts what a server will do under a trace, writes that down, and then tries it.
 
-The order is the point: the forecast of all loads is in the table, on the disk, before the first of
-them is replayed. The outcomes follow it there, and name its hash.
+The order matters: the forecast of all loads is in the table, on the disk, before the first load is
+replayed. The outcomes follow it there, and name its hash.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ QUIET_S = 2.0
 
 
 class ForecastError(ValueError):
-    """There is nothing to forecast; the text says why and what to do."""
+    """There is nothing to forecast; the text gives the reason and what to do."""
 
 
 class ForecastPlan(Struct, frozen=True, kw_only=True):
-    """What to forecast. None leaves SLOs to the server, or to its latencies without load."""
+    """What to forecast, and how. None leaves the SLOs to the server, or to its latencies without
+    load."""
 
     url: str
     trace: TraceRows
@@ -67,10 +68,11 @@ Tell = Callable[[str], None]
 
 
 async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
-    """Measures, forecasts, writes down, replays, writes down. `tell` gets lines for a person.
+    """Measures, forecasts, writes down, replays, writes down. `tell` gets lines for a person to
+    read.
 
-    Returns the entry of the forecast and those of the outcomes. Raises ForecastError, TableError,
-    ServerUnfitError, HopelessError, ConnectionFailedError, ConfigError and TraceError.
+    Returns the entry of the forecast and the entries of the outcomes. Raises ForecastError,
+    TableError, ServerUnfitError, HopelessError, ConnectionFailedError, ConfigError and TraceError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     try:
@@ -117,7 +119,7 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
 
 
 def _fitting(trace: TraceRows, longest_tokens: int | None) -> tuple[TraceRows, int]:
-    """The requests that the server can hold, and the number of the others."""
+    """Returns the requests that the server can hold, and the number of all others."""
     if longest_tokens is None:
         return trace, 0
     rows = [row for row in trace.rows if row.input_tokens + row.output_tokens < longest_tokens]
@@ -193,7 +195,7 @@ async def _try(
     forecast_hash: str,
     number: int,
 ) -> Entry:
-    """Replays one load. The prompts are other ones than at the loads before, so that each begins
+    """Replays one load. The prompts differ from those at earlier loads, so that each load begins
     without a cache of them."""
     load = forecast.load
     figures = await run_replay(

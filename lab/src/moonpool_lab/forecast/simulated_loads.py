@@ -1,7 +1,7 @@
-"""What the simulator says of a measured server at several loads, before any of them is tried.
+"""The simulator's predictions for a measured server at several loads, before any of these is tried.
 
-The server becomes a cluster of the simulator: the one that a moonpool server says it has, else one
-mixed instance that admits everything. There is no other model of a server here.
+The server becomes a cluster of the simulator: the cluster that a moonpool server states, or else
+one mixed instance that admits everything. This module has no other model of a server.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class SimulatedServer:
     def __init__(
         self, measured: MeasuredServer, described: dict[str, Any] | None, trace: TraceRows
     ) -> None:
-        """`described`: the configuration that a moonpool server shows of itself; None means that
-        another server. Raises ConfigError, TraceError."""
+        """`described`: the configuration that a moonpool server shows, or None for another server.
+        Raises ConfigError, TraceError."""
         self._trace = trace
         self._folder = tempfile.TemporaryDirectory()
         profile = Path(self._folder.name) / "profile.json"
         tables = _own_tables(described) if described is not None else {}
         if not tables:
             tables = _foreign_tables(measured, trace)
-        # Messages are part of the measured times, but for those between prefill and decode.
+        # Messages are part of the measured times, except for those between prefill and decode.
         separate = bool(tables["cluster"].get("decode"))
         control_s = measured.handover_s / MESSAGES_OF_A_HANDOVER if separate else 0.0
         cost = msgspec.structs.replace(measured.cost, control_latency_s=max(control_s, INSTANT_S))
@@ -94,8 +94,8 @@ class SimulatedServer:
         return Slo(ttft_s=ttft * alone["ttft_s"]["p90"], tbt_s=tbt * alone["tbt_s"]["p90"])
 
     def capacity_speed(self, slo: Slo) -> float:
-        """How many times faster than the trace requests may come so that ATTAINMENT of them meet
-        their SLOs; 0 if not even single ones do."""
+        """Returns how many times faster than in the trace requests may come so that ATTAINMENT of
+        them meet their SLOs, or 0 if not even single requests do."""
         rows = self._first(CAPACITY_REQUESTS)
 
         def holds(speed: float) -> bool:
@@ -142,8 +142,8 @@ class SimulatedServer:
 
 
 def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures that are forecast, from those of a simulation or of a replay. If no request hit a
-    cache about which nothing is known, `hit_ratio` is what was counted."""
+    """Returns the figures that are forecast, from those of a simulation or a replay. If no request
+    hit a cache about which nothing is known, `hit_ratio` is the counted ratio."""
     return {
         "requests": figures["requests"],
         "completed": figures["completed"],
@@ -157,7 +157,7 @@ def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_tables(described: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a moonpool server that has instances of its own; else empty."""
+    """Returns the tables of a moonpool server with its own instances, or no tables."""
     tables = {name: dict(described[name]) for name in OWN_TABLES if name in described}
     cluster = tables.get("cluster", {})
     if not any(cluster.get(role) for role in ("prefill", "decode", "mixed")):
@@ -166,11 +166,12 @@ def _own_tables(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign_tables(measured: MeasuredServer, trace: TraceRows) -> dict[str, Any]:
-    """One mixed instance that admits everything, of the sizes that were measured. A cache whose end
+    """Returns one mixed instance that admits everything, with the measured sizes. A cache whose end
     was not found in the time of the measurement has room for the trace, too."""
     block_tokens = ENGINE_BLOCK_TOKENS
     if trace.block_tokens and trace.block_tokens % block_tokens:
-        block_tokens = lcm(block_tokens, trace.block_tokens)  # one must be a multiple of the other
+        # one block size must be a multiple of the other
+        block_tokens = lcm(block_tokens, trace.block_tokens)
     cache_tokens = measured.cache_tokens
     if not (measured.full and cache_tokens):
         cache_tokens = max(sum(r.input_tokens + r.output_tokens for r in trace.rows), cache_tokens)

@@ -7,9 +7,9 @@ interval. So for each resource (`Resource`) and each interval,
     sum of the work that must lie within the interval <= instances * length
 
 Requests that are all served or not at all, on instances that serve one thing at a time, in caches
-that lose blocks and over links that take time, meet all these constraints. So the most that they
-allow is a bound. Constraints are added where the solution breaks them most, until it breaks none by
-much; the solution of each round is a bound.
+that lose blocks and over links that take time, meet all these constraints. So the most requests
+that these constraints allow are a bound. Constraints are added where the solution breaks them most,
+until it breaks none by much; the solution of each round is a bound.
 
 The solver is not trusted. Any prices >= 0 of the constraints give a bound (`price_bound`): what all
 capacities cost, plus what requests are worth above what their work costs. The solver only proposes
@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """`instances` that do this work of the requests and of the shared nodes."""
+    """`instances` do this work of the requests and of the shared nodes."""
 
     name: str
     instances: float
@@ -59,12 +59,13 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """`most` effective requests. `shares`: of each request that the relaxed optimum serves."""
+    """`most` is the bound on effective requests. `shares`: the share of each request that the
+    relaxed optimum serves."""
 
     most: int
     relaxed: float
     shares: Floats
-    binding: dict[str, float]  # value of the capacity, in requests, by resource
+    binding: dict[str, float]  # value of the capacity of each resource, in requests
     rounds: int
 
 
@@ -76,7 +77,8 @@ class _Interval:
 
 
 def upper_bound(demand: LeastWork, resources: Sequence[Resource], capacity: float = 1.0) -> Bound:
-    """The bound for a cluster with this share of its capacity; of the whole one unless given."""
+    """Returns the bound for a cluster with this share of its capacity, or for the whole cluster
+    unless given."""
     program = _Program(demand, [replace(r, instances=r.instances * capacity) for r in resources])
     intervals: list[_Interval] = []
     best = Bound(int(demand.possible.sum()), float(demand.possible.sum()), np.zeros(0), {}, 0)
@@ -185,7 +187,7 @@ class _Program:
         return total
 
     def values(self, intervals: Sequence[_Interval], prices: Floats) -> dict[str, float]:
-        """What the capacity of each resource is worth, in requests."""
+        """Returns what the capacity of each resource is worth, in requests."""
         worth = {resource.name: 0.0 for resource in self._resources}
         for interval, price in zip(intervals, prices, strict=True):
             name = self._resources[interval.resource].name

@@ -4,7 +4,7 @@ Which instances do what follows the configuration. Decode instances may compute 
 chunks (`conductor.inline_chunks`), or only those of the Conductor's inline rule
 (`conductor.inline_prefill`): not longer than a step, and not so long that the step breaks the TBT
 SLO. With `role_balance = "switch"` every instance may do everything.
-Instances of different hardware count with the least time of any of them.
+Of instances with different hardware, the least time of any of them counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def limits_of(
 ) -> tuple[LeastWork, list[Resource]]:
     """The least work of the requests, and the cluster's instances that do it.
 
-    `noise`: as in `Simulation`. Raises ConfigError for a cluster whose limits are not known.
+    `noise`: the same as in `Simulation`. Raises ConfigError for a cluster whose limits are not
+    known.
     """
     if config.engine.speculative_config is not None:
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 A bound on what a cluster can serve needs linear lower bounds of all costs: one for each prompt,
 each token of it, each pair of tokens that attend to each other, each decode, and each token of its
-context. `floor_of` derives them from the cost model that the simulation runs on. For every step,
+context. `floor_of` derives these bounds from the cost model of the simulation. These inequalities
+hold for every step:
 
     time >= prompt_s * long prompts that begin + token_s * chunk tokens + pair_s * pairs
             + beside_sequence_s * decodes + context_s * their context tokens
@@ -11,9 +12,9 @@ context. `floor_of` derives them from the cost model that the simulation runs on
 
 where a token at position q of its prompt has q pairs. The second line holds with and without
 chunks in the step. A departure is what a measured cost takes away from a roofline's for a prompt as
-a whole (`DomainCost`); what it adds does not count, because prompts may share it. Nor does the
-constant of a fitted cost for prompts that fit into a step together; of longer ones, only one can
-begin in a step.
+a whole (`DomainCost`); what it adds does not count, because prompts may share it. The constant of a
+fitted cost does not count either for prompts that fit into a step together; of longer prompts, only
+one can begin in a step.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 
 LONG_CHUNK_TOKENS = 1 << 22
-"""A chunk of this length is limited by compute on every device: its time gives that of a pair."""
+"""Length of a chunk that is limited by compute on every device, so that its time gives the time of
+a pair."""
 GRID_GROWTH = 1.002
-"""Ratio between the step sizes at which the time per token is evaluated. Between two of them, the
-time of the smaller and the tokens of the larger one count."""
+"""Ratio between the step sizes at which the time per token is evaluated. Between two points of the
+grid, the time of the smaller and the tokens of the larger one count."""
 
 
 def none_s(num_tokens: int, cached_tokens: int) -> float:
-    """The departure of a cost without any."""
+    """Returns the departure of a cost that has none."""
     return 0.0
 
 
@@ -51,20 +53,21 @@ def none_s(num_tokens: int, cached_tokens: int) -> float:
 class CostFloor:
     """Least times of an instance's steps, in seconds; of one stage if it is a pipeline.
 
-    `departure`: seconds, at most 0, of a prompt by its length and its cached tokens.
+    `departure`: seconds, at most 0, for a prompt, by its length and its cached tokens.
     """
 
     prompt_s: float
     token_s: float
     pair_s: float
-    alone_s: Floats  # by number of decodes - 1, up to the most that a step has; never falls
+    # by number of decodes - 1, up to the most that a step has; the values never fall
+    alone_s: Floats
     context_s: float
     beside_sequence_s: float
     num_stages: int = 1
     departure: Callable[[int, int], float] = none_s
 
     def scaled(self, factor: float) -> CostFloor:
-        """All times multiplied by `factor`."""
+        """Returns the floor with all times multiplied by `factor`."""
         departure = self.departure
         return replace(
             self,
@@ -91,7 +94,7 @@ class CostFloor:
         least = min(
             float(left.max(initial=0.0)) if at else np.inf, float(right.min(initial=np.inf))
         )
-        slope = min(least, float((self.alone_s / sizes).min()))  # so that e is not negative
+        slope = min(least, float((self.alone_s / sizes).min()))  # limited so that e is not negative
         return float((self.alone_s - slope * sizes).min()), slope
 
 
@@ -159,7 +162,8 @@ def _of_roofline(cost: RooflineCost, max_sequences: int, max_step_tokens: int) -
 
 
 def _of_domain(cost: DomainCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
-    """Of several departures that lengthen a step only one counts, so only decodes alone have it."""
+    """Of several departures that lengthen a step only one counts, so only decodes without prompts
+    have one."""
     floor = _of_roofline(cost.roofline, max_sequences, max_step_tokens)
     added_s = np.array([cost.decode_departure_s(n) for n in range(1, max_sequences + 1)])
     return replace(
@@ -177,5 +181,5 @@ def _grid(largest: int) -> list[int]:
 
 
 def _never_falling(seconds: Floats) -> Floats:
-    """A step with more decodes than those that count must not take less."""
+    """Raises values so that a step with more decodes than those that count never takes less."""
     return np.asarray(np.minimum.accumulate(seconds[::-1])[::-1])

@@ -39,7 +39,7 @@ def belady_hit_ratio(prompts: Iterable[PromptBlocks], capacity_blocks: int) -> f
     for place in range(never - 1, -1, -1):
         next_use[place] = seen.get(touches[place], never)
         seen[touches[place]] = place
-    due: dict[BlockKey, int] = {}  # next use of what is cached
+    due: dict[BlockKey, int] = {}  # next use of each cached block
     farthest: list[tuple[int, BlockKey]] = []
     num_hits = 0
     for key, next_place in zip(touches, next_use, strict=True):

@@ -1,20 +1,20 @@
-"""What each request needs at least to be effective, as work within an interval of time.
+"""Computes what each request needs at least to be effective, as work within an interval of time.
 
 Prefill: the tokens behind the blocks that other prompts share are the request's own work, within
-the TTFT SLO after its arrival. Shared blocks are nodes of a tree: somebody has to compute them once
-after the first request with them arrives, and before the last effective one needs them. That is
-the reuse of an infinite cache that all instances share at no cost. A prompt's departure from the
-costs of its tokens (`CostFloor`) counts as if all of its shared blocks were cached; a node gets the
-least of what its prompts depart more if they compute it themselves.
+the TTFT SLO after its arrival. Shared blocks are nodes of a tree: an instance has to compute them
+once after the first request with them arrives, and before the last effective request needs them.
+That is the reuse of an infinite cache that all instances share without cost. A prompt's departure
+from the costs of its tokens (`CostFloor`) counts as if all of its shared blocks were cached; a node
+gets the least of what its prompts depart more if they compute it themselves.
 
 Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of
 which at most `inline_tokens` are not cached. A request with a longer tail of its own is never one.
 Nor is the first request that computes a node, if each prompt with the node goes on for longer than
 that after the node's beginning; and the first one computes all of the node.
 
-Decode: all tokens after the first. Three kinds of work bound them, each in seconds of an instance.
-With (e, f) a line below the step time (`CostFloor.support`), a step of B decodes takes d >= e + W,
-where W is the sum of f + g context over its decodes:
+Decode: all tokens after the first. Three kinds of work bound the requests, each in seconds of an
+instance. With (e, f) a line below the step time (`CostFloor.support`), a step of B decodes takes d
+>= e + W, where W is the sum of f + g context over its decodes:
 
 * pace: The SLO holds for the mean of an answer's longest tenth of gaps, so also for any weighted
   mean of its gaps with no weight above ten times the mean weight. Weights f + g context are such:
@@ -27,8 +27,8 @@ where W is the sum of f + g context over its decodes:
   is at least e times their sum over M, and a decode takes e prompt / M + f + g context.
 * seats: a step has at most S decodes, so a decode takes at least e / S + f + g context.
 
-One assumption: no attempt fails half-way or is preempted, so that nothing but the work above
-produces tokens. Such attempts only add work, unless they hand a part of it to another instance.
+One assumption is made: no attempt fails half-way or is preempted, so that only the work above
+produces tokens. Such attempts only add work, unless they hand part of it to another instance.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ NO_NODE = -1
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What an instance can do at most, by kind of work, and the SLO."""
+    """What an instance can do at most, by kind of work, and the SLO of requests."""
 
     prefill: CostFloor
-    decode: CostFloor  # of the instances that decode
+    decode: CostFloor  # cost floor of instances that decode
     slo: Slo
-    engine_tokens: int  # of KVCache in an engine's memory
+    engine_tokens: int  # KVCache tokens in an engine's memory
     block_tokens: int
     caches: bool  # whether prefixes are reused
     inline_tokens: int  # most tokens of a prompt that a decode instance computes
-    step_tokens: int  # most of a step; a prompt with more begins alone
+    step_tokens: int  # most tokens of a step; a longer prompt begins alone
 
 
 @dataclass(frozen=True, slots=True)
 class LeastWork:
     """Arrays by request, and by node of the tree of shared blocks. Times and work in seconds.
 
-    `possible`: could be effective on an idle cluster. `leaf`: the deepest shared node of a prompt.
-    `decode_s`: by kind of work, then by request. `beside_s`: what the decodes add to steps that
-    also compute prompts.
+    `possible`: whether the request could be effective on an idle cluster. `leaf`: the deepest
+    shared node of each prompt. `decode_s`: seconds by kind of work, then by request. `beside_s`:
+    the seconds that decodes add to steps which also compute prompts.
     """
 
     arrived_s: Floats
@@ -152,7 +152,7 @@ def _decode_work(
     fitting = sum(step_s(batch) <= tbt_s for batch in range(1, seats + 1))
     rows = []
     e, f = floor.support(fitting)
-    pace = tbt_s / (tbt_s - e) if e < tbt_s else 1.0  # else no answer keeps the SLO
+    pace = tbt_s / (tbt_s - e) if e < tbt_s else 1.0  # otherwise no answer keeps the SLO
     rows.append(pace * (f * decodes + context_s * contexts))
     e, f = floor.support(min(memory / max(mean_context, 1.0), seats))
     rows.append(e / memory * prompts * decodes + f * decodes + context_s * contexts)
@@ -173,16 +173,16 @@ class _Tree:
         self.until_s: list[float] = []
         self.work_s: list[float] = []
         self._departure_s: list[float] = []
-        self._start: list[int] = []  # tokens before each node
-        self._shortest: list[int] = []  # tokens of the shortest prompt with it
+        self._start: list[int] = []  # number of tokens before each node
+        self._shortest: list[int] = []  # tokens of the shortest prompt with each node
         self._floor = floor
         self._block_tokens = block_tokens
         self._users: dict[BlockKey, int] = {}
         self._node: dict[BlockKey, int] = {}
 
     def count(self, arrivals: Sequence[Arrival]) -> None:
-        """Counts the prompts with each block. Only a damaged trace has a block that follows two
-        different ones. Such a block counts as nobody's work."""
+        """Counts the prompts with each block. Only in a damaged trace does a block follow two
+        different ones. A block that follows two different blocks counts as nobody's work."""
         users, before = self._users, dict[BlockKey, BlockKey]()
         odd: set[BlockKey] = set()
         for arrival in arrivals:
@@ -198,7 +198,7 @@ class _Tree:
     def add(self, arrival: Arrival, until_s: float) -> tuple[int, float]:
         """Adds a prompt; returns its deepest shared node and the end of its shared blocks."""
         node, num_before, start = NO_NODE, -1, 0
-        ends: dict[int, int] = {}  # tokens up to the end of each node of its path
+        ends: dict[int, int] = {}  # tokens up to the end of each node on the path of a prompt
         for key in arrival.keys:
             number = self._users[key]
             if number == 1:
@@ -228,7 +228,7 @@ class _Tree:
             self._departure_s[node] = min(self._departure_s[node], more_s)
 
     def total_s(self) -> Floats:
-        """The least time to compute each node."""
+        """Returns the least time to compute each node."""
         return np.asarray(np.add(self.work_s, self._departure_s), dtype=float)
 
     def left_tokens(self) -> Floats:

@@ -1,13 +1,13 @@
 """The best schedule that a clairvoyant admission finds: a lower bound of what can be served.
 
-Every schedule is a run of the simulator. The clairvoyant admission refuses requests at the door,
-by a list; the Conductor admits all others and places and serves them as ever. What is found is
-therefore always a valid run, and only the list comes from knowing the future.
+Every schedule is a run of the simulator. The clairvoyant admission refuses requests on arrival, by
+a list; the Conductor admits all others and serves them as usual. The result is therefore always a
+valid run, and only the list comes from knowing the future.
 
 The search starts from the effective requests of the policies' runs and from what the relaxed
-optimum (`bound`) serves on a cluster with somewhat less capacity. It drops the requests that miss
-their SLOs until none does, then adds requests in batches, most promising first. If a batch does not
-pay as a whole, the search tries the parts again that did pay.
+optimum (`bound`) serves on a cluster with somewhat less capacity. The search drops requests that
+miss their SLOs until none does, then adds requests in batches, the most promising first. If a batch
+does not pay as a whole, the search tries those parts again that did pay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moonpool.sim.workload import Arrival
 from moonpool_lab.oracle.bound import Bound, Resource, upper_bound
 from moonpool_lab.oracle.least_work import LeastWork
 
-SAMPLE_S = 3600.0  # of the simulation's own series, which nothing here uses
+SAMPLE_S = 3600.0  # sampling interval of the simulation's series, which is not used here
 CAPACITIES = (0.98, 0.94, 0.9, 0.86, 0.8, 0.7)
 """Shares of the capacity. The search begins with the relaxed optimum for each."""
 FIRST_SHARE = 0.25
@@ -60,7 +60,7 @@ class EffectiveCollector(Collector):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs the simulator on some of the requests. `settings`: those of each run."""
+    """Runs the simulator on some of the requests. `settings`: the settings of each run."""
 
     config: Config
     hardware: Hardware
@@ -92,7 +92,8 @@ class Runner:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The requests that the clairvoyant admission admits, and those that are effective then."""
+    """The requests that the clairvoyant admission admits, and the requests that are then
+    effective."""
 
     admitted: Chosen
     effective: Chosen
@@ -115,7 +116,7 @@ def best_schedule(
     budget: Budget,
     on_progress: Callable[[int, int], None] = lambda runs, effective: None,
 ) -> Schedule:
-    """Searches within the budget. `starts`: effective requests of policies' runs. `on_progress`
+    """Searches within the budget. `starts`: effective requests of the policies' runs. `on_progress`
     gets the number of runs and the best figure after each run."""
     relaxed = [upper_bound(demand, resources, capacity) for capacity in CAPACITIES]
     search = _Search(runner, demand, relaxed, budget, on_progress)
@@ -124,7 +125,7 @@ def best_schedule(
     for bound in relaxed:
         found = search.polish(frozenset(np.flatnonzero(bound.shares > 0.5).tolist()))
         if found < before:
-            break  # less capacity only serves less
+            break  # less capacity can only serve less
         before = found
     search.climb()
     return Schedule(search.admitted, search.effective, search.runs)
@@ -179,7 +180,8 @@ class _Search:
         return most
 
     def climb(self) -> None:
-        """Adds batches of requests to the best set, of the size that has paid lately."""
+        """Adds batches of requests to the best set; the size of a batch is the one that has paid
+        recently."""
         size = int(FIRST_SHARE * (len(self._demand) - len(self.effective)))
         while not self.over:
             kept = self.effective
@@ -221,7 +223,8 @@ class _Search:
 
 
 def _promise(demand: LeastWork, relaxed: Sequence[Bound]) -> list[float]:
-    """Higher for requests that the relaxed optima serve, then for those with less work."""
+    """Returns a rank that is higher for requests that the relaxed optima serve, then for those with
+    less work."""
     work_s = demand.prefill_s + demand.decode_s.max(axis=0)
     rank = np.argsort(np.argsort(-work_s)) / max(len(work_s), 1)
     return [float(value) for value in sum(bound.shares for bound in relaxed) + rank]

@@ -1,7 +1,7 @@
 """The look of all drawings by matplotlib: the colours and the lines of the pages.
 
 The colours are read from the pages' style sheet, so a drawing looks as a page does. The font is the
-one that matplotlib brings, since the same run draws the same bytes on every machine.
+one that matplotlib includes, so that the same run draws the same bytes on every machine.
 """
 
 from __future__ import annotations

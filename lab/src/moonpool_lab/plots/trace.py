@@ -18,7 +18,7 @@ _MIN_GAP_S = 0.1
 
 def plot_character(character: TraceStatistics, title: str, path: Path) -> None:
     """Writes the plot as a PNG file. Raises OSError."""
-    num_lines = 2 if character.references else 1  # traces without hashes have two panels
+    num_lines = 2 if character.references else 1  # traces without hashes have only two panels
     with drawing(path, 11, 3.75 * num_lines) as figure:
         figure.suptitle(title)
         axes = figure.subplots(num_lines, 2, squeeze=False)

@@ -1,4 +1,5 @@
-"""Attention workers as processes for measurements, engines that use them, and timed steps.
+"""Starts attention workers as processes for measurements, with engines that use them, and times
+steps.
 
 One step with attention workers is timed as a whole and by part: model, attention, waiting.
 """
@@ -80,8 +81,8 @@ class _Child:
 class LocalAttentionGroup:
     """Attention workers of one engine; `open_attention_group` makes it.
 
-    Each worker has `each` blocks, or its heads of the same `each` blocks. After them come
-    `own_blocks` of the engine's own process.
+    Each worker has `each` blocks, or its heads of `each` blocks. After these come `own_blocks` of
+    the engine's own process.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class LocalAttentionGroup:
             self._head_ranges = share_heads(layout.num_kv_heads, len(children))
         self._numbers = itertools.count(
             1
-        )  # step numbers of all engines, which share the connections
+        )  # step numbers for all engines, which share the connections
         self._wanted = self._make_wanted()
         self.clients = [self._connect(number, use_shm=True) for number in range(len(children))]
         self._local = self._start_local(own_blocks) if own_blocks else None
@@ -183,7 +184,7 @@ def open_attention_group(
     model: LoadedModel, layout: BlockLayout, num_workers: int, each: int, by_head: bool = False,
     own_blocks: int = 0,
 ) -> Iterator[LocalAttentionGroup]:  # fmt: skip
-    """Starts the workers and yields their group; ends them afterwards.
+    """Starts the workers and yields their group; ends the workers afterwards.
 
     Raises AttentionError, or ValueError if there are fewer heads than workers.
     """
@@ -202,7 +203,8 @@ class Decodes:
     """A batch of decodes with equal contexts, in memories of `sizes` blocks.
 
     The KVCache is whatever the blocks hold. Neighbouring sequences lie in different memories where
-    there is room. So do neighbouring segments of `segment_blocks` of one sequence, unless 0.
+    there is room. Neighbouring segments of `segment_blocks` of one sequence do so, too, unless that
+    is 0.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class Decodes:
 
 class OffloadTimes(Struct, frozen=True):
     """Times of one step: `attention_s` is the busy time of each worker, `waited_s` the time that
-    the model worker waited for them."""
+    the model worker waited for the workers."""
 
     step_s: float
     attention_s: float

@@ -47,7 +47,7 @@ def measure_parts(model_name: str, dtype: str = "auto", block_tokens: int = 64) 
                 local_s, ways = [], []
                 for turn in range(REPEATS + 1):
                     once_s, way = decodes.seconds(local), timed_step(engine, ops, decodes)
-                    if turn:  # the first turn warms up
+                    if turn:  # the first turn only warms up
                         local_s.append(once_s)
                         ways.append(way)
                 way = median_times(ways)

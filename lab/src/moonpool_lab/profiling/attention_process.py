@@ -1,9 +1,9 @@
-"""One attention worker without a head, for measurements.
+"""An attention worker without a head, for measurements.
 
 `python -m moonpool_lab.profiling.attention_process` starts it.
 
-The command line has its name, the environment the secret. It prints its address as one line of
-JSON, and ends at the end of its input.
+The command line has its name, the environment the secret. The process prints its address as one
+line of JSON, and ends when its input ends.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def one_by_one(measure: Callable[[float, int], Attainment]) -> Measure:
 
 
 class CapacityGoal(Struct, frozen=True):
-    """The goal of a search. `wanted`: share of requests within both SLOs.
+    """The goal of a capacity search. `wanted`: the share of requests that must meet both SLOs.
 
     The rates found lie within the relative `tolerance`. A rate is measured with up to `max_seeds`,
     from `first_seed` on.
@@ -55,7 +55,7 @@ class CapacityGoal(Struct, frozen=True):
 
 
 class CapacityPoint(Struct, frozen=True):
-    """One measured rate."""
+    """One measured request rate."""
 
     rate: float
     runs: tuple[Attainment, ...]
@@ -64,15 +64,16 @@ class CapacityPoint(Struct, frozen=True):
 
 
 class Capacity(Struct, frozen=True):
-    """The result. `holds`: the highest rate that clearly meets; `fails`: the lowest that clearly
-    misses; 0 and infinity where none was found. `estimate`: where the mean crosses `wanted`."""
+    """The result. `holds`: the highest rate that clearly meets the goal; `fails`: the lowest that
+    clearly misses it; 0 and infinity if none was found. `estimate`: the rate at which the mean
+    crosses `wanted`."""
 
     holds: float
     fails: float
     estimate: float | None
     points: tuple[CapacityPoint, ...]  # by rate
     num_runs: int
-    ended: str  # "found", or the limit that ended the search
+    ended: str  # "found", or the name of the limit that ended the search
 
     @property
     def unclear(self) -> tuple[CapacityPoint, ...]:
@@ -137,7 +138,7 @@ class _Search:
 
     def bracket(self, start: float) -> bool:
         """Doubles or halves the rate until one meets the SLOs and another does not. Returns False
-        if all meet them or none does."""
+        if all rates meet the goal, or none does."""
         self.judge(start)
         for _ in range(MAX_WIDENINGS):
             if self.holds:

@@ -15,7 +15,7 @@ from moonpool.cost.fitted import ChunkChoice, FittedCost, Profile
 from moonpool.cost.model import CHUNKED_STEP_SHARE, Chunk
 from moonpool.scheduler.batching.chunk_budget import token_budget
 
-SATURATED = 0.95  # share of the highest throughput
+SATURATED = 0.95  # share of the highest throughput that counts as saturated
 
 
 def recommend(
@@ -25,7 +25,8 @@ def recommend(
     decodes: int,
     context_tokens: int,
 ) -> Profile:
-    """Returns the profile. `curve`: seconds of a step by its only chunk's size; not empty."""
+    """Returns the profile. `curve`: the seconds of a step by the size of its only chunk; not
+    empty."""
     saturated = saturation_tokens(curve, cost.tile_tokens)
     most = max(curve)
     chunks = tuple(_choose(cost, tbt_s, decodes, context_tokens, most) for tbt_s in slos_s)

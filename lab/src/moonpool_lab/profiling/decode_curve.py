@@ -32,8 +32,8 @@ def with_decode_curve(cost: FittedCost, samples: Sequence[DecodeSample]) -> Fitt
 
 
 def _context_slope_s(samples: Sequence[DecodeSample]) -> float | None:
-    """Seconds per token of context, from the batch sizes measured with several contexts; None if
-    there are none."""
+    """Returns the seconds per token of context, from the batch sizes measured with several
+    contexts, or None if there are none."""
     by_batch: dict[int, list[DecodeSample]] = defaultdict(list)
     for sample in samples:
         by_batch[sample.batch].append(sample)

@@ -1,6 +1,6 @@
-"""Times of single decode steps of a rehearsal, relative to those that the probes predict.
+"""Times of single decode steps in a rehearsal, relative to the times that the probes predict.
 
-It finds out which answers shared a step, and which instances computed at the same time.
+The module finds out which answers shared a step, and which instances computed at the same time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NUM_RATIOS = 32
 
 
 class RehearsedRequest(Struct, frozen=True):
-    """One request as its client observed it; the server reports the times of the prefill."""
+    """One request as its client observed it, with the times of the prefill from the server."""
 
     prefill_instance: str
     decode_instance: str
     prefill_began_s: float
     prefill_ended_s: float
     prompt_tokens: int
-    instants_s: tuple[float, ...]  # times of its tokens
+    instants_s: tuple[float, ...]  # arrival times of its tokens
 
     def decodes_at(self, at_s: float) -> bool:
         return self.instants_s[0] <= at_s <= self.instants_s[-1]

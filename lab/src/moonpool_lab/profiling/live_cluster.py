@@ -33,7 +33,7 @@ UNBOUNDED = Slo(ttft_s=1e5, tbt_s=1e5)
 
 
 class LiveCluster(Struct, frozen=True):
-    """The settings of both. The pool's blocks must fit those of the scaled trace."""
+    """The settings of both. The pool's blocks must fit the blocks of the scaled trace."""
 
     model: str = "random:m30"
     prefill: int = 1
@@ -126,12 +126,13 @@ class LiveWorkload(Struct, frozen=True):
     scale: Fraction = Fraction(1, 32)
     seed: int = 1
     trace_file: str = ""
-    longest_tokens: int = 0  # longer requests, scaled, are left out; 0 leaves out none
+    longest_tokens: int = 0  # longest request, scaled, that is kept; 0 keeps all
     burst: float = 1.0
     """How much denser arrivals are in the first fifth of every ten seconds; at most 5."""
     prompts: int = 0
     answers: int = 0
-    """Tokens of every prompt and answer; prompts then share nothing. 0 keeps the workload's."""
+    """Tokens of every prompt and answer; prompts then share nothing. 0 keeps the answers of the
+    workload."""
 
     @property
     def block_tokens(self) -> int:
@@ -218,7 +219,7 @@ def estimate_capacity(
     """Returns the highest rate (requests/s) at which 90 % of requests meet the SLOs without
     admission control, within 5 %.
 
-    It bisects over simulations of `seconds`, or of as many as ENOUGH_REQUESTS take.
+    The search bisects over simulations of `seconds`, or of the time that ENOUGH_REQUESTS take.
     """
     free = cluster.with_(admission="none", slo=slo)
 

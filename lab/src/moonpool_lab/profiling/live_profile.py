@@ -1,9 +1,9 @@
-"""Measures a live cluster through its API: the profile that a simulation of it needs.
+"""Measures a live cluster through its API, for the profile that a simulation of it needs.
 
 Prompts and decodes of many sizes are timed on the idle cluster and fitted. Some are timed again
 while all other instances compute. On one machine these share memory bandwidth and cores; the ratio
 is kept as `contention`, because a profile of an instance alone is too optimistic and one under full
-load too pessimistic. Times are those of head and client, so they include the overheads between
+load too pessimistic. Times are measured at head and client, so they include the overheads between
 steps. Nothing is fitted to the workload of a later comparison.
 """
 
@@ -47,7 +47,7 @@ LEAST_DECODES = 3
 ANSWERED = (64, 1024)
 BUSY_PROMPTS = (128, 512, 1024)
 BUSY_DECODES = ((1, 64), (4, 512), (8, 256))
-REHEARSED = 60  # requests, in at most REHEARSED_S
+REHEARSED = 60  # number of rehearsed requests, in at most REHEARSED_S
 REHEARSED_S = 30.0
 REHEARSED_LOAD = 0.5
 REHEARSED_PROMPT = (32, 1024)
@@ -63,12 +63,12 @@ class ProfileError(RuntimeError):
 class LiveProfile(msgspec.Struct, frozen=True):
     """`cost` for the simulator, and the measurements behind it.
 
-    `num_blocks` is the size of each memory: an instance's own or an attention worker's. Each
-    decoding instance has `attention_workers`, and keeps `attention_own_tokens` itself.
+    `num_blocks` is the size of each memory: an instance's, or an attention worker's. Each decoding
+    instance has `attention_workers`, and itself keeps `attention_own_tokens`.
     """
 
     cost: FittedCost
-    believed: FittedCost  # the Conductor's own
+    believed: FittedCost  # the Conductor's own costs
     prefills: tuple[PrefillSample, ...]
     decodes: tuple[DecodeSample, ...]
     busy_ratios: dict[str, list[float]]
@@ -85,7 +85,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """One completed probe."""
+    """One completed probe, with its times."""
 
     record: RequestRecord
     stages_s: dict[str, float]
@@ -106,7 +106,8 @@ class LiveProfiler:
         self._rng = Random(7)
         self._vocab = 256
         self._instances: list[dict[str, Any]] = []
-        self._least_start_s = inf  # from the placement to the report that a prefill has begun
+        # least time from the placement to the report that a prefill has begun
+        self._least_start_s = inf
 
     async def measure(self) -> LiveProfile:
         """Raises ProfileError, ConnectionFailedError."""
@@ -136,7 +137,8 @@ class LiveProfiler:
             await self._probe(self._prompt(n), 4) for n in lengths for _ in range(2 * REPEATS)
         ]
         handovers_s = [t.stages_s.get("handover", 0.0) for t in answered]
-        handovers_s = [s for s in handovers_s if s > 0.0]  # a short prompt may have run inline
+        # a short prompt may have been computed inline
+        handovers_s = [s for s in handovers_s if s > 0.0]
         contention = _typical(ratios["prefill"]), self._decode_contention(ratios)
         decodes = [self._alone(sample, contention[1]) for sample in decodes]
         cost = with_decode_curve(fit_cost(prefills, decodes), decodes)
@@ -301,10 +303,11 @@ class LiveProfiler:
         return PrefillSample(num_tokens=tokens, cached_tokens=found, seconds=median(times_s))
 
     async def _decode(self, batch: int, context: int) -> DecodeSample | None:
-        """Times `batch` answers on each decoding instance while all run; None if too short."""
+        """Times `batch` answers on each decoding instance while all run, or returns None if too
+        short."""
         count = batch * self._num_decoders
         prompts = [self._prompt(context) for _ in range(count)]
-        for prompt in prompts:  # so that the answers begin nearly together
+        for prompt in prompts:  # so that the answers begin at nearly the same time
             await self._probe(prompt, 1)
         answer, most = self._usual_tokens(batch), self._most_tokens(batch, context)
         steps_s: list[float] = []
@@ -383,7 +386,7 @@ class LiveProfiler:
 
     async def _busy_prefill(self, tokens: int) -> float:
         alone = await self._prefill(tokens, 0)
-        if self._mixed:  # one prompt on each instance at once
+        if self._mixed:  # one prompt on each instance at the same time
             times_s = []
             for _ in range(REPEATS):
                 timed = await self._probe_together(len(self._instances), tokens, 1)
@@ -420,7 +423,7 @@ def believed_cost(instance: dict[str, Any]) -> FittedCost:
 
 
 def common_step_s(timed: Sequence[TimedPart]) -> float | None:
-    """Returns the mean step time while all answers ran; None if that was too short.
+    """Returns the mean step time while all answers ran, or None if that was too short.
 
     The median of single gaps would not do: a delayed head delivers tokens in bunches.
     """
@@ -429,7 +432,8 @@ def common_step_s(timed: Sequence[TimedPart]) -> float | None:
     found = []
     for t in timed:
         kept = [s for s in t.instants_s if begin_s <= s <= end_s]
-        if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:  # all came in one bunch
+        # all tokens of the answer came together
+        if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))
     return fmean(found)
@@ -439,8 +443,8 @@ def prefill_time_s(stages_s: Mapping[str, float], least_start_s: float) -> float
     """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
     their placement.
 
-    On a busy machine, the reports of its start and its end may reach the head together. Its time
-    then lies before the first report, which is late.
+    On a busy machine, the reports of its start and its end may reach the head together. The
+    prefill's time then lies before the first report, which is late.
     """
     return stages_s["prefill"] + stages_s["queue_and_fetch"] - least_start_s
 

@@ -4,9 +4,10 @@
                                        its input; its first line lists the available peers
     PEER_PYTHON pools_peer.py MASTER   provides the memory of the Mooncake Store
 
-It imports nothing of moonpool. Mooncake needs the package
+The process imports nothing of moonpool. Mooncake needs the package
 `mooncake-transfer-engine-non-cuda` (and libibverbs1), Redis the packages `redis` and `hiredis` and
-a `redis-server` on PATH. Both serve over TCP on the loopback, from processes of their own.
+a `redis-server` on PATH. Both pools serve over TCP on the loopback interface, from separate
+processes.
 """
 
 import ctypes
@@ -181,7 +182,7 @@ def hold(master: str) -> None:
 
 
 def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, str]]":
-    """Starts the peers. Returns those that run, and why the others are absent. A peer that cannot
+    """Starts the peers. Returns the peers that run, and why others are absent. A peer that cannot
     start raises no error."""
     peers: dict[str, Redis | Mooncake] = {}
     absent = {}
@@ -197,7 +198,7 @@ def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, s
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is not an answer
+    os.dup2(2, 1)  # the output of libraries must not look like an answer
     peers, absent = start_all(Buffer())
     print(json.dumps({"peers": list(peers), "absent": absent}), file=answers, flush=True)
     stored: set[tuple[str, int, int]] = set()
@@ -223,7 +224,7 @@ def main() -> None:
         print(json.dumps({"seconds": spent_s}), file=answers, flush=True)
     for peer in peers.values():
         peer.close()
-    os._exit(0)  # Mooncake's threads do not end by themselves
+    os._exit(0)  # Mooncake's threads would never end
 
 
 if __name__ == "__main__":

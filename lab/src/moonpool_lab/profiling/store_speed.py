@@ -1,8 +1,8 @@
 """Measures the SSD store against a file that is written and read in order on the same disk.
 
 The raw file and the store take turns of some hundred MiB, so that a slow phase of the disk affects
-both. Both move the same bytes between the same memory (the arena) and the same folder, use O_DIRECT
-where the disk supports it, and write into reserved space.
+both. Both stores move the same bytes between the same memory (the arena) and the same folder, use
+O_DIRECT if the disk supports it, and write into reserved space.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Run:
         self._wait_rest(LoadEnded, slots)
 
     def _blocks(self, some: range) -> tuple[BlockId, ...]:
-        """Returns blocks of one half of the arena, then of the other."""
+        """Returns blocks of one half of the arena, then those of the other half."""
         half = OPERATION_BLOCKS * (some[0] // OPERATION_BLOCKS % 2)
         return tuple(BlockId(half + i) for i in range(len(some)))
 
@@ -214,7 +214,7 @@ class _Run:
 
 
 class _RawFile:
-    """A file written and read in order, 4 MiB at a time, from and into `memory`."""
+    """A file that is written and read in order, 4 MiB at a time, from and into `memory`."""
 
     def __init__(self, path: Path, memory: memoryview, direct: bool) -> None:
         self._path = path

@@ -109,7 +109,7 @@ def measure_flows(rounds: int) -> dict[str, dict[str, float]]:
     for number in range(rounds + 1):
         for name, many, run in ways:
             seconds = run()
-            if number:  # the first round connects
+            if number:  # the first round only connects
                 taken_s[name, many].append(seconds)
     for close in closing:
         close()

@@ -1,4 +1,5 @@
-"""The other process of `bench transfer`: grants reads, receives streams, serves bare sockets."""
+"""The other process of `bench transfer`, which grants reads, receives streams, and serves bare
+sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from moonpool_engine.transfer.slice_copier import fastest_copier
 SECRET = b"benchmark"
 TIMEOUT_S = 30.0
 TlsPaths = tuple[str, str, str]
-"""Certificate, key and authority, as `PeerTls` takes them."""
+"""Paths of certificate, key and authority, as `PeerTls` takes them."""
 INDEX_BYTES = 4
 TAKEN = b"k"
 
@@ -70,7 +71,7 @@ def make_messenger(
     tcp_connections: int = TCP_CONNECTIONS,
     tls: TlsPaths | None = None,
 ) -> Messenger:
-    """`tls` counts for the transport of this name only."""
+    """`tls` applies only to the transport of this name."""
     encrypted = PeerTls(*tls) if tls and transport == "tls" else None
     peer = LocalPeer(InstanceId(name), SECRET, tls=encrypted, use_shared_memory=transport == "shm")
     return Messenger(

@@ -2,14 +2,14 @@
 
 A put is a layer stream, a get is a fetch, of one block at a time. Small blocks are also moved in
 one request of several ("many"), as instances fetch a prefix; other pools use their own calls for
-that. Each round runs every way once, so that a busy moment affects all; the result is the median
-of the ratios per round.
+that. Each round runs every way once, so that a busy moment affects all of them; the result is the
+median of the ratios per round.
 
 A put is a block's first send, so both sides hash it. A get is of a block that was sent or received
 before, like all blocks of a pool: its sums are cached, and only the reader hashes. The bare sockets
-hash nothing, and neither do the other pools. "verify in place" is the hash alone, the least time of
-a verified read without a copy. "read in place" is a read by another process of the same instance, a
-stage or a rank, which has the arena mapped and receives only the block's number.
+compute no checksums, and neither do the other pools. "verify in place" is the hash alone, the least
+time of a verified read without a copy. "read in place" is a read by another process of the same
+instance, a stage or a rank, which has the arena mapped and receives only the block's number.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TransferBenchError(RuntimeError):
 
 
 class LocalTransfer:
-    """This process. Each way moves `count` blocks in turn and returns seconds."""
+    """This process. Each way moves `count` blocks one after another and returns seconds."""
 
     def __init__(
         self, pipe: Pipe, block_bytes: int, count: int, tls: TlsPaths | None = None
@@ -269,7 +269,7 @@ def bench_transfer(
     say: Callable[[str], None],
     tls: TlsPaths | None = None,
 ) -> dict[str, Any]:
-    """Returns the figures by block size in bytes. With `tls`, TCP is measured encrypted, too.
+    """Returns the figures by block size in bytes. With `tls`, TCP is also measured with encryption.
     Raises TransferBenchError."""
     pools = None if peer_python is None else ExternalPools(peer_python)
     try:
@@ -295,7 +295,7 @@ def _measure(
     here, there = context.Pipe()
     process = context.Process(target=run_far, args=(there, size, ARENA_BYTES // size, tls))
     process.start()
-    there.close()  # so that the end of the other process is noticed
+    there.close()  # closed, so that the end of the other process is noticed
     near = LocalTransfer(here, size, count, tls)
     ways = near.ways()
     for peer in pools.names if pools else []:
@@ -311,7 +311,7 @@ def _measure(
     for number in range(rounds + 1):
         for way, run in ways.items():
             seconds = run() / count
-            if number:  # the first round warms up and connects
+            if number:  # the first round warms up, and connects
                 taken_s[way].append(seconds)
     near.close()
     process.join()

@@ -11,13 +11,14 @@ from moonpool.types import Struct
 LATENCY_LIMIT = 0.15
 REJECTION_LIMIT = 0.10
 JUDGED = ("mean", "p90")
-"""Statistics that must agree within the limit; the others are only shown."""
+"""Statistics that must agree within the limit; all others are only shown."""
 FEW = 5
 """Largest difference of rejections that counts as chance."""
 
 
 class ComparisonRow(Struct, frozen=True):
-    """One figure of both. `difference` is relative to the live one; `passes` None is not judged."""
+    """One figure of both the simulation and the live run. `difference` is relative to the live
+    figure; `passes` is None if the figure is not judged."""
 
     name: str
     simulated: float

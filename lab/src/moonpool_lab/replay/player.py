@@ -1,7 +1,7 @@
 """Plays a trace to a live server in an open loop: at the trace's times, however slow the answers.
 
-Calls of programs (agents) are the exception: each is sent when those before it have ended and its
-tools have run, and again if it is refused.
+Calls of programs (agents) are an exception: each is sent when the calls before it have ended and
+its tools have run, and again if it is refused.
 
 Times count from a request's arrival in the trace. A client that cannot keep up therefore makes its
 own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the server's queue.
@@ -48,9 +48,10 @@ class UnservableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PlayOptions:
-    """How to play. `send_slo` sends the SLO to a moonpool server with each request; that of a class
-    is always sent. `slo_classes`: those that rows may name. `retries`: how often to send a rejected
-    request again, each time after the server's Retry-After."""
+    """Options of how to play a trace. `send_slo`: whether to send the SLO to a moonpool server with
+    each request; the SLO of a class is always sent. `slo_classes`: the classes that rows may name.
+    `retries`: how often a rejected request is sent again, each time after the server's
+    Retry-After."""
 
     model: str
     slo: Slo
@@ -62,7 +63,7 @@ class PlayOptions:
 
 
 class Player:
-    """One run: call `play` once, then read the attributes."""
+    """One run of a trace: call `play` once, then read the attributes."""
 
     def __init__(self, client: HttpClient, prompts: PromptMaker, options: PlayOptions) -> None:
         self.collector = Collector()
@@ -86,14 +87,14 @@ class Player:
         self._unservable: str | None = None
         self.programs = ProgramFigures(prompts.block_tokens)
         self._calls: ClosedLoop[TraceRow] = ClosedLoop()
-        self._numbers: dict[str, int] = {}  # of the calls that wait for others
+        self._numbers: dict[str, int] = {}  # numbers of the calls that wait for others
         self._head = _body_head(options.model)
         self._headers = _slo_headers(options.slo) if options.send_slo else b""
 
     async def play(self, rows: Iterable[TraceRow], on_end: Callable[[], None]) -> None:
         """Sends all requests and waits for their ends; calls `on_end` at each.
 
-        After `stop`, requests in flight are cancelled. Raises HopelessError.
+        After a call of `stop`, requests in flight are cancelled. Raises HopelessError.
         """
         began_s = monotonic()
         for number, row in enumerate(rows):
@@ -205,7 +206,8 @@ class Player:
     def _wait_s(
         self, row: TraceRow, status: int, num_tries: int, receiver: CompletionReceiver
     ) -> float | None:
-        """Returns how long to wait before a refused request is sent again; None if it is not."""
+        """Returns how long to wait before a refused request is sent again, or None if it is not
+        sent again."""
         if row.call:
             self.programs.num_retries += 1
             wait_s = retry_after_s(status, num_tries, receiver.retry_after_s)
@@ -218,7 +220,7 @@ class Player:
     def _end_call(
         self, row: TraceRow, record: RequestRecord, began_s: float, on_end: Callable[[], None]
     ) -> None:
-        """A call of a program has ended: those that waited for it alone follow."""
+        """Ends a call of a program: calls that waited only for this one follow."""
         dropped = self._calls.num_dropped
         if record.outcome in ("stop", "length"):
             for following in self._calls.end(row.call):
@@ -302,8 +304,8 @@ def program_headers(row: TraceRow) -> bytes:
 
 
 def _header_name(program: str) -> bytes:
-    """What no header can have is percent-encoded, and long names end in a digest, so that two
-    names stay two."""
+    """Characters that no header can have are percent-encoded, and long names end in a digest, so
+    that different names stay different."""
     name = quote(program, safe=_IN_HEADERS)
     if len(name) > MAX_NAME:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """One replay from plan to figures: queries the server, plays the trace, and sums up.
 
-The figures have the names of `simulate --json`. What only the server knows comes from its counters,
-if it is a moonpool server.
+The figures have the names of `simulate --json`. What only the server knows is read from its
+counters, if it is a moonpool server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAPER_SLO = Slo(ttft_s=30.0, tbt_s=0.1)
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to replay, and how. None leaves the choice to the server. `rows` with `block_tokens` may
+    """What to replay, and how. None leaves the SLO to the server. `rows` with `block_tokens` may
     replace the trace's file."""
 
     url: str
@@ -69,9 +69,9 @@ async def run_replay(
 ) -> dict[str, Any]:
     """Runs a replay and returns its figures.
 
-    `on_ready` is called with a function that ends the run early. `show` is called with the
-    numbers of ended requests and of all requests, and `opened` with what is known of the trace's
-    file. Raises ServerUnfitError, HopelessError, TraceError, ValueError.
+    `on_ready` is called with a function that ends the run early. `show` is called with the numbers
+    of ended requests and of all requests, and `opened` with what is known about the trace file.
+    Raises ServerUnfitError, HopelessError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan, opened)
@@ -96,7 +96,8 @@ async def run_replay(
         await player.play(rows, lambda: show(player.collector.num_requests, total))
         spent = time.perf_counter() - began_s, cpu_s() - began_cpu_s
         if facts.config is not None:
-            await asyncio.sleep(1.1 * HEARTBEAT_S)  # so that the instances' last counters arrive
+            # so that the last counters of the instances arrive
+            await asyncio.sleep(1.1 * HEARTBEAT_S)
         after = await read_counters(client)
     finally:
         client.close()
@@ -140,7 +141,8 @@ def summarise(
     spent: tuple[float, float],
     seed: int,
 ) -> dict[str, Any]:
-    """Returns the figures. `spent`: seconds of wall clock and of this process's CPU."""
+    """Returns the figures. `spent`: seconds by the clock, and seconds of this process's CPU
+    time."""
     wall_s, cpu_s = spent
     replayed_s = max(player.last_end_s, 1e-9)
     found = player.collector

@@ -22,7 +22,7 @@ class ServerUnfitError(Exception):
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """What a server says of itself; `config` is None unless it is a moonpool server."""
+    """What a server tells about itself; `config` is None unless it is a moonpool server."""
 
     model: str
     vocab_size: int | None

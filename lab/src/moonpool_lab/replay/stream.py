@@ -1,6 +1,7 @@
 """Parses a streamed completion (server-sent events of OpenAI's API): tokens, end and errors.
 
-Tokens are counted by `token_ids` where the server sends them; else each event with text is one.
+Tokens are counted by `token_ids` if the server sends them; otherwise each event with text counts as
+one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     moonpool: _Extra | None = None
     error: _Error | str | None = None
-    message: str = ""  # older servers send the error here
+    message: str = ""  # older servers send the error message in this field
     detail: Any = None  # FastAPI sends the error here
 
 
@@ -60,13 +61,14 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 class CompletionReceiver:
     """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
-    how the request ended, and `retry_after_s` when to send it again. `token_ids` is the answer, if
-    the server sends ids. `request_id` is the server's name for the request, if it tells."""
+    how the request ended, and `retry_after_s` when to send it again. `token_ids` are the answer's
+    tokens, if the server sends ids. `request_id` is the server's name for the request, if the
+    server tells it."""
 
     def __init__(
         self, record: RequestRecord, on_text: Callable[[str, float], None] | None = None
     ) -> None:
-        """`on_text` gets each piece of text, and when it came."""
+        """`on_text` gets each piece of text, and the time when it came."""
         self.record = record
         self.request_id = ""
         self.status = 0
@@ -98,7 +100,7 @@ class CompletionReceiver:
             self._on_event(event, now_s)
 
     def on_end(self) -> None:
-        """Is called after the whole answer; parses the body of an error."""
+        """Called after the whole answer; parses the body of an error."""
         if self.status != 200:
             self._take_error(self._failure)
 
@@ -161,4 +163,4 @@ class TokenTimesReceiver(CompletionReceiver):
         super().on_body(data, now_s)
         self.token_s += [now_s] * (self.record.num_generated_tokens - before)
         if not self.token_s and self.finish_reason:
-            self.token_s.append(now_s)  # of a token without text, such as half a character
+            self.token_s.append(now_s)  # the time of a token without text, such as half a character

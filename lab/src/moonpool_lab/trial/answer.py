@@ -20,7 +20,7 @@ class TokenDetail(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What came back. `tokens` is empty where the server sent no logprobs."""
+    """What a server returned for a question. `tokens` is empty if the server sent no logprobs."""
 
     text: str = ""
     outcome: Outcome = "answered"
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct):
 
 
 class AnswerReceiver:
-    """Fills an `answer` from a streamed or whole body; `end` is called after the last byte."""
+    """Fills an `answer` from a streamed or whole body; call `end` after the last byte."""
 
     def __init__(self, streamed: bool) -> None:
         self.answer = Answer()
@@ -60,7 +60,7 @@ class AnswerReceiver:
                 self._take(payload)
 
     def end(self, failure: str = "") -> Answer:
-        """Returns the answer; `failure` says why no more of it came."""
+        """Returns the answer; `failure` says why the rest of it did not come."""
         answer = self.answer
         if self.status == 200 and not self._streamed and not failure:
             self._take(self._whole)
@@ -91,7 +91,8 @@ class AnswerReceiver:
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         said = choice.get("delta") or choice.get("message") or choice
-        reasoning = said.get("reasoning_content") or said.get("reasoning")  # some send both
+        # some servers send both fields
+        reasoning = said.get("reasoning_content") or said.get("reasoning")
         for part in (reasoning, said.get("content"), said.get("text")):
             if isinstance(part, str):
                 self._parts.append(part)

@@ -26,7 +26,8 @@ _GROUPS = re.compile(rf"(?=([A-Z0-9]{{{GROUP_CHARS}}}))")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One request. `fact` is the code that it asks for; `foreign_to` finds what is not its own."""
+    """One request. `fact` is the code that the question asks for; `foreign_to` finds codes of other
+    questions."""
 
     name: str
     api: str
@@ -87,8 +88,9 @@ class ConversationMaker:
     ) -> list[Question]:
         """Returns the turns of one long conversation, of `len(PLACES)` at most.
 
-        Each plants a code, and asks for that of any turn so far. What a turn answered is told as
-        if it had been right, so prompts do not depend on answers. `shared` begins the prompts.
+        Each turn plants a code, and asks for the code of any turn so far. The history contains the
+        right answers, so prompts do not depend on the server's answers. `shared` is the text with
+        which all prompts begin.
         """
         told: tuple[tuple[str, str], ...] = (("system", shared),) if shared else ()
         known: list[tuple[str, str]] = []

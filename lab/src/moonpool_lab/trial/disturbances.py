@@ -57,7 +57,8 @@ def parse_command(text: str) -> list[str]:
 
 
 async def restart(client: HttpClient, command: list[str]) -> float:
-    """Runs the command and waits until the server answers. Returns the seconds until then.
+    """Runs the command and waits until the server answers. Returns the seconds until the server
+    answers.
 
     Raises DisturbanceError if the command fails or no server answers in time.
     """

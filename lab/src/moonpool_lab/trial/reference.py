@@ -2,8 +2,8 @@
 
 A difference is a *near-tie* where the reference's logprobs say that another token was nearly as
 likely: rounding explains it, and what follows proves nothing. Any other difference is one of
-- missing: the answer goes on behind tokens that it left out,
-- doubled: it goes on after tokens that it gave twice,
+- missing: the answer continues after tokens that it left out,
+- doubled: the answer continues after tokens that it gave twice,
 - wrong: anything else.
 """
 
@@ -18,13 +18,15 @@ from moonpool_lab.trial.answer import Answer, TokenDetail
 Kind = Literal["right", "near_tie", "wrong", "missing", "doubled", "unclear"]
 RESYNC_TOKENS = 6
 RESYNC_BYTES = 12
-"""What must agree again after left out, doubled or replaced tokens: less could be chance."""
+"""Number of bytes that must agree again after missing, doubled or replaced tokens; fewer could
+agree by chance."""
 MAX_SHIFT_TOKENS = 3
 MAX_REPLACED_BYTES = 24
 
 
 class AnswerDifference(msgspec.Struct):
-    """What a comparison found. `kind` is that of the first difference."""
+    """The result of comparing an answer with its reference. `kind` is the kind of the first
+    difference."""
 
     kind: Kind = "right"
     wrong_tokens: int = 0
@@ -47,7 +49,7 @@ class Reference:
         self._suffixes = [b"".join(self.pieces[at:]) for at in range(len(self.pieces) + 1)]
 
     def compare(self, answer: Answer) -> AnswerDifference:
-        """Compares the text of a whole answer. Without logprobs a difference other than missing
+        """Compares the text of a whole answer. Without logprobs, any difference other than missing
         or doubled tokens is `unclear`."""
         found = AnswerDifference()
         if answer.text == self.text:
@@ -77,8 +79,8 @@ class Reference:
         return found
 
     def _note_longer(self, found: AnswerDifference, rest: bytes) -> None:
-        """The answer goes on where the reference ended."""
-        if self.finish != "length":  # its end is a token whose alternatives are not known
+        """Notes that the answer continues after the end of the reference."""
+        if self.finish != "length":  # its end is a token whose alternatives are unknown
             self._note(found, "near_tie" if self.has_logprobs else "unclear", len(self.pieces), 0)
         else:
             self._note(
@@ -108,7 +110,7 @@ class Reference:
         if rest:
             fitting = [v for p, v in others.items() if p and rest.startswith(p)]
         elif finish == "length":
-            return False  # the answer has used up its tokens: some are not in its text
+            return False  # the answer has used up its tokens, so some are not in its text
         else:  # the token that ends an answer is shown as nothing or in angle brackets
             fitting = [v for p, v in others.items() if not p or p.startswith(b"<")]
         unlisted = min(token.alternatives.values(), default=token.logprob)
@@ -116,7 +118,7 @@ class Reference:
         return token.logprob - likeliest < self._tie_nats
 
     def _resync(self, at: int, rest: bytes, finish: str) -> tuple[Kind, int, int] | None:
-        """Returns (kind, tokens, bytes of `rest` to skip) where the answer goes on after that."""
+        """Returns (kind, tokens, bytes of `rest` to skip) if the answer continues after that."""
         if not rest:
             return ("missing", len(self.pieces) - at, 0) if finish == self.finish else None
         for shift in range(1, MAX_SHIFT_TOKENS + 1):
@@ -144,6 +146,6 @@ class Reference:
 
 
 def _split(text: str) -> list[bytes]:
-    """Words with the space before them stand for tokens where the server names none."""
+    """Words with the preceding space stand for tokens if the server names none."""
     pieces = text.replace(" ", "\0 ").split("\0")
     return [piece.encode() for piece in pieces if piece]

@@ -1,7 +1,7 @@
 """Runs a trial against one server: references without load, then load and disturbances, then again
 without load.
 
-The reference of a question is the answer that the server itself gives when nothing else is asked.
+The reference of a question is the answer that the server gives when no other request runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORDS_PER_TOKEN = 0.15
 
 
 class TrialPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask of a server, and what may be done to it."""
+    """What to ask a server, and what may be done to it."""
 
     url: str
     model: str | None = None
@@ -80,7 +80,7 @@ class _Trial:
         self._facts = facts
         self._rng = random.Random(f"order {plan.seed}")
         self._num_alternatives = NUM_ALTERNATIVES
-        self._restarts = 0  # a request that saw one may fail
+        self._restarts = 0  # a request during a restart may fail
         self._restarting = False
         self._asked = asyncio.Event()
         self._is_up = asyncio.Event()
@@ -107,7 +107,7 @@ class _Trial:
         try:
             await asyncio.wait([under_load, disturber], return_when=asyncio.FIRST_COMPLETED)
             if disturber.done():
-                disturber.result()  # an error of a disturbance ends the trial
+                disturber.result()  # an error in a disturbance ends the trial
             await under_load
             await self._is_up.wait()
         finally:
@@ -150,7 +150,7 @@ class _Trial:
     async def _ask_in_quiet(
         self, questions: list[Question], repeats: int, show: Show, done: int, total: int
     ) -> list[tuple[Question, Answer]]:
-        """Asks one question after the other, whole with logprobs first, then also streamed."""
+        """Asks one question after another, first as a whole with logprobs, then also streamed."""
         found = []
         for repeat in range(repeats):
             for question in questions:
@@ -162,7 +162,8 @@ class _Trial:
     def _references(
         self, questions: list[Question], asked: list[tuple[Question, Answer]]
     ) -> dict[str, Reference]:
-        """The reference is the text given most often; the first of them with logprobs."""
+        """The reference is the text that was given most often; of equal texts, the first one with
+        logprobs."""
         found = {}
         for question in questions:
             answers = [a for q, a in asked if q is question and a.outcome == "answered"]
@@ -182,7 +183,7 @@ class _Trial:
     async def _load(
         self, questions: list[Question], tally: Tally, show: Show, done: int, total: int
     ) -> None:
-        """Asks all questions again and again in random order, with fillers between them."""
+        """Asks all questions repeatedly in random order, with fillers between them."""
         orders = self._orders(questions, tally)
         deadline_s = time.monotonic() + self._plan.seconds
         num_asked = 0

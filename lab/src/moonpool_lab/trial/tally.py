@@ -1,11 +1,11 @@
-"""Counts what the answers of a trial show, and what of it is proven.
+"""Counts what the answers of a trial show, and which faults are proven.
 
 Three tests, none of which rounding passes or fails by chance:
 - a foreign group of a code in an answer is proof by itself;
 - differences that no near-tie explains, beyond a share that is granted to chance (binomial);
 - planted codes that the reference names and answers under load do not, against the same server's
   quiet repeats (Fisher's exact test).
-A difference as such is not a proof: `p_differs` says only whether load changes answers.
+A difference alone proves nothing: `p_differs` only says whether load changes answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Phase(msgspec.Struct):
     asked: int = 0
     answered: int = 0
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
-    """Answers by the kind of their first difference, `right` among them."""
+    """Number of answers by the kind of their first difference, including `right`."""
     wrong_tokens: int = 0
     missing_tokens: int = 0
     doubled_tokens: int = 0
@@ -43,7 +43,8 @@ class Phase(msgspec.Struct):
     """Answers that should name the planted code, as their reference does; near-ties left out."""
     facts_lost: int = 0
     failed: Counter[str] = msgspec.field(default_factory=Counter)
-    """Requests without a whole answer: refused, error, cut, hung; and those a restart took."""
+    """Number of requests without a whole answer: refused, error, cut, hung, or lost to a
+    restart."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -53,8 +54,8 @@ class Phase(msgspec.Struct):
 
     @property
     def unexplained(self) -> int:
-        """Answers that differ by more than a near-tie, without those for which no logprobs show
-        it."""
+        """Number of answers that differ by more than a near-tie, without those whose logprobs are
+        unknown."""
         return sum(self.kinds[kind] for kind in ("wrong", "missing", "doubled"))
 
 
@@ -62,7 +63,7 @@ class Tally:
     """Counts the answers of one server."""
 
     def __init__(self, references: dict[str, Reference]) -> None:
-        """`references` by the name of their question."""
+        """`references`: the references by the name of their question."""
         self._references = references
         self.quiet = Phase()
         self.load = Phase()
@@ -87,7 +88,7 @@ class Tally:
         phase.cached_tokens += answer.cached_tokens
         reference = self._references.get(question.name)
         if reference is None:
-            return  # a filler: it has no reference, only foreign text would show
+            return  # a filler has no reference, so only foreign text would show
         phase.answered += 1
         found = reference.compare(answer)
         self._add(phase, found)
@@ -132,7 +133,7 @@ class Tally:
         )
         foreign = self.quiet.foreign + self.load.foreign
         proven = [f"{foreign} answers with text of other conversations"] if foreign else []
-        if 2 * p_unexplained < PROVEN_P:  # two tests: Bonferroni
+        if 2 * p_unexplained < PROVEN_P:  # Bonferroni correction for two tests
             proven.append(f"{unexplained} answers that no near-tie explains")
         if 2 * p_facts < PROVEN_P:
             proven.append(f"{self.load.facts_lost} planted codes lost under load")
@@ -152,7 +153,7 @@ class Tally:
 
 
 def counts_of(phase: Phase) -> dict[str, Any]:
-    """The counts of a phase as JSON, with those that follow from them."""
+    """Returns the counts of a phase as JSON, with the figures that follow from them."""
     found: dict[str, Any] = msgspec.to_builtins(phase)
     found["differing"], found["unexplained"] = phase.differing, phase.unexplained
     return found

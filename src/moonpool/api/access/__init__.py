@@ -1,1 +1,1 @@
-"""Who may call a server, and what keeps others out."""
+"""Decides who may call a server, and keeps other callers out."""

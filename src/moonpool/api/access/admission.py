@@ -1,8 +1,8 @@
 """Admits a request to its route, or refuses it: keys, the operator, this machine, web pages.
 
 A browser lets any page send requests to a server on the same machine, and a page whose name changes
-its address (DNS rebinding) also read the answers. A key stops both. Without keys, the names in
-`Host` and `Origin` do.
+its address (DNS rebinding) also read the answers. An API key stops both attacks. Without keys, the
+names in `Host` and `Origin` are checked instead.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _SINGLE = frozenset(
         b"x-slo-tpot-ms",
     }
 )
-"""Headers that decide something: two lines of one are refused, because another part of the way may
-have read the other line. The parser checks Content-Length, the connection checks Host; of several
-traceparents none is used, as the W3C text requires."""
+"""Headers that decide something: two lines of the same header are refused, because another server
+on the way may have read the other line. The parser checks Content-Length, the connection checks
+Host; of several traceparents none is used, as the W3C text requires."""
 _TRACEPARENT = b"traceparent"
 _LOCAL_NAMES = frozenset({"localhost", "localhost."})
 _HOSTS_FILE = "/etc/hosts"
 _PRIVATE_ENDS = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test")
-"""Ends of names that nobody can register, and so no foreign page has."""
+"""Ends of host names that nobody can register, so no foreign page has such a name."""
 _FORWARDING = frozenset(
     {b"forwarded", b"via", b"x-real-ip", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip"}
 )
 _FORWARDING_STARTS = (b"x-forwarded-", b"x-original-", b"x-envoy-", b"x-proxy")
 _FETCH_START = b"sec-fetch-"
-"""Headers that a browser alone sends."""
+"""Headers that only a browser sends."""
 
 
 class CallerCheck:
@@ -65,9 +65,9 @@ class CallerCheck:
         self._is_shared = len(set(options.api_keys.values())) > 1
 
     async def admit(self, context: HttpContext, rule: RouteRule) -> None:
-        """Finds out whose request it is. Raises ApiError (400, 401, 403, 415, 503), and
+        """Finds out which tenant sent the request. Raises ApiError (400, 401, 403, 415, 503), and
         RequestRefused where too many requests wait to be told from those of a proxy."""
-        if context.kept is not None:  # checked by the head that received it
+        if context.kept is not None:  # the head that received it has checked it already
             context.tenant = context.kept.opening.tenant
             context.is_operator = context.kept.opening.is_operator
             self._own(context)
@@ -92,13 +92,13 @@ class CallerCheck:
             self._check_page(context)
 
     def _own(self, context: HttpContext) -> None:
-        """Finds out whose room the request takes. Raises ApiError (503)."""
+        """Finds out to whose share of the buffers the request belongs. Raises ApiError (503)."""
         context.belong_to(context.tenant if self._is_shared else "")
 
     def _tenant(self, context: HttpContext) -> str:
         """Returns the tenant of the request's key."""
         scheme, _, given = context.headers.get(b"authorization", b"").partition(b" ")
-        other = context.headers.get(b"x-api-key")  # as Anthropic's clients send it
+        other = context.headers.get(b"x-api-key")  # Anthropic's clients send the key in this header
         if not scheme:
             scheme, given = b"bearer", other or b""
         elif other is not None and other.strip() != given.strip():
@@ -117,8 +117,9 @@ class CallerCheck:
     # This machine
 
     async def _check_local(self, context: HttpContext) -> None:
-        """With keys the operator's key is the proof, and the address keeps it from being used from
-        afar. Without, the process at the other end is."""
+        """With keys, the operator's key is the proof, and the address check prevents its use from
+        other machines. Without keys, the process at the other end of the connection is the
+        proof."""
         name = next(filter(_is_forwarding, context.headers), None)
         why = f"a proxy has forwarded it ({name.decode('latin-1')})" if name else ""
         client = context.client
@@ -166,8 +167,8 @@ class CallerCheck:
             )
 
     def _is_known(self, host: str) -> bool:
-        """Whether no foreign page can have the name: it is an address, nobody can register it, or
-        it is the server's own."""
+        """Whether no foreign page can have the name: the name is an address, nobody can register
+        it, or it is the server's own."""
         name = _name_of(host).lower().rstrip(".")
         return _is_address_or_private(name) or name in self._own_names
 

@@ -1,9 +1,10 @@
 """Tells a local user's own request from one that a proxy on this machine has passed on.
 
-Both come from a loopback address, and a proxy need not send a header that says it is one. What
-differs is the process at the other end: a network peer cannot speak through a user's command. So a
-process counts as local if it runs as the server's own user, waits for no connections, has accepted
-none, and has none to another machine. The kernel has this information (`/proc`).
+The connections of users and of a proxy both come from a loopback address, and a proxy need not send
+a header that says it is one. The process at the other end differs: a network peer cannot speak
+through a user's command. So a process counts as local if it runs as the server's own user, waits
+for no connections, has accepted none, and has none to another machine. The kernel has this
+information (`/proc`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_TABLE_BYTES = 16 << 20
 class _Socket:
     """One line of a table of the kernel."""
 
-    local: str  # address and port in the kernel's digits
+    local: str  # address and port as the kernel writes them, in hexadecimal
     remote: str
     state: str
     uid: int
@@ -34,8 +35,8 @@ class _Socket:
 
 
 def why_not_local(client: Address | None, server: Address | None) -> str:
-    """Returns why the client of a connection to `server` is not taken for a local user, as the end
-    of a sentence; "" if it is one. Takes milliseconds."""
+    """Returns why the client of a connection to `server` is not considered a local user, as the end
+    of a sentence, or "" if it is one. Takes milliseconds."""
     if client is None or server is None or client[1] is None or server[1] is None:
         return "its connection is unknown"
     try:
@@ -94,7 +95,7 @@ def _listening_unix() -> Iterator[str]:
 
 
 def _lines(path: str) -> list[str]:
-    """Returns the lines after the heading; none where the kernel has no such table."""
+    """Returns the lines after the heading, or none if the kernel has no such table."""
     try:
         with open(path, encoding="ascii", errors="replace") as table:
             text = table.read(_MAX_TABLE_BYTES)
@@ -117,9 +118,9 @@ def _processes() -> Iterator[tuple[int, set[str]]]:
 def _sockets_of(pid: str) -> set[str]:
     folder = f"/proc/{pid}/fd"
     inodes = set()
-    with contextlib.suppress(OSError):  # it is another user's, or has ended
+    with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
         for fd in os.listdir(folder):
-            with contextlib.suppress(OSError):  # it was closed just now
+            with contextlib.suppress(OSError):  # the descriptor has just been closed
                 target = os.readlink(f"{folder}/{fd}")
                 if target.startswith("socket:["):
                     inodes.add(target[8:-1])

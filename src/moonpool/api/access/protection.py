@@ -1,5 +1,5 @@
-"""What a server is asked to protect itself with: keys, certificates, authorities. A setting that
-cannot be used ends the start: the server never runs without the protection."""
+"""How a server is told to protect itself: keys, certificates, authorities. A setting that cannot be
+used ends the start, so the server never runs without the protection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moonpool.http_client.trust import TlsError
 from moonpool.link.tls import PeerTls, PeerTlsError
 
 UNPROTECTED = (KeyFileError, TlsError, PeerTlsError)
-"""What these functions raise; each text is one line."""
+"""The errors that these functions raise; the text of each is one line."""
 
 
 def open_keys(config: Config) -> ApiKeys:
@@ -22,24 +22,24 @@ def open_keys(config: Config) -> ApiKeys:
 
 
 def open_tls(config: Config) -> TlsFiles | None:
-    """Returns the files of the HTTP port, or None if it speaks no TLS."""
+    """Returns the TLS files of the HTTP port, or None if the port uses no TLS."""
     api = config.api
     files = api.ssl_certfile, api.ssl_keyfile, api.ssl_ca_certs
     return TlsFiles(*files) if api.ssl_certfile else None
 
 
 def open_peer_tls(config: Config) -> PeerTls | None:
-    """Returns the contexts of connections between machines, or None if they speak no TLS."""
+    """Returns the TLS contexts of connections between machines, or None if they use no TLS."""
     own = config.tls
     return PeerTls(own.certfile, own.keyfile, own.ca_certs) if own.certfile else None
 
 
 def protections(config: Config) -> tuple[Callable[[], object], ...]:
-    """Returns what opens each of them once."""
+    """Returns functions of which each opens one protection once."""
     return tuple(partial(each, config) for each in (open_keys, open_tls, open_peer_tls))
 
 
 def check_protection(config: Config) -> None:
-    """Opens all of it once, before anything is started."""
+    """Opens all protections once, before anything is started."""
     for check in protections(config):
         check()

@@ -1,5 +1,5 @@
-"""Who may call which route: the one table that the router, the OpenAPI document and SECURITY.md
-follow. A route without a line here cannot be added to the application."""
+"""Rules of who may call which route: the one table that the router, the OpenAPI document and
+SECURITY.md follow. A route without a rule here cannot be added to the application."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Literal
 from moonpool.protocol.model_offer import POOLING_PATHS
 
 Callers = Literal["everybody", "tenants", "the operator"]
-"""`tenants`: with a key, if the server has keys. `the operator`: with the operator's key."""
+"""`tenants`: callers with a key, if the server has keys. `the operator`: callers with the
+operator's key."""
 Pages = Literal["all", "own", "none"]
-"""Which web pages may call it. `own`: pages that the server sends itself, and pages of origins that
-it allows. On a server with keys, a page needs a key, and no other rule holds."""
+"""Which web pages may call a route. `own`: pages that the server sends itself, and pages of origins
+that it allows. On a server with keys, every page needs a key, and no other rule applies."""
 CALL_BODY = -1
 """The largest body is `api.max_body_bytes`."""
 SMALL_BODY = 64 << 10
@@ -20,7 +21,7 @@ SMALL_BODY = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """`is_local`: for clients on the server's own machine alone (see `local_client`). `body_bytes`:
+    """`is_local`: only for clients on the server's own machine (see `local_client`). `body_bytes`:
     the largest body that the route reads."""
 
     path: str
@@ -31,7 +32,7 @@ class RouteRule:
 
     @property
     def words(self) -> tuple[str, str, str, str]:
-        """Who, from where, which web pages, and how large a body."""
+        """Returns who may call, from where, from which web pages, and with how large a body."""
         where = "the server's machine" if self.is_local else "anywhere"
         body = f"{self.body_bytes >> 10} KiB" if self.body_bytes else "none"
         if self.body_bytes == CALL_BODY:
@@ -87,7 +88,7 @@ RULES = {
 
 
 class NoRuleError(Exception):
-    """A route has no rule, or a rule no route."""
+    """A route has no rule, or a rule has no route."""
 
 
 def rule_of(path: str) -> RouteRule:

@@ -1,5 +1,5 @@
-"""The head's end of one process that reads bodies (`body_process`). Several calls may be in it, and
-are read in their order."""
+"""The head's end of one process that reads bodies (`body_process`). Several calls may be in the
+process, which reads them in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _READY = msgspec.msgpack.Decoder(BodyReady)
 
 
 class BodyProcessEndedError(Exception):
-    """The process ended with this call. `took_too_long`: more CPU time than the call may."""
+    """The process ended while reading this call. `took_too_long`: whether the call took more CPU
+    time than it may."""
 
     def __init__(self, stage: ReadStage, took_too_long: bool) -> None:
         super().__init__(stage, took_too_long)
@@ -40,20 +41,21 @@ class NotReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ForkedReader:
-    """A process that waits for a `BodyStart`, and its `StageNote`. Made by `fork_reader`."""
+    """A process that waits for a `BodyStart`, and its `StageNote`. `fork_reader` makes it."""
 
     helper: ForkedHelper
     note_fd: int
 
     def close(self) -> None:
-        """Ends a process that no `BodyClient` has got."""
+        """Ends a process that was not given to a `BodyClient`."""
         self.helper.close()
         os.close(self.note_fd)
 
 
 def fork_reader() -> ForkedReader | None:
-    """Forks a process that will read bodies: it need not import again what this one has. None where
-    that is not possible. Call it before there is an event loop, or anything secret."""
+    """Forks a process that will read bodies, so that it need not import again what this process has
+    imported. Returns None if forking is not possible. Must be called before the process has an
+    event loop, or any secret."""
     note_fd = _open_note()
     helper = fork_helper(
         lambda parent_pid: body_process.main(parent_pid, note_fd),
@@ -75,10 +77,10 @@ def _open_note() -> int:
 
 
 class BodyClient:
-    """One process. `begin`, wait for that, then `read`; `end` ends it."""
+    """One process. Call `begin` and wait for it, then `read`; `end` ends the process."""
 
     def __init__(self, started: BodyStart, forked: ForkedReader | None = None) -> None:
-        """`forked`: the process, where it runs already."""
+        """`forked`: the process, if it already runs."""
         self._started = started
         self._forked = forked
         self._starting: asyncio.Task[str] | None = None
@@ -89,8 +91,8 @@ class BodyClient:
         self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end, helper)
 
     def begin(self) -> asyncio.Task[str]:
-        """Starts the process. Returns why the tokenizer or the chat template cannot be used; "" if
-        they can."""
+        """Starts the process. Returns why the tokenizer or the chat template cannot be used, or ""
+        if both can."""
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         return self._starting
@@ -124,7 +126,8 @@ class BodyClient:
         return self._process.pid
 
     async def read(self, work: BodyWork, card: ModelCard) -> BodyResult:
-        """Reads a body by the card. Raises `BodyProcessEndedError` and `NotReadError`."""
+        """Reads a body with the limits and names of this model card. Raises `BodyProcessEndedError`
+        and `NotReadError`."""
         process = self._process
         if process.has_ended:
             raise NotReadError
@@ -143,7 +146,7 @@ class BodyClient:
         return result
 
     def end(self) -> None:
-        """Ends the process. What is in it was not read."""
+        """Ends the process. Bodies that are in the process count as unread."""
         self._process.end()
 
     def _on_end(self) -> None:
@@ -153,9 +156,9 @@ class BodyClient:
 
 
 _ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "false",  # it reads one text at a time
+    "TOKENIZERS_PARALLELISM": "false",  # the process tokenises one text at a time
     "RAYON_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",  # each further one takes addresses, which are limited
+    "MALLOC_ARENA_MAX": "1",  # each further arena takes address space, which is limited
     "RUST_BACKTRACE": "0",
 }
 

@@ -1,9 +1,11 @@
-"""What one body may take of the process that reads it, and the errors of one that takes more.
+"""Limits of what one body may take from the process that reads it, and the errors of a body that
+takes more.
 
 Chat templates and tokenizers come with a model: a text may make them take any time and memory. The
-time is CPU time, so that a busy machine ends nothing. At the limit Python code is interrupted, and
-the process goes on. Code that does not return to Python ends with the process: its parent sees that
-it computes on, and RLIMIT_CPU would end it too. A shared page says what the process was doing.
+time is CPU time, so that a busy machine ends nothing. At the limit, Python code is interrupted, and
+the process continues. Code that does not return to Python ends with its process: the parent sees
+that it still computes, and RLIMIT_CPU would end it, too. A shared memory page tells what the
+process was doing.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from moonpool.api.errors import ApiError
 
 BASE_S = 2.0
 BYTES_PER_S = 256 << 10
-"""CPU time for a body: tokenizers take a fourth of it at most."""
+"""Bytes of a body per second of allowed CPU time; tokenizers need at most a fourth of that time."""
 LOAD_S = 60.0
 LOAD_BYTES = 4 << 30
 """Memory for the tokenizer itself."""
 BASE_BYTES = 512 << 20
 BYTES_PER_BYTE = 64
-"""Memory for a body, beside that of the tokenizer."""
+"""Memory for each byte of a body, in addition to the tokenizer's."""
 AGAIN_S = 0.05
-"""How often a limit is signalled again, in case something has caught the signal."""
+"""How often the signal of a limit is repeated, in case some code has caught it."""
 
 
 class ReadStage(IntEnum):
-    """What a process that reads bodies does."""
+    """The work that a process is doing which reads bodies."""
 
     OTHER = 0
     TEMPLATE = 1
@@ -42,7 +44,7 @@ class ReadStage(IntEnum):
 
 
 class StageNote:
-    """The stage, in a page of shared memory."""
+    """The present stage, in a page of shared memory."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
@@ -59,11 +61,12 @@ class StageNote:
 
 
 class LimitReachedError(BaseException):
-    """Interrupts what takes too long. No `Exception`, so that little catches it."""
+    """Interrupts work that takes too long. It is not an `Exception`, so that little code catches
+    it."""
 
 
 class CallLimits:
-    """Sets the limits of this process. Use it in the main thread."""
+    """Sets the limits of this process. Use this class in the main thread."""
 
     def __init__(self) -> None:
         self._is_armed = False
@@ -71,7 +74,7 @@ class CallLimits:
         signal.signal(signal.SIGPROF, self._on_time)
 
     def settle(self) -> None:
-        """Makes the memory that is used now the base: from here on, only growth counts."""
+        """Takes the memory in use now as the base, so that only growth counts from here on."""
         self._own_bytes = _address_bytes()
 
     @property
@@ -109,7 +112,8 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_bytes() -> int:
-    """Returns 0 where the kernel does not report it: memory is not limited there."""
+    """Returns the process's address space, or 0 if the kernel does not report it, in which case
+    memory is not limited."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * mmap.PAGESIZE
@@ -118,12 +122,12 @@ def _address_bytes() -> int:
 
 
 def body_s(num_bytes: int) -> float:
-    """CPU seconds that a body of this size may take."""
+    """Returns the CPU seconds that a body of this size may take."""
     return BASE_S + num_bytes / BYTES_PER_S
 
 
 def body_bytes(num_bytes: int) -> int:
-    """Bytes of memory that it may take."""
+    """Returns the bytes of memory that a body may take."""
     return BASE_BYTES + BYTES_PER_BYTE * num_bytes
 
 
@@ -139,7 +143,8 @@ _TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-templat
 
 
 def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
-    """The error of a body of this kind. `what`: what it did, as in "takes more than 2 s"."""
+    """Returns the error for a body of this kind. `what`: what the body did, as in "takes more than
+    2 s"."""
     param: Any = _PARAMS.get(kind, "messages")
     if stage is ReadStage.TEMPLATE:
         text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"

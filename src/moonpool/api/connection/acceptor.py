@@ -1,7 +1,7 @@
 """Accepts connections, and hands each one over in the callback that accepts it.
 
-An event loop's own server tells a protocol of its connection in a later callback. A head that dies
-before that would lose the connection and the call that comes on it.
+An event loop's own server tells a protocol about its connection in a later callback. A head that
+dies before that would lose the connection and the call that comes on it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("moonpool.http")
 
 MOST_AT_ONCE = 16
 RETRY_S = 1.0
-"""Pause after an error that would come again at once: no file descriptors."""
+"""Pause after an error that would come again at once, such as a lack of file descriptors."""
 
 
 class Acceptor:
@@ -31,7 +31,7 @@ class Acceptor:
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
         """Must be called on the running loop. `most_at_once`: connections accepted before other
-        work has its turn; 1 where processes share the socket, so that the idle ones get more."""
+        work gets its turn; 1 if processes share the socket, so that the idle ones get more."""
         self._most_at_once = most_at_once
         listener.setblocking(False)
         self._listener = listener
@@ -42,7 +42,7 @@ class Acceptor:
         self._watch()
 
     def close(self) -> None:
-        """Accepts no more connections. It leaves those that wait in the socket's queue."""
+        """Accepts no more connections. Waiting connections stay in the socket's queue."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)

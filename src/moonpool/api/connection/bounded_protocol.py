@@ -1,10 +1,10 @@
 """Reads the HTTP of one connection within limits, which uvicorn's protocol lacks.
 
-Each byte counts against a limit. A header has a largest size, a largest number of lines, and a time
-to arrive. A body that a handler reads has the limit of its route. Other bytes after a header (the
-lines between chunks, trailers) count as a header does, and a body that no handler reads has a
-small limit and a time. What exceeds one is answered by 400, 408 or 431 where that is possible, and
-ends the connection.
+Each byte counts against a limit. A header has a limit on its size, on its number of lines, and on
+its time to arrive. A body that a handler reads has the limit of its route. Other bytes after a
+header (the lines between chunks, trailers) count like those of a header, and a body that no handler
+reads has a small limit and a time. A request that exceeds a limit is answered by 400, 408 or 431 if
+possible, and its connection ends.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_HEADER_LINES = 256
 """A line takes far more memory than its bytes."""
 HEADER_S = 20.0
-"""Seconds for the header of a request to arrive, from its first byte or the connection's start. And
-for the rest of a body that nobody reads, from the end of the response."""
+"""Seconds for the header of a request to arrive, from its first byte or the connection's start. The
+same limit applies to the rest of a body that nobody reads, from the end of the response."""
 CHUNK_LINE_BYTES = 32
-"""What the lines around one chunk usually take. They count only above it."""
+"""Usual bytes of the lines around one chunk. Only bytes above this number count."""
 LEAST_CHUNK_LINE_BYTES = len(b"1\r\n\r\n")
 MAX_IGNORED_BYTES = 1 << 20
 """Most bytes of a body that no handler reads."""
@@ -43,7 +43,7 @@ UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
 """A client whose response waits reads this many bytes every UNREAD_S, or loses its connection."""
 MAX_PIPELINED = 64
-"""Most requests that may wait behind the one that is answered."""
+"""Most requests that may wait behind the request that is being answered."""
 _BODY = '{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":null}}'
 _HEADER_END = b"\r\n\r\n"
 _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
@@ -67,21 +67,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.party = ""
-        """Whose connection it is in this process: the address, or the tenant of the last request.
+        """The party that the connection belongs to in this process: the address, or the tenant of
+        the last request.
         """
-        self._address = ""  # as a party
-        self._tenant = ""  # of the last request; "" if the server has no tenants
+        self._address = ""  # name of the address as a party
+        self._tenant = ""  # tenant of the last request, or "" if the server has no tenants
         self._in_header = True
-        self._has_begun = False  # the first line of the present request has
-        self._loose_bytes = 0  # of the present request, outside of its body
-        self._ignored_bytes = 0  # of its body, while no handler reads
+        self._has_begun = False  # whether the first line of the present request has arrived
+        self._loose_bytes = 0  # bytes of the present request outside its body
+        self._ignored_bytes = 0  # bytes of the present body that came while no handler reads it
         self._is_reading = False
-        self._has_place = False  # among the calls of its tenant
+        self._has_place = False  # whether the connection has a place among the calls of its tenant
         self._upgrades = False
         self._is_entered = False
-        self._is_turned_away = False  # all places are taken
+        # whether the connection was refused because all places are taken
+        self._is_turned_away = False
         self._running: RequestResponseCycle | None = None
-        self._refusal: tuple[int, str] | None = None  # the last response; status 0: none
+        # (status, text) of the last response; status 0 means no response
+        self._refusal: tuple[int, str] | None = None
         self._num_skipped_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -109,7 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.limit.leave(self, self._address)
         self.limit.num_lingering -= self._is_turned_away
         super().connection_lost(exc)
-        # uvicorn tells it the newest request only, which may wait behind the one that is answered.
+        # uvicorn reports only the newest request, which may wait behind the one that is answered.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -130,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.limit.calls.release(self._tenant)
 
     def give_back(self) -> None:
-        """Ends at once: another connection needs the place, or the memory."""
+        """Ends the connection at once, because another connection needs its place or its memory."""
         self.transport.abort()
 
     # Parsing
@@ -145,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         while data and not self._is_ending:
             room = MAX_HEADER_BYTES - self._loose_bytes
-            if self._in_header:  # what follows it is counted apart
+            if self._in_header:  # bytes after the header are counted separately
                 end = data.find(_HEADER_END, 0, room) + len(_HEADER_END)
                 room = end if end >= len(_HEADER_END) else room
             piece, data = data[:room], data[room:]
@@ -178,8 +181,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _read_as_if_without_upgrade(self) -> None:
-        """A server may ignore that a client would like another protocol. The parser ends the
-        request at its header then, and would take its body for another request."""
+        """A server may ignore a client's wish for another protocol. The parser would then end the
+        request at its header, and take its body for another request."""
         lines = [b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)]
         for name, value in self.headers:
             if name == b"connection":
@@ -192,12 +195,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._feed(b"\r\n".join(lines) + b"\r\n\r\n")
 
     def _skip(self, data: bytes) -> None:
-        """Reads what comes after the last request."""
+        """Reads and drops bytes after the last request."""
         self._num_skipped_bytes += len(data)
         if self._num_skipped_bytes > MAX_LINGER_BYTES:
             self.transport.abort()
 
-    # What the parser finds
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -205,7 +208,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ignored_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_header:  # a trailer may not change what the header says
+        if not self._in_header:  # a trailer may not change the meaning of the header
             return
         if len(self.headers) >= MAX_HEADER_LINES:
             text = f"The header has more than {MAX_HEADER_LINES} lines. Shorten it."
@@ -233,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _check_host(self) -> None:
-        """Requires one valid line, as RFC 9112 does."""
+        """Requires one valid Host line, as RFC 9112 does."""
         hosts = [value for name, value in self.headers if name == b"host"]
         is_missing = not hosts and self.parser.get_http_version() == "1.1"
         if is_missing or len(hosts) > 1 or not all(map(_HOST.fullmatch, hosts)):
@@ -253,7 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ignore(LEAST_CHUNK_LINE_BYTES)
 
     def _ignore(self, num_bytes: int) -> None:
-        """Bounds what comes of a body that no handler reads, or not yet."""
+        """Limits the bytes of a body that no handler reads, or that none reads yet."""
         if self._is_reading:
             return
         self._ignored_bytes += num_bytes
@@ -264,15 +267,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._upgrades:
             return
         super().on_message_complete()
-        self._in_header = True  # of the next request, if there is one
+        self._in_header = True  # the header of the next request, if there is one
         self._has_begun = False
         self._loose_bytes = 0
-        if not self._responds:  # the rest of a body that nobody wanted has arrived
+        if not self._responds:  # the remaining bytes of an unread body have arrived
             self.await_next()
 
     def begin_body(self) -> bool:
-        """A handler reads the body from now on, and bounds it itself. Returns whether all of it has
-        arrived."""
+        """Notes that a handler reads the body from now on, and limits it itself. Returns whether
+        all of it has arrived."""
         self._is_reading = True
         return self._running is not None and not self._running.more_body
 
@@ -289,7 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             self._send_refusal()
             return
-        if self._is_partial:  # the next header, or the rest of this body, is on its way
+        if self._is_partial:  # the next header, or the remaining bytes of this body, will arrive
             self._await_header()
         self.limit.wait(self, self._address)
 
@@ -301,7 +304,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _is_partial(self) -> bool:
-        """Whether a part of a request has arrived, and not all of it."""
+        """Whether a part of a request has arrived, but not all of it."""
         return self._has_begun or bool(self._loose_bytes) or not self._in_header
 
     @property
@@ -309,7 +312,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._refusal is not None or self.transport.is_closing()
 
     def await_next(self) -> None:
-        """After a response, the connection waits for the next request."""
+        """Waits for the next request after a response."""
         self._stop_timer()
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -317,8 +320,8 @@ class BoundedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: int, text: str) -> None:
-        """Sends a last response, after those to earlier requests; status 0 means none. What arrives
-        from now on is skipped."""
+        """Sends a last response, after the responses to earlier requests; status 0 means no
+        response. Bytes that arrive from now on are skipped."""
         if self._refusal is not None:
             return
         self._refusal = status, text
@@ -327,7 +330,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._send_refusal()
 
     def _give_up_request(self) -> None:
-        """Lets nobody wait for the rest of a request that has no response yet."""
+        """Ends the wait for the missing bytes of a request that has no response yet."""
         cycle = self.cycle
         if cycle is None or not cycle.more_body or cycle.response_started:
             return
@@ -383,7 +386,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
             self._header_timer = None
 
-    # Clients that do not read
+    # Methods about clients that do not read
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -418,7 +421,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread_timer = None
 
     def _accepted(self) -> int:
-        """The bytes that the kernel has accepted; it accepts more when the client reads."""
+        """Returns the bytes that the kernel has accepted; it accepts more when the client reads."""
         try:
             return accepted_bytes(self._fd)
         except OSError:

@@ -1,7 +1,7 @@
 """A log in anonymous memory, which the supervisor holds together with a client's socket.
 
-What is in it outlives this process: another head reads it and goes on. A record is 4 bytes of
-length and its body.
+The content of the log outlives this process: another head reads it and continues. A record is 4
+bytes of length and its body.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ RECORDS = Framing("<")
 
 
 class StreamKeeper(Protocol):
-    """The party that outlives this head and holds what its successor needs. Parties share its room
-    like that of a `SharedBuffer`."""
+    """The party that outlives this head and holds what its successor needs. Parties share the
+    keeper's room like that of a `SharedBuffer`."""
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
-        """Holds duplicates of both. Returns their number, or None if there is no room."""
+        """Holds duplicates of the socket and of the log. Returns the number of the held pair, or
+        None if there is no room."""
         ...
 
     def keep_cut(self, log_fd: int, party: str) -> int | None:
@@ -31,32 +32,33 @@ class StreamKeeper(Protocol):
         ...
 
     def cut(self, number: int) -> None:
-        """The connection has ended: holds only the log."""
+        """Notes that the connection has ended, so that only the log is held."""
         ...
 
     def drop(self, number: int) -> None: ...
 
     def take_memory(self, num_bytes: int, party: str) -> bool:
-        """Counts bytes of logs. Returns False if that would be too many."""
+        """Counts bytes of logs as used. Returns False if the bytes would exceed the limit."""
         ...
 
     def release_memory(self, num_bytes: int, party: str) -> None: ...
 
 
 class CallLog:
-    """The records of one call. After `drop` it takes no more, and no other head reads it."""
+    """The records of one call. After `drop` the log takes no more records, and no other head reads
+    it."""
 
     def __init__(
         self, keeper: StreamKeeper, number: int, fd: int, num_bytes: int = 0, party: str = ""
     ) -> None:
         """`num_bytes`: the bytes that the keeper has counted for the party. The log owns `fd`."""
-        self.records: list[bytes] = []  # of earlier heads
+        self.records: list[bytes] = []  # records that earlier heads wrote
         self.number = number
         self.party = party
         self.is_kept = True
         self._keeper = keeper
         self.num_first_bytes = 0
-        """Length of the first record."""
+        """Length of the log's first record."""
         self._fd = fd
         self._num_bytes = num_bytes
         self._num_read_bytes = 0
@@ -99,13 +101,13 @@ class CallLog:
         self._num_read_bytes = num_bytes
 
     def belong_to(self, party: str) -> None:
-        """Counts what was read for a party, if there is room."""
+        """Counts the bytes that were read for a party, if there is room."""
         self.party = party
         taken = self._keeper.take_memory(self._num_read_bytes, party)
         self._num_bytes = self._num_read_bytes if taken else 0
 
     def append(self, body: bytes) -> None:
-        """Adds a record. If there is no room for it, the log is dropped."""
+        """Adds a record. If there is no room for the record, the log is dropped."""
         if not self.is_kept:
             return
         try:
@@ -132,12 +134,12 @@ class CallLog:
         return os.pread(self._fd, most, offset) if self.is_kept else b""
 
     def cut(self) -> None:
-        """The call's connection has ended."""
+        """Notes that the call's connection has ended."""
         if self.is_kept:
             self._keeper.cut(self.number)
 
     def drop(self) -> None:
-        """The call no longer needs its log."""
+        """Notes that the call no longer needs its log."""
         if self.is_kept:
             self.is_kept = False
             self._keeper.drop(self.number)
@@ -152,7 +154,7 @@ def _append(fd: int, body: bytes) -> None:
 
 
 def _read(fd: int) -> tuple[list[bytes], int]:
-    """Returns the complete records, and how many bytes they take."""
+    """Returns the complete records, and the number of their bytes."""
     rest = bytearray(os.pread(fd, os.fstat(fd).st_size, 0))
     num_bytes = len(rest)
     records = list(RECORDS.pop_all(rest))

@@ -1,4 +1,4 @@
-"""What the connections of one server share: descriptors, and memory that clients fill."""
+"""What the connections of one server share: file descriptors, and memory that clients fill."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ MAX_HALF_READ = 512
 MAX_HALF_HEADER_BYTES = 64 << 20
 """Most bytes of headers that have begun and not ended."""
 MAX_UNREAD_BYTES = 512 << 20
-"""Most bytes of responses that clients have not read, where one has more than fits its buffers."""
+"""Most bytes of responses that clients have not read, counting responses that exceed the socket
+buffers."""
 MAX_LINGERING = 32
-"""Connections above the limit that may wait at a time until their clients have read why."""
+"""Most connections above the limit that wait at a time until their clients have read the
+refusal."""
 RESERVED_FILES = 192
 """Descriptors kept for workers, files and the process itself."""
 MOST_CONNECTIONS = 16_384
@@ -25,20 +27,20 @@ log = limited_logger("moonpool.http")
 
 
 class PlacedConnection(Protocol):
-    """What the limit needs to know of a connection."""
+    """A connection as the limit sees it."""
 
     def give_back(self) -> None:
-        """Ends at once: another one needs the place."""
+        """Ends the connection at once, because another connection needs its place."""
         ...
 
 
 class ConnectionLimit:
     """The open connections of one server, at most `largest`.
 
-    A connection waits while nothing is computed for it: before a request, within one, and after
-    the response. When all places are taken, a new connection ends the one that waits longest among
-    those of the party with the most connections. So neither connections that only wait, nor one
-    address alone, lock others out.
+    A connection counts as waiting while nothing is computed for it: before a request, within one,
+    and after the response. When all places are taken, a new connection ends the one that waits
+    longest among those of the party with the most connections. So neither waiting connections, nor
+    a single address, lock other clients out.
     """
 
     def __init__(self, largest: int) -> None:
@@ -46,14 +48,16 @@ class ConnectionLimit:
         self.num_open = 0
         self.num_lingering = 0
         self.calls = SharedBuffer(largest)
-        """Calls under way, by tenant: each takes a connection that nobody can end."""
-        self.half_read = SharedBuffer(min(MAX_HALF_READ, largest // 20))  # others are for answers
+        """Calls under way, by tenant: each takes a connection that cannot be ended."""
+        # the remaining places are for answers
+        self.half_read = SharedBuffer(min(MAX_HALF_READ, largest // 20))
         self.half_headers: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(
             MAX_HALF_HEADER_BYTES
         )
         self.unread: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(MAX_UNREAD_BYTES)
-        self._num_of: dict[str, int] = {}  # open ones by party
-        self._waiting: dict[str, dict[PlacedConnection, None]] = {}  # by party, longest first
+        self._num_of: dict[str, int] = {}  # number of open connections by party
+        # waiting connections by party, the longest waiting first
+        self._waiting: dict[str, dict[PlacedConnection, None]] = {}
 
     def enter(self, party: str) -> bool:
         """Makes room for one more connection. Returns False if all of them are in use."""
@@ -65,7 +69,7 @@ class ConnectionLimit:
         return True
 
     def leave(self, connection: PlacedConnection, party: str) -> None:
-        """Frees a place; called even for a connection that has made room for another."""
+        """Frees a place; called even for a connection that another one has replaced."""
         self.work(connection, party)
         self.num_open -= 1
         self._num_of[party] -= 1
@@ -76,7 +80,7 @@ class ConnectionLimit:
         self._waiting.setdefault(party, {})[connection] = None
 
     def work(self, connection: PlacedConnection, party: str) -> None:
-        """Notes that the connection no longer waits."""
+        """Notes that the connection no longer waits for anything."""
         waiting = self._waiting.get(party)
         if waiting is not None:
             waiting.pop(connection, None)
@@ -99,9 +103,9 @@ class ConnectionLimit:
 
 
 def most_connections(keeps: bool) -> int:
-    """Returns how many connections the descriptors suffice for, after raising their limit.
+    """Returns how many connections the file descriptors suffice for, after raising their limit.
 
-    `keeps`: answers have logs, which take descriptors too.
+    `keeps`: whether answers have logs, which take descriptors too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS + RESERVED_FILES

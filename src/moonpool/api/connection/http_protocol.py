@@ -31,9 +31,9 @@ from moonpool.api.sharing.shared_buffer import party_at
 from moonpool.log_limit import limited_logger
 
 READ_S = 5.0
-"""Seconds in which a request must arrive before its connection goes to another head."""
+"""Seconds in which a request must arrive completely before its connection goes to another head."""
 FLUSH_S = 0.05
-"""How often a complete response is looked at until the kernel has all of it."""
+"""Time between checks whether the kernel has accepted all of a complete response."""
 
 
 class LimitedProtocol(BoundedProtocol):
@@ -51,9 +51,9 @@ class LimitedProtocol(BoundedProtocol):
         self._kept: KeptStream | None = None
         self._resumed: KeptStream | None = None
         self._half_read: HalfRead | None = None
-        self._received_before: list[bytes] = []  # by an earlier head
-        self._num_messages = 0  # requests that have arrived
-        self._num_sent = 0  # bytes that an earlier head sent and this one makes again
+        self._received_before: list[bytes] = []  # bytes that an earlier head received
+        self._num_messages = 0  # number of requests that have arrived
+        self._num_sent = 0  # bytes that an earlier head sent and this head makes again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._num_sent:
@@ -63,9 +63,10 @@ class LimitedProtocol(BoundedProtocol):
         if self._is_ending:
             return
         if self._half_read is None and self._resumed is None:
-            self._keep_half_read()  # before anything arrives: what is not read is lost, too
+            # called before anything arrives, because unread bytes are lost, too
+            self._keep_half_read()
         with self._marked():
-            for piece in self._received_before:  # earlier than what the kernel has
+            for piece in self._received_before:  # these bytes come before those in the kernel
                 self._parse(piece)
         self._received_before.clear()
 
@@ -124,11 +125,11 @@ class LimitedProtocol(BoundedProtocol):
         self._drop_half_read()
         super()._refuse(status, text)
 
-    # What the supervisor sees if this process ends
+    # Methods about what the supervisor sees if this process ends
 
     @property
     def number(self) -> int | None:
-        """The number of the call that another head would go on with."""
+        """Returns the number of the call with which another head would continue."""
         received = self._kept or self._half_read or self._resumed
         return None if received is None else received.number
 
@@ -150,11 +151,11 @@ class LimitedProtocol(BoundedProtocol):
 
         return run
 
-    # Another head takes over
+    # Methods for another head that takes over
 
     def leave(self, give: Callable[[int], None]) -> float:
         """Gives the connection away if no call is under way on it. Returns how many seconds to wait
-        for it: 0 if it has gone, or what it has received is kept."""
+        for it; 0 if it was given away, or what it has received is kept."""
         is_kept = self._kept is not None and self._kept.has_socket
         if is_kept or self._half_read or self.transport.is_closing():
             return 0.0
@@ -169,7 +170,7 @@ class LimitedProtocol(BoundedProtocol):
         self.transport.abort()
         return 0.0
 
-    # Answers that outlive this process
+    # Methods about answers that outlive this process
 
     def keep(
         self,
@@ -183,7 +184,8 @@ class LimitedProtocol(BoundedProtocol):
         num_returns: int = 0,
         num_ended: int = 0,
     ) -> KeptStream | None:
-        """Keeps the call that is being answered. Returns None if it cannot be kept."""
+        """Keeps the call that is being answered in a log. Returns None if the call cannot be
+        kept."""
         self._drop_kept()
         base = None if self.pipeline else self._sent_bytes()
         may_return = digest and not self.transport.is_closing()
@@ -206,8 +208,9 @@ class LimitedProtocol(BoundedProtocol):
                 self._kept.mark, self._kept.enders = self.mark, self.answers.enders
                 self.answers.begin(self._kept, self.transport.abort)
                 if self.mark is not None:
-                    self.mark.set(self._kept.number)  # until now it had another number, or none
-        self._drop_half_read()  # not earlier: one of both is always kept
+                    # until now the call had another number, or none
+                    self.mark.set(self._kept.number)
+        self._drop_half_read()  # dropped only now, so that one of both logs always exists
         if self._kept is not None and self._is_partial:
             self._kept.note_read_ahead()
         return self._kept
@@ -223,7 +226,7 @@ class LimitedProtocol(BoundedProtocol):
         return self.answers.enders.count(tenant, digest)
 
     def begin_response(self) -> None:
-        """What is sent from now on follows from the kept call, if from anything."""
+        """Notes that all bytes from now on follow from the kept call, if there is one."""
         self._drop_half_read()
 
     def _sent_bytes(self) -> int | None:
@@ -237,8 +240,8 @@ class LimitedProtocol(BoundedProtocol):
             return None
 
     def resume(self, received: KeptStream | HalfRead, num_sent: int) -> None:
-        """Continues a call that another head has received, or has begun to receive, and whose
-        client was sent `num_sent` bytes. Call it before the connection is made."""
+        """Continues a call that another head has received completely or in part, and whose client
+        was sent `num_sent` bytes. Must be called before the connection is made."""
         if isinstance(received, KeptStream):
             self._resumed = received
         else:
@@ -282,9 +285,9 @@ class LimitedProtocol(BoundedProtocol):
             self._half_read = None
 
     def _end_kept(self, kept: KeptStream) -> None:
-        """Drops an answer once the kernel has all of it."""
+        """Drops the log of an answer once the kernel has accepted all of it."""
         if kept is not self._kept or self.transport.is_closing():
-            return  # the end of the connection drops it
+            return  # the log is dropped when the connection ends
         if self.transport.get_write_buffer_size():
             self.loop.call_later(FLUSH_S, self._end_kept, kept)
             return

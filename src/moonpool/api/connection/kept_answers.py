@@ -1,7 +1,8 @@
 """The answers under way and, for a while, those whose clients have lost their connections.
 
 A client that comes back with the same call and the same `X-Request-Id` gets the tokens that are
-known, and the rest is computed. The logs are those by which another head goes on (`kept_stream`).
+known, and the rest is computed. The logs are the same by which another head continues an answer
+(`kept_stream`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from moonpool.log_limit import limited_logger
 log = limited_logger("moonpool.head")
 
 CUT_S = 300.0
-"""How long the answer of a lost connection is kept."""
+"""How long an answer is kept after its connection was lost."""
 MAX_CUT = 1024
 MAX_CUT_BYTES = 128 << 20
 MAX_RETURNS = 8
-"""How often an answer goes on without a new admission. Then it is computed as a new request."""
+"""How often an answer may continue without another admission. After that it is computed as a new
+request."""
 DISPLACE_LOOKS, DISPLACE_LOOK_S = 100, 0.01
-"""Time for a connection to end whose client has come back over another."""
+"""Time for the old connection of a client to end after the client has come back over another
+one."""
 
 
 class Known(NamedTuple):
@@ -38,7 +41,7 @@ class Known(NamedTuple):
 
 
 class AnswerFollower(Protocol):
-    """Who copies the logs of answers, by their numbers."""
+    """A part that copies the logs of answers, identified by their numbers."""
 
     def changed(self, kept: KeptStream) -> None: ...
 
@@ -46,7 +49,7 @@ class AnswerFollower(Protocol):
 
 
 class KeptAnswers:
-    """`followers`: told of each log that a client may come back for."""
+    """`followers`: parts that are told of each log that a client may come back for."""
 
     def __init__(self) -> None:
         self.followers: list[AnswerFollower] = []
@@ -63,7 +66,7 @@ class KeptAnswers:
             yield kept
 
     def begin(self, kept: KeptStream, end: Callable[[], None]) -> None:
-        """`end` ends the connection that the answer is sent over."""
+        """`end`: ends the connection over which the answer is sent."""
         if kept.opening.digest:
             self._running[kept.number] = (kept, end)
             self._follow(kept)
@@ -71,7 +74,7 @@ class KeptAnswers:
     def drop(self, kept: KeptStream) -> None:
         """Notes that the response is complete."""
         self._drop(kept)
-        for other in self._alike(kept):  # its client has the answer now
+        for other in self._alike(kept):  # the client has the answer of this one now
             self.forget(other.number)
 
     def lose(self, kept: KeptStream) -> None:
@@ -93,8 +96,8 @@ class KeptAnswers:
     async def find(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None:
-        """Returns what is known of a call that comes again. `displaces`: a call like it which still
-        runs ends, because its client has lost it."""
+        """Returns what is known of a call that comes again. `displaces`: a running call with the
+        same content ends, because its client has lost it."""
         name = (tenant, request_id, digest)
         if displaces:
             ends = [end for kept, end in self._running.values() if _name(kept) == name]
@@ -130,7 +133,7 @@ class KeptAnswers:
         loop.call_later(CUT_S, self.forget, kept.number)
 
     def _cut_sizes(self) -> Iterator[tuple[int, str, float]]:
-        """Yields number, tenant and share of the room of each answer that is held."""
+        """Yields the number, the tenant and the bytes of each answer that is held."""
         for number, kept in self.cut.items():
             share = 1 / MAX_CUT + self._num_bytes[number] / MAX_CUT_BYTES
             yield number, kept.opening.tenant, share

@@ -1,9 +1,9 @@
-"""What another head needs to go on with an answer: its request, and what its client was sent.
+"""The log that another head needs to continue an answer: its request, and what its client was sent.
 
-It is a log in anonymous memory, which the supervisor holds together with the client's socket. An
-increment is logged before its bytes are sent. Everything else that a response contains follows from
-the log, so a successor makes the same bytes again, and sends those that its kernel lacks. A request
-that arrives in several pieces has a log of its own until it is complete (`HalfRead`).
+The log is in anonymous memory, which the supervisor holds together with the client's socket. An
+increment is logged before its bytes are sent. Everything else in a response follows from the log,
+so a successor makes the same bytes again, and sends those that the kernel has not accepted. A
+request that arrives in several pieces has a separate log until it is complete (`HalfRead`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
 MAX_FRUITLESS = 8
 """Heads that may die in a row without an increment of an answer, where nothing says that the call
-ended them. Then the answer is refused: it may be what ends them in a way that is not seen."""
+ended them. After that the answer is refused, because it may be what ends them in a way that is not
+seen."""
 MAX_KEPT_SHARE = 5
 """A fifth of a process's file descriptors is for the logs of answers: the supervisor has two for
 each, and two more for each that it is giving to the next head."""
 
 
 class StreamFacts(Struct, frozen=True):
-    """What a response contains besides the model's output. Drawn once per call."""
+    """Facts of a response besides the model's output. The facts are drawn once per call."""
 
     request_id: str
-    seed: int  # of the sampling, if the client gave none
+    seed: int  # seed of the sampling, if the client gave none
     created_s: int
-    ids: bytes  # the seed of the ids within the response
+    ids: bytes  # seed of the ids within the response
     max_model_tokens: int
-    tells_reasoning: bool = False  # apart from the answer, where the model's template has its tags
+    # whether reasoning is sent apart from the answer, where the model's template has its tags
+    tells_reasoning: bool = False
     system_fingerprint: str = ""
 
     def id_source(self, index: int) -> Callable[[], str]:
-        """Returns a function that gives one unpredictable id after another, those of one choice."""
+        """Returns a function that gives unpredictable ids one after another, for one choice."""
         count = 0
 
         def next_id() -> str:
@@ -81,7 +83,7 @@ class Opening(Struct, frozen=True):
     that this connection sends, as `accepted_bytes` counts them. `arrived_s` is on the machine's
     monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
     its head. `digest`: the digest of path and body, by which the same call is known when it comes
-    again; empty if it would not go on. `num_returns`: how often it has come again.
+    again; empty if it would not go on. `num_returns`: how often the call has come again.
     """
 
     request: bytes
@@ -97,7 +99,7 @@ class Opening(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
-    """One increment of the choice `index`."""
+    """`Delivered` is one increment of the choice `index`."""
 
     index: int
     tokens: tuple[Token, ...]
@@ -115,11 +117,11 @@ class Delivered(Struct, frozen=True, array_like=True, tag="d"):
 
 
 class LoggedRefusal(Refusal, frozen=True, tag="r"):
-    """The call was refused, or broke off."""
+    """The call was refused, or ended early."""
 
 
 class Named(Struct, frozen=True, array_like=True, tag="n"):
-    """The id in the response, which differs from the client's if two calls gave the same."""
+    """The id in the response, which differs from the client's id if two calls gave the same one."""
 
     request_id: str
 
@@ -131,8 +133,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
-    """A further head continues from here. `num_ended`: heads that this call has hung or crashed
-    until now. `num_killed`: how many heads were killed while they processed it, which may be
+    """A later head continues from here. `num_ended`: number of heads that this call has hung or
+    crashed so far. `num_killed`: how many heads were killed while they processed it, which may be
     chance."""
 
     num_ended: int = 0
@@ -140,7 +142,7 @@ class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
 
 
 class ReadAhead(Struct, frozen=True, array_like=True, tag="a"):
-    """Bytes of the connection's next request were read, and are lost with the head."""
+    """Bytes of the connection's next request that were read, and are lost with the head."""
 
 
 Entry = Delivered | LoggedRefusal | Named | Commented | TakenOver | ReadAhead
@@ -150,27 +152,27 @@ _ENTRY: msgspec.msgpack.Decoder[Entry] = msgspec.msgpack.Decoder(Entry)
 
 
 class KeptStream:
-    """The log of one call. After `drop` it records nothing, and no other head goes on with it.
-    After `cut` it records nothing, and another connection may go on with it."""
+    """The log of one call. After `drop` it records nothing, and no other head continues it. After
+    `cut` it records nothing, and another connection may continue it."""
 
     def __init__(self, call_log: CallLog, opening: Opening, has_socket: bool = True) -> None:
-        """`has_socket`: its connection outlives this process."""
+        """`has_socket`: whether its connection outlives this process."""
         self.opening = opening
         self.has_socket = has_socket
         self.has_delivered = False
         self.may_come_again = False
-        """What is in the log serves a client that has lost its connection and comes back."""
+        """Whether the log can serve a client that has lost its connection and comes back."""
         self.is_cut = False
         self.num_returns = opening.num_returns
         self.num_ended = opening.num_ended
-        """Heads that the call has ended, or calls like it."""
+        """Number of heads that the call, or calls like it, have ended."""
         self.mark: WorkMark | None = None
         self.enders: Enders | None = None
         self.on_write: Callable[[], None] | None = None
-        self.entries: list[Entry] = []  # of earlier heads
+        self.entries: list[Entry] = []  # entries that earlier heads wrote
         self.is_resumed = False
         self.has_lost_bytes = False
-        """Bytes of the connection's next request were read by an earlier head."""
+        """Whether an earlier head read bytes of the connection's next request."""
         self._log = call_log
         self._has_read_ahead = False
 
@@ -178,8 +180,8 @@ class KeptStream:
     def begin(
         cls, keeper: StreamKeeper, socket_fd: int | None, opening: Opening, party: str = ""
     ) -> KeptStream | None:
-        """Keeps a call. Returns None if there is no room for it. Without a socket, its connection
-        ends with this process. `party`: as in `SharedBuffer`."""
+        """Starts to keep a call. Returns None if there is no room for the log. Without a socket,
+        the call's connection ends with this process. `party`: as in `SharedBuffer`."""
         call_log = CallLog.begin(keeper, socket_fd, _encode(opening), party)
         return None if call_log is None else cls(call_log, opening, socket_fd is not None)
 
@@ -200,7 +202,7 @@ class KeptStream:
         """Holds the log of an earlier head, whose connection has ended. Raises ValueError."""
         kept = cls._read(call_log)
         kept.is_cut = True
-        kept.entries = []  # they are read when the client comes back
+        kept.entries = []  # the entries are read when the client comes back
         return kept
 
     @classmethod
@@ -250,11 +252,12 @@ class KeptStream:
         return found
 
     def refusal(self) -> RequestRefused | None:
-        """Returns why the call was refused, or is now."""
+        """Returns why the call was refused, by an earlier head or by this one."""
         num_fruitless = 0
         for entry in self.entries:
             if isinstance(entry, LoggedRefusal):
-                return RequestRefused.of(entry, is_counted=True)  # by the head that refused it
+                # the head that refused the call has counted it
+                return RequestRefused.of(entry, is_counted=True)
             num_fruitless += isinstance(entry, TakenOver)
             if isinstance(entry, Delivered):
                 num_fruitless = 0
@@ -275,11 +278,11 @@ class KeptStream:
 
     @property
     def name(self) -> str:
-        """The id in the response, if an earlier head has named it."""
+        """Returns the id in the response, if an earlier head has named one."""
         return next((e.request_id for e in self.entries if isinstance(e, Named)), "")
 
     def note(self, index: int, output: Output) -> None:
-        """Logs an increment. Call it before a byte of it is sent."""
+        """Logs an increment. Must be called before any byte of the increment is sent."""
         self.has_delivered = True
         delivered = Delivered(
             index=index,
@@ -299,7 +302,7 @@ class KeptStream:
         self._write(LoggedRefusal(*msgspec.structs.astuple(refusal)))
 
     def note_comment(self, data: bytes) -> None:
-        """Logs bytes between increments. Call it before one of them is sent."""
+        """Logs bytes between increments. Must be called before any of these bytes is sent."""
         self._write(Commented(data=data))
 
     def note_name(self, request_id: str) -> None:
@@ -311,7 +314,8 @@ class KeptStream:
             self._write(ReadAhead())
 
     def cut(self) -> None:
-        """The connection has ended. The log stays for its client, who may come back."""
+        """Notes that the connection has ended. The log is kept for its client, who may come
+        back."""
         self.is_cut = True
         self._log.cut()
 
@@ -324,7 +328,7 @@ class KeptStream:
         return [entry for entry in entries if isinstance(entry, Delivered)]
 
     def drop(self) -> None:
-        """The response is complete, or its client gone."""
+        """Notes that the response is complete, or its client gone."""
         self._log.drop()
 
     def _write(self, entry: Entry) -> None:
@@ -336,13 +340,14 @@ class KeptStream:
 
 
 def _may_come_again(delivered: Delivered) -> bool:
-    """A forwarded answer that has no end yet does not: nobody could go on with it."""
+    """A forwarded answer without an end cannot, because no process could continue it."""
     return delivered.finish is not None or not any(token.payload for token in delivered.tokens)
 
 
 def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:
-    """Heads that a call has ended. Of those that were killed, only those after the last increment
-    count: a kill from outside meets any call, but seldom the same one twice before it goes on."""
+    """Returns the number of heads that a call has ended. Of heads that were killed, only those
+    after the last increment count: a kill from outside hits any call, but seldom the same call
+    twice before it makes progress."""
     num_ended, num_killed, before = opening.num_ended, 0, TakenOver()
     for entry in entries:
         if isinstance(entry, Delivered):
@@ -360,7 +365,7 @@ def written_log(opening: Opening, entries: bytes) -> bytes:
 
 
 def digest_of(path: str, body: bytes) -> bytes:
-    """Returns what names a call, with its request id."""
+    """Returns the digest that names a call, together with its request id."""
     made = hashlib.blake2b(path.encode() + b"\0", digest_size=16)
     made.update(body)
     return made.digest()
@@ -385,7 +390,7 @@ def accepted_bytes(fd: int) -> int:
         for _ in range(_MAX_LOOKS):
             queued = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
             before, acked = acked, _acked(sock)
-            if before == acked:  # else an acknowledgement came between the two looks
+            if before == acked:  # otherwise an acknowledgement came between the two reads
                 return acked + int(_I32.unpack(queued)[0])
     raise OSError("the connection's counters keep changing")
 
@@ -430,33 +435,34 @@ class ResumedTransport:
 
 _START = struct.Struct("<9sQ")
 _MARK = b"half-read"
-"""Begins the first record. No opening of a kept call begins so: it is a map in msgpack."""
+"""Begins the first record of a half-read request. The opening of a kept call never begins like
+this, because it is a map in msgpack."""
 
 
 class HalfRead:
     """The log of one request that is arriving: each record is a piece of it. A request that arrives
-    in one piece needs none, because its call is kept before its head does anything else."""
+    in one piece needs no such log, because its call is kept before its head does anything else."""
 
     def __init__(self, call_log: CallLog, base: int) -> None:
         """`base`: as in `Opening`."""
         self.base = base
-        self.received: list[bytes] = []  # by earlier heads
+        self.received: list[bytes] = []  # pieces that earlier heads received
         self.num_ended = 0
-        """Heads that the request has ended."""
+        """Number of heads that the request has ended."""
         self._log = call_log
 
     @classmethod
     def begin(
         cls, keeper: StreamKeeper, socket_fd: int, base: int, party: str = ""
     ) -> HalfRead | None:
-        """Keeps a request of which nothing is logged yet. Returns None if there is no room for
-        it."""
+        """Starts to keep a request of which nothing is logged yet. Returns None if there is no room
+        for it."""
         call_log = CallLog.begin(keeper, socket_fd, _START.pack(_MARK, base), party)
         return None if call_log is None else cls(call_log, base)
 
     @staticmethod
     def is_in(call_log: CallLog) -> bool:
-        """Whether the log of an earlier head is that of a request that was arriving."""
+        """Whether the log of an earlier head belongs to a request that was arriving."""
         return bool(call_log.records) and call_log.records[0].startswith(_MARK)
 
     @classmethod
@@ -475,12 +481,12 @@ class HalfRead:
         if num_heads > MAX_FRUITLESS:
             raise ValueError(f"{num_heads} heads ended while they read this request")
         call_log.belong_to(party)
-        call_log.append(b"")  # stands for a further head
+        call_log.append(b"")  # an empty record stands for each further head
         return half_read
 
     @property
     def party(self) -> str:
-        """Who has the room that the log takes."""
+        """Returns the party whose room the log takes."""
         return self._log.party
 
     @property
@@ -489,10 +495,10 @@ class HalfRead:
         return self._log.number
 
     def note(self, data: bytes) -> None:
-        """Logs bytes. Call it before they are parsed."""
+        """Logs bytes. Logs a piece; must be called before the piece is parsed."""
         if data:
             self._log.append(data)
 
     def drop(self) -> None:
-        """Notes that the call is kept elsewhere from now on, or no longer has to be."""
+        """Notes that the call is kept elsewhere from now on, or need not be kept."""
         self._log.drop()

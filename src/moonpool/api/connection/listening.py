@@ -6,15 +6,15 @@ import errno
 import socket
 
 BACKLOG = 2048
-"""Connections that wait while there is no head."""
+"""Most connections that wait while there is no head."""
 
 
 class PortError(OSError):
-    """Nothing can listen on the address; the text says why and what to do."""
+    """The server cannot listen on the address; the text says why and what to do."""
 
 
 def listen(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Opens a listening socket. `option` sets another port. Raises PortError."""
+    """Opens a listening socket. `option`: the option that sets another port. Raises PortError."""
     bound = reserve(host, port, option)
     bound.listen(BACKLOG)
     return bound

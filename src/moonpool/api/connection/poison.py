@@ -1,8 +1,8 @@
-"""Calls that end processes: none may end more than two, regardless of who sends it again.
+"""Calls that end processes: no call may end more than two, regardless of who sends it again.
 
 A call may hang the head's loop, or end the process. A mark in memory that outlives the head names
 the call that the loop works on at this moment, so the other calls under way are known to be
-innocent. It is set before each step of a call's own work, and cleared after it.
+innocent. The mark is set before each step of a call's own work, and cleared after the step.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from moonpool.api.errors import NO_RETRY, ApiError
 from moonpool.link.packets import anonymous_file
 
 MAX_ENDED = 2
-"""Heads that one call may end, and instances."""
+"""Most heads, and most instances, that one call may end."""
 INSTANCES_ENDED = "instances_ended"
-"""The reason of a refusal because of instances. Calls like it are refused at once."""
+"""The reason of a refusal because of instances. Calls like this one are refused at once."""
 REMEMBERED_S = 600.0
 MAX_REMEMBERED = 256
 
 
 def poison_error() -> ApiError:
-    """Client libraries do not send it again, as they would after other errors of this status."""
+    """Returns an error after which client libraries do not send the call again, as they would after
+    other errors of this status."""
     text = (
         f"This request, or one like it, has ended processes of the server {MAX_ENDED} times, so it"
         " is not tried again. Tell the server's operator: its log names the request."
@@ -41,7 +42,7 @@ def late_error() -> ApiError:
 
 
 def send_error(sock: socket.socket, error: ApiError, payload: bytes, request_id: str = "") -> None:
-    """Sends the error to a client that got nothing yet, and closes the connection."""
+    """Sends the error to a client that has received nothing yet, and closes the connection."""
     fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(payload))]
     fields += [*error.headers, (b"connection", b"close")]
     if request_id:
@@ -52,7 +53,7 @@ def send_error(sock: socket.socket, error: ApiError, payload: bytes, request_id:
         sock.send(status + head + b"\r\n" + payload)
         sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # its client has gone
+        pass  # the client has gone
     sock.close()
 
 
@@ -67,14 +68,14 @@ class Enders:
         self._counts: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
 
     def note(self, tenant: str, digest: bytes, count: int, since_s: float) -> None:
-        """The oldest is forgotten if there are too many."""
+        """If there are too many entries, the oldest is forgotten."""
         self._counts[tenant, digest] = count, since_s
         self._counts.move_to_end((tenant, digest))
         if len(self._counts) > MAX_REMEMBERED:
             self._counts.popitem(last=False)
 
     def count(self, tenant: str, digest: bytes) -> int:
-        """Processes that such calls have ended within the last minutes."""
+        """Returns how many processes such calls have ended within the last minutes."""
         count, since_s = self._counts.get((tenant, digest), (0, 0.0))
         return count if self._now() - since_s < REMEMBERED_S else 0
 
@@ -94,11 +95,11 @@ class WorkMark:
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE)
-        self._words = memoryview(self._page).cast("q")  # the call's number plus 1, and the time
+        self._words = memoryview(self._page).cast("q")  # number of the call plus 1, and the time
 
     @staticmethod
     def make_memory() -> int:
-        """A file in memory for one mark, which the caller owns."""
+        """Makes a file in memory for one mark, which the caller owns."""
         fd = anonymous_file("moonpool work")
         os.ftruncate(fd, mmap.PAGESIZE)
         return fd
@@ -114,7 +115,7 @@ class WorkMark:
 
     @property
     def number(self) -> int | None:
-        """The number of the call that the event loop is processing."""
+        """Returns the number of the call that the event loop is processing."""
         return self._words[0] - 1 if self._words[0] else None
 
     def back_to(self, number: int | None) -> None:
@@ -125,7 +126,7 @@ class WorkMark:
             self.set(number)
 
     def read(self) -> MarkedStep | None:
-        """The call that the loop was processing when it ended; None if there was none."""
+        """Returns the call that the loop was processing when it ended, or None."""
         number, since_ns = self._words[0], self._words[1]
         return MarkedStep(number - 1, since_ns / 1e9) if number else None
 
@@ -135,17 +136,18 @@ class WorkMark:
 
 
 class MarkedCall(Protocol):
-    """Whose work is marked."""
+    """A call whose work is marked."""
 
     mark: WorkMark | None
 
     @property
     def number(self) -> int | None:
-        """Under which it is kept; None if no other head goes on with it."""
+        """Returns the number under which the call is kept, or None if no other head can continue
+        it."""
 
 
 def marked(work: Coroutine[Any, Any, T], call: MarkedCall | None) -> Coroutine[Any, Any, T]:
-    """The work with its steps marked, where that is possible."""
+    """Returns the work with its steps marked, if that is possible."""
     if call is None or call.mark is None:
         return work
     return _run_marked(work, call)

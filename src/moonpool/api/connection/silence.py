@@ -1,8 +1,8 @@
-"""Bytes in a stream that is silent for a time, so that proxies keep its connection.
+"""Sends comments in a stream that has been silent for a time, so that proxies keep its connection.
 
-A comment is logged before it is sent, as an increment is. So another head that goes on makes the
-same bytes again, in the same places. The first one sends the headers, so there is none before the
-request is placed: until then a refusal has its own status.
+A comment is logged before it is sent, like an increment. So another head that continues the stream
+makes the same bytes again, in the same places. The first comment sends the headers, so none is sent
+before the request is placed: until then a refusal has its own status.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Self
 from moonpool.api.http_context import HttpContext
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-"""Anthropic's event for it."""
+"""The event with which Anthropic's API keeps a stream alive."""
 
 
 def comment_of(text: str) -> bytes:
-    """Returns a comment of server-sent events, which clients pass over."""
+    """Returns a comment of server-sent events, which clients ignore."""
     return b": %b\n\n" % text.encode("ascii", "replace")
 
 
 def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
-    """Returns what the silent stream of a call says; nothing while the call may still be refused.
+    """Returns the comment for the silent stream of a call, or nothing while the call may still be
+    refused.
 
-    `stages`: of its requests that run, as `ModelBackend.stage` has them. `has_begun`: its headers
-    are sent. `pings`: its API has an event for it.
+    `stages`: the stages of its running requests, as `ModelBackend.stage` returns them. `has_begun`:
+    whether its headers have been sent. `pings`: whether its API has an event for it.
     """
     if not (has_begun or all(stages)):
         return b""
@@ -38,14 +39,14 @@ def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
 
 
 class Silence:
-    """Watches one stream between `heard` and `listens`. A periodic look measures the time, so
-    that an increment need not read a clock."""
+    """Watches one stream between `heard` and `listens`. A periodic check measures the time, so that
+    an increment need not read a clock."""
 
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
     ) -> None:
         """A comment comes after one to two periods of silence; 0 means that none comes.
-        `next_comment` returns it; empty means that there is none yet."""
+        `next_comment` returns the comment, or an empty one if there is none yet."""
         self._context = context
         self._period_s = period_s
         self._next_comment = next_comment
@@ -82,29 +83,30 @@ class Silence:
                 await self._sending
 
     def heard(self) -> bool:
-        """An increment has come, and is logged already. If it returns True, call `settle` before
-        the increment is sent."""
+        """Notes that an increment has come, which is logged already. If it returns True, call
+        `settle` before the increment is sent."""
         self._listens = False
         self._num_heard += 1
         return self._sending is not None
 
     async def settle(self) -> None:
-        """Waits until a comment before the increment is sent."""
+        """Waits until a comment in front of the increment is sent."""
         if self._sending is not None:
             await self._sending
 
     def listens(self, has_sent: bool) -> bool:
         """Notes that the increment has been sent. If it returns True, call `repeat` before the next
-        one is awaited.
+        increment is awaited.
 
-        `has_sent`: it had bytes. The bytes of a tool call may be held back for long.
+        `has_sent`: whether the increment had bytes. The bytes of a tool call may be held back for
+        long.
         """
         self._num_sent += has_sent
         self._listens = True
         return bool(self._sent_before)
 
     async def repeat(self) -> None:
-        """Sends the comments that an earlier head has sent here."""
+        """Sends the comments that an earlier head has sent at this place."""
         while self._sent_before and self._sent_before[0][0] <= self._num_heard:
             await self._send(self._sent_before.popleft()[1])
 
@@ -123,7 +125,7 @@ class Silence:
 
     async def _log_and_send(self, comment: bytes) -> None:
         try:
-            if self._listens:  # else an increment came first
+            if self._listens:  # otherwise an increment came first
                 if self._context.kept is not None:
                     self._context.kept.note_comment(comment)
                 await self._send(comment)

@@ -12,7 +12,8 @@ log = logging.getLogger("moonpool")
 
 
 class TlsFiles:
-    """A certificate chain and its key (PEM). `context` serves connections with them."""
+    """A certificate chain and its key (PEM). `context` serves connections with this chain and
+    key."""
 
     def __init__(self, certfile: str, keyfile: str = "", ca_certs: str = "") -> None:
         """An empty `keyfile` means that the key is in `certfile`. With `ca_certs`, a client must
@@ -22,13 +23,14 @@ class TlsFiles:
         self.context = self._load()
 
     def renew(self) -> None:
-        """Loads changed files for new connections. Unusable ones are logged, and not taken."""
+        """Loads changed files for new connections. Unusable files are logged, and the old ones stay
+        in use."""
         seen = self._stamps()
         if seen == self._seen:
             return
         self._seen = seen
         try:
-            self._load()  # a context of its own: half of a new pair must not be taken
+            self._load()  # loads into a separate context, so that half of a new pair is never used
             self._load_into(self.context)
         except TlsError as error:
             log.warning("the former certificate stays in use: %s", error)
@@ -36,7 +38,8 @@ class TlsFiles:
             log.info("new connections use the changed certificate %s", self._certfile)
 
     def _stamps(self) -> list[tuple[int, int, int]]:
-        """Returns inode, modification time in ns and size of each file; zeros where none is."""
+        """Returns inode, modification time in ns and size of each file; zeros for a missing
+        file."""
         stamps = []
         for path in filter(None, (self._certfile, self._keyfile, self._ca_certs)):
             try:
@@ -67,7 +70,7 @@ class TlsFiles:
         if self._ca_certs:
             try:
                 context.load_verify_locations(self._ca_certs)
-            except OSError as error:  # ssl.SSLError is one
+            except OSError as error:  # ssl.SSLError is a kind of OSError
                 text = f"cannot use --ssl-ca-certs {self._ca_certs}: {error}; give a PEM file"
                 raise TlsError(text) from None
             require_authority(context, f"--ssl-ca-certs {self._ca_certs}")

@@ -1,1 +1,1 @@
-"""Whether clients' grammars can be compiled and followed, tested in a separate process."""
+"""Tests in a separate process whether clients' grammars can be compiled and followed."""

@@ -1,6 +1,6 @@
-"""Refuses grammars that cannot be compiled, or only with too much time, memory or stack.
+"""Refuses grammars that cannot be compiled, or need too much time, memory or stack.
 
-A separate process compiles them first, because some would end the process that compiles them
+A separate process compiles them first, because some grammars end the process that compiles them
 (`check_process`). The results are kept, so that a schema which many calls share is compiled once.
 """
 
@@ -21,22 +21,24 @@ from moonpool.api.turns import FairTurns
 MAX_KEPT = 1024
 MODULE = "moonpool.api.grammars.check_process"
 STUCK_CPU_S = 12.0
-"""CPU time after which the process is ended. It ends itself long before, unless it is stuck."""
+"""CPU time after which the server ends the process. The process ends itself long before that,
+unless it is stuck."""
 _OF_THE_GRAMMAR = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 
 
 class GrammarCheck:
-    """The grammars of one server's calls. `close` ends its process."""
+    """Checks the grammars of one server's calls. `close` ends the checking process."""
 
     def __init__(self) -> None:
-        self._troubles: OrderedDict[bytes, str] = OrderedDict()  # longest unused first
-        self._parties: dict[bytes, str] = {}  # who asked first
+        # results by digest, the longest unused first
+        self._troubles: OrderedDict[bytes, str] = OrderedDict()
+        self._parties: dict[bytes, str] = {}  # the party that asked first
         self._turns = FairTurns("grammars wait to be compiled", "too_many_grammars")
         self._helper = Helper(lambda: HelperProcess(MODULE))
 
     async def require(self, field: str, grammar: str, party: str, timeout_s: float) -> None:
-        """`party`: as in `SharedBuffer`. Raises `ApiError` if the grammar in `field` cannot be
-        used, and `RequestRefused` if it was not compiled in time."""
+        """`party`: the tenant or address, as in `SharedBuffer`. Raises `ApiError` if the grammar in
+        `field` cannot be used, and `RequestRefused` if it was not compiled in time."""
         key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         trouble = self._troubles.get(key)
         if trouble is None:
@@ -62,7 +64,7 @@ class GrammarCheck:
         self._helper.close()
 
     async def _trouble_of(self, grammar: str) -> str:
-        """Returns why the grammar cannot be used; "" if it can. Raises `RequestRefused`."""
+        """Returns why the grammar cannot be used, or "" if it can. Raises `RequestRefused`."""
         for _ in range(2):
             process = self._helper.current()
             try:
@@ -70,7 +72,7 @@ class GrammarCheck:
                     await process.start(b"", STUCK_CPU_S)
                 return (await process.ask(grammar.encode(), STUCK_CPU_S)).decode()
             except OSError:
-                break  # no process can be started
+                break  # no process could be started
             except HelperEndedError as ended:
                 if ended.is_of_the_work and ended.took_too_long:
                     return TOO_LONG

@@ -2,9 +2,10 @@
 PARENT_PID`.
 
 llguidance recurses as deep as a grammar's rules refer to each other, so a chain of some thousand
-rules ends the process that compiles it. It takes long, or much memory, for others. This process has
+rules ends the process that compiles it. Other grammars take long, or much memory. This process has
 a smaller stack than every thread that follows grammars, and limits on CPU time and memory: what it
-compiles, an engine compiles too. It is a helper process (`helpers`) whose frames are texts.
+compiles, an engine compiles too. The check process is a helper process (`helpers`) whose frames are
+texts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TOO_LONG = f"it takes more than {MAX_CPU_S:g} s to compile; simplify it"
 
 
 def trouble_of(grammar: str) -> str:
-    """Returns why the grammar cannot be used; "" if it can. Ends the process after too long."""
+    """Returns why the grammar cannot be used, or "" if it can. Ends the process after too long."""
     began_s = time.process_time()
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began_s + MAX_CPU_S) + 1, hard))
@@ -37,7 +38,7 @@ def trouble_of(grammar: str) -> str:
         trouble = first_error(grammar)
     except MemoryError:
         return TOO_COMPLEX
-    except BaseException as error:  # a panic of llguidance is no Exception
+    except BaseException as error:  # a panic of llguidance is not an Exception
         return f"it cannot be compiled: {error}"
     return TOO_LONG if time.process_time() - began_s > MAX_CPU_S else trouble
 
@@ -49,9 +50,9 @@ def _serve(parent: Parent) -> None:
 
 def main() -> None:
     parent = join_parent(int(sys.argv[1]))
-    parent.send(parent.receive() or b"")  # it has imported what it needs
-    os.nice(5)  # running answers come first
-    with contextlib.suppress(ValueError):  # macOS does not limit it
+    parent.send(parent.receive() or b"")  # replies that the process has imported what it needs
+    os.nice(5)  # running answers have priority
+    with contextlib.suppress(ValueError):  # macOS does not limit this resource
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_serve, args=(parent,))

@@ -43,7 +43,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Returns the grammar in Lark. Raises `GbnfError`."""
+    """Returns the grammar in Lark's notation. Raises `GbnfError`."""
     rules = dict(_Parser(text).rules())
     if "root" not in rules:
         raise GbnfError("it has no rule named 'root'")
@@ -65,7 +65,7 @@ def gbnf_to_lark(text: str) -> str:
 
 
 def _not_recursive(uses: Mapping[str, Collection[str]]) -> set[str]:
-    """The rules that lead neither back to themselves nor to a rule that does."""
+    """Returns the rules that lead neither back to themselves nor to a rule that does."""
     users: dict[str, list[str]] = {name: [] for name in uses}
     for user, used in uses.items():
         for name in used:
@@ -84,13 +84,13 @@ def _not_recursive(uses: Mapping[str, Collection[str]]) -> set[str]:
 
 
 class _Use(str):
-    """The name of a rule within another one."""
+    """A reference to a rule within another rule."""
 
     __slots__ = ()
 
 
 class _Token(NamedTuple):
-    kind: str  # a group of _TOKEN, or "end"
+    kind: str  # name of a group of _TOKEN, or "end"
     text: str
     position: int
 
@@ -104,7 +104,7 @@ class _Parser:
         self._token = next(self._tokens)
 
     def rules(self) -> Iterator[tuple[str, list[str]]]:
-        """The name of each rule with its parts in Lark. Raises `GbnfError`."""
+        """Returns the name of each rule with its parts in Lark. Raises `GbnfError`."""
         names: set[str] = set()
         while self._token.kind != "end":
             if self._token.kind != "rule":
@@ -134,7 +134,7 @@ class _Parser:
         return parts or ['""']
 
     def _item(self, depth: int) -> list[str] | None:
-        """One part of a sequence, or None if it has ended."""
+        """Returns one part of a sequence, or None if the sequence has ended."""
         kind, text, _ = self._token
         if kind in ("rule", "end") or (kind == "mark" and text in "|)"):
             return None
@@ -158,7 +158,7 @@ class _Parser:
         return [found]
 
     def _times(self) -> str:
-        """A repetition in Lark."""
+        """Returns a repetition in Lark's notation."""
         text = self._token.text
         if text not in "*+?":
             least, comma, most = text.strip("{}").replace(" ", "").partition(",")
@@ -172,7 +172,7 @@ class _Parser:
         return text
 
     def _set(self, text: str) -> str:
-        """A set of characters as a regular expression in Lark."""
+        """Returns a set of characters as a regular expression in Lark."""
         negated = text.startswith("^")
         codes = list(self._characters(text[negated:], marks_ranges=True))
         if not codes:
@@ -191,7 +191,8 @@ class _Parser:
         return f"/[{'^' * negated}{''.join(parts)}]/"
 
     def _characters(self, text: str, marks_ranges: bool = False) -> Iterator[int]:
-        """The code points of a text with escapes. `marks_ranges`: a plain '-' is _RANGE."""
+        """Returns the code points of a text with escapes. `marks_ranges`: whether a plain '-' is
+        returned as _RANGE."""
         position = 0
         while position < len(text):
             match = _CHARACTER.match(text, position)

@@ -1,7 +1,7 @@
 """A helper process that was forked before this process had an event loop or threads.
 
-It has imported already what this process has, and waits for its first frame. `HelperProcess` drives
-it as one that it has started itself.
+The helper has already imported what this process has, and waits for its first frame.
+`HelperProcess` drives it like a process that it has started itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _M_ARENA_MAX = -8
 
 
 class ForkedHelper(asyncio.SubprocessTransport):
-    """This side of the process. `attach` it on a running loop, or `close` it."""
+    """The server's side of the forked helper. Call `attach` on a running loop, or `close` it."""
 
     def __init__(self, pid: int, input_fd: int, output_fd: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ForkedHelper(asyncio.SubprocessTransport):
     def close(self) -> None:
         """Ends the process."""
         self.kill()
-        for fd in self._fds:  # it is not attached
+        for fd in self._fds:  # a helper that is not attached keeps its descriptors here
             os.close(fd)
         if self._fds:
             self._fds.clear()
@@ -63,7 +63,7 @@ class ForkedHelper(asyncio.SubprocessTransport):
 
 
 class _Output(asyncio.Protocol):
-    """What the process writes. It ends once nothing more comes."""
+    """The output of the helper process. The protocol ends once no more output comes."""
 
     def __init__(self, owner: asyncio.SubprocessProtocol, child: ForkedChild) -> None:
         self._owner = owner
@@ -88,9 +88,9 @@ def fork_helper(
     environment: Mapping[str, str],
     fds: Collection[int] = (),
 ) -> ForkedHelper | None:
-    """Forks a process that calls `run` with the id of this one, and ends with it. `fds`: the
-    descriptors that it keeps. Returns None where this process has threads, of which a fork would
-    have only one, or where it cannot fork."""
+    """Forks a process that calls `run` with the id of this one, and ends with it. `fds`: the file
+    descriptors that the helper keeps. Returns None if this process has threads, of which a fork
+    would copy only one, or if it cannot fork."""
     try:
         if len(os.listdir("/proc/self/task")) != 1:
             return None
@@ -120,16 +120,16 @@ def _settle(
     environment: Mapping[str, str],
     fds: Collection[int],
 ) -> None:
-    """Makes this process what a new interpreter of the same command would be."""
+    """Gives this process the state of a new interpreter with the same command."""
     os.setsid()
     null = os.open(os.devnull, os.O_WRONLY)
     for number, fd in enumerate((source_fd, sink_fd, null)):
         os.dup2(fd, number)
     for fd in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *fds}:
-        with contextlib.suppress(OSError):  # that of the list
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             os.close(fd)
     os.environ.update(environment)
-    if "MALLOC_ARENA_MAX" in environment:  # glibc reads it at the start of a program
+    if "MALLOC_ARENA_MAX" in environment:  # glibc reads the variable only at the start of a program
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(environment["MALLOC_ARENA_MAX"]))
     setproctitle.setproctitle(title)

@@ -1,4 +1,4 @@
-"""What a helper process knows of the server that started it (see `HelperProcess`)."""
+"""The server that started a helper process, as the helper sees it (see `HelperProcess`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FRAMES = Framing("<", max_bytes=1 << 30)
 
 
 class Parent:
-    """The server: frames come from it and go to it, each of 4 length bytes and a body."""
+    """The server, with which frames are exchanged, each of 4 length bytes and a body."""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._source = source
         self._sink = sink
 
     def receive(self) -> bytes | None:
-        """Returns the next frame; None at the end."""
+        """Returns the next frame, or None at the end of the input."""
         try:
             return FRAMES.read(self._source.read)
         except EOFError:
@@ -33,8 +33,9 @@ class Parent:
 
 
 def join_parent(pid: int) -> Parent:
-    """Called first of all with the id of the server. This process then ends with it, Ctrl-C does
-    not reach it, and it writes no core file. What libraries print does not get between the frames.
+    """Must be called before anything else, with the process id of the server. This process then
+    ends with its parent, Ctrl-C does not reach it, and it writes no core file. The output of
+    libraries does not get between the frames.
     """
     end_with(pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""A process that works for the API, where the work may take long or end whoever does it.
+"""A process that works for the API where the work may take long, or end the process that does it.
 
-The process gets frames and replies to each in order (`parent`), and keeps to its own limits. This
-side ends a process that exceeds them or hangs. When it ends, the oldest work is the one it ended
-with; the rest may go to another process.
+The process gets frames and replies to each in order (`parent`), and keeps to its own limits. The
+server's side ends a process that exceeds its limits or hangs. When the process ends, the oldest
+work is the one that it ended with; other work may go to another process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from moonpool.framing import FrameTooLongError
 
 LOOK_S = 0.1
 LATE_S, LATE_FACTOR = 10.0, 4.0
-"""A process that takes this time, and this many times what it may compute, is stopped or stuck."""
+"""A process that takes this time, and this many times its limit of CPU time, is stopped or
+stuck."""
 
 
 class HelperEndedError(Exception):
-    """The process ended before it replied. `status`: as of a subprocess; None if it was ended on
-    purpose. `was_at_work`: on this work. `took_too_long`: it computed longer than it may."""
+    """The process ended before it replied. `status`: the exit status as of a subprocess, or None if
+    the process was ended on purpose. `was_at_work`: whether it was processing this work.
+    `took_too_long`: whether it computed longer than it may."""
 
     def __init__(self, status: int | None, was_at_work: bool, took_too_long: bool) -> None:
         super().__init__(status, was_at_work, took_too_long)
@@ -39,7 +41,8 @@ class HelperEndedError(Exception):
 
     @property
     def is_of_the_work(self) -> bool:
-        """Whether this work has ended it. A status of 0 is an end in order, before this work."""
+        """Whether this work has ended the process. A status of 0 is an orderly end, before this
+        work."""
         return self.was_at_work and bool(self.status)
 
 
@@ -50,7 +53,7 @@ class _Work:
 
 
 class HelperProcess(asyncio.SubprocessProtocol):
-    """One process. `start` it, then `ask`; `end` ends it."""
+    """One process. Call `start`, then `ask`; `end` ends the process."""
 
     def __init__(
         self,
@@ -59,12 +62,12 @@ class HelperProcess(asyncio.SubprocessProtocol):
         on_end: Callable[[], None] = lambda: None,
         forked: ForkedHelper | None = None,
     ) -> None:
-        """`module`: what the process runs. `environment`: variables beside those of this process.
-        `on_end`: called once the process has ended, before the works that it had fail. `forked`: a
-        process that waits already, in place of a new one."""
+        """`module`: the Python module that the process runs. `environment`: variables in addition
+        to those of this process. `on_end`: called once the process has ended, before its unfinished
+        work fails. `forked`: a process that waits already, used in place of a new one."""
         self.has_ended = False
         self.is_ready = False
-        """Whether the process has replied to `start`, and has not ended."""
+        """Whether the process has replied to `start` and has not ended since."""
         self.num_replies = 0
         self._module = module
         self._environment = environment or {}
@@ -88,8 +91,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
         self, first: bytes, limit_s: float, words: Sequence[str] = (), fds: Sequence[int] = ()
     ) -> bytes:
         """Starts the process and returns its reply to the `first` frame; a second call waits for
-        the first one. `words`: its arguments. `fds`: descriptors that it inherits. Raises OSError
-        if no process can be started, and HelperEndedError."""
+        the first one. `words`: the arguments of the command line. `fds`: file descriptors that the
+        process inherits. Raises OSError if no process can be started, and HelperEndedError."""
         if self._starting is None:
             self._starting = self._loop.create_task(self._start(first, limit_s, words, fds))
             self._starting.add_done_callback(_note_error)
@@ -103,7 +106,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
         except OSError:
             self._lose(None)
             raise
-        if self.has_ended:  # `end` came meanwhile
+        if self.has_ended:  # `end` was called in the meantime
             self.end()
         reply = await self.ask(first, limit_s)
         self.is_ready = not self.has_ended
@@ -119,7 +122,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
             *(sys.executable, "-m", self._module, str(os.getpid()), *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # where libraries write before they end it
+            stderr=asyncio.subprocess.DEVNULL,  # libraries write here before they end the process
             start_new_session=True,
             pass_fds=tuple(fds),
             env={**os.environ, **self._environment},
@@ -140,11 +143,12 @@ class HelperProcess(asyncio.SubprocessProtocol):
     def tell(self, frame: bytes) -> None:
         """Sends a frame that has no reply."""
         assert self._input is not None, "the process is started first"
-        if not self._input.is_closing():  # else it has ended: `connection_lost` follows
+        # otherwise the process has ended, and `connection_lost` follows
+        if not self._input.is_closing():
             self._input.write(FRAMES.framed(frame))
 
     def end(self) -> None:
-        """Ends the process. What is in it was not done."""
+        """Ends the process. Unfinished work counts as not done."""
         self._lose(None)
         if self._transport is not None:
             self._transport.close()
@@ -154,7 +158,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
             with contextlib.suppress(ProcessLookupError):
                 self._transport.kill()
 
-    # Called by the loop
+    # Methods that the event loop calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.SubprocessTransport, transport)
@@ -177,7 +181,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process has ended, and all that it wrote has come."""
+        """Notes that the process has ended, and all of its output has come."""
         if self._transport is not None:
             self._lose(self._transport.get_returncode())
             self._transport.close()
@@ -197,7 +201,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
                 error = HelperEndedError(status, number == 0, self._took_too_long)
                 work.reply.set_exception(error)
 
-    # A process that does not end a work by itself
+    # Handles a process that does not finish its work
 
     def _watch(self) -> None:
         """Waits for the reply to the oldest work."""
@@ -209,13 +213,13 @@ class HelperProcess(asyncio.SubprocessProtocol):
             self._timer = self._loop.call_later(limit_s + LOOK_S, self._look, limit_s)
 
     def _look(self, limit_s: float, since_s: float = 0.0, used_s: float | None = None) -> None:
-        """Ends a process that computes on after its limit, or seems to stand still. It may have
-        used less than the limit before the first look."""
+        """Ends a process that computes beyond its limit, or seems to hang. Before the first check,
+        it may have used less than the limit."""
         assert self.pid is not None
         try:
             now_used_s = _cpu_s(self.pid)
         except OSError:
-            return  # it has ended
+            return  # the process has ended
         used_s = now_used_s if used_s is None else used_s
         if now_used_s - used_s > limit_s:
             self._took_too_long = True
@@ -228,13 +232,13 @@ class HelperProcess(asyncio.SubprocessProtocol):
 
 
 def _note_error(starting: asyncio.Task[bytes]) -> None:
-    """Whoever waited for the start may have left."""
+    """Logs an error, because the call that waited for the start may have gone."""
     if not starting.cancelled():
         starting.exception()
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU seconds of a process. Raises OSError."""
+    """Returns the CPU seconds that a process has used. Raises OSError."""
     with open(f"/proc/{pid}/stat") as file:
         user, system = file.read().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -253,10 +257,10 @@ _Life = TypeVar("_Life", bound=HelperLife)
 
 
 class Helper(Generic[_Life]):
-    """One process at a time: another one takes its place when it has ended, until `close`."""
+    """Owns one process at a time: another one takes its place when it has ended, until `close`."""
 
     def __init__(self, make: Callable[[], _Life], first: _Life | None = None) -> None:
-        """`first`: a process that is up already."""
+        """`first`: a process that already runs."""
         self._make = make
         self._closed = False
         self.process = first

@@ -1,1 +1,1 @@
-"""The metrics of `/metrics`: what there are, and their values."""
+"""The metrics of `/metrics`: their definitions and their values."""

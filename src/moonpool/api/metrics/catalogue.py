@@ -1,9 +1,9 @@
 """Every metric of `/metrics`: its name, its kind, its meaning, and what raises it.
 
-`python -m moonpool.api.metrics.catalogue` prints the table of docs/watching.md; a test compares.
-A metric has vLLM's name if vLLM has the quantity, so that existing dashboards work; else its name
-begins with `moonpool:`. Label values that are known beforehand are there from the start, at 0:
-Prometheus sees no increase in a series whose first value is 1.
+`python -m moonpool.api.metrics.catalogue` prints the table of docs/watching.md; a test compares
+both. A metric has vLLM's name if vLLM has the quantity, so that existing dashboards work; else its
+name begins with `moonpool:`. Label values that are known beforehand have a series at 0 from the
+start, because Prometheus sees no increase in a series whose first value is 1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class MetricSpec(Struct, frozen=True, kw_only=False):
-    """One metric. `meaning` is its help text. `label`: the label besides model and engine; `known`:
-    values of it that are always there. `bounds`: of a histogram's buckets."""
+    """One metric. `meaning` is the metric's help text. `label`: the label besides model and engine;
+    `known`: its values that always have a series. `bounds`: the bounds of a histogram's buckets."""
 
     name: str
     meaning: str
@@ -44,7 +44,7 @@ class MetricSpec(Struct, frozen=True, kw_only=False):
 
     @property
     def exported_name(self) -> str:
-        """A counter's name ends in `_total`."""
+        """Returns the name in the output: a counter's name ends in `_total`."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -528,7 +528,7 @@ INFO = _gauge(
     "joins and losses",
     "block_size, num_gpu_blocks, kv_cache_size_tokens, kv_cache_max_concurrency",
 )
-"""Its value is 1; what it says stands in the labels."""
+"""The value of this metric is 1; the information is in its labels."""
 CATALOGUE = (*GAUGES, INFO, *COUNTERS, *HISTOGRAMS)
 
 _VLLM_BEAT = "a vLLM server's heartbeat"
@@ -565,7 +565,7 @@ CACHE_COUNTS = (
     ),
 )
 OF_ENGINES = (CACHE_SOURCE, *CACHE_COUNTS)
-"""Their samples are there where vLLM servers are (see `EngineCaches`)."""
+"""Metrics that have samples where vLLM servers are used (see `EngineCaches`)."""
 
 
 def catalogue_table() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# vLLM's bounds, and smaller ones, so that its dashboards' quantiles keep their meaning.
+# vLLM's bounds and some smaller ones, so that quantiles of its dashboards keep their meaning.
 # fmt: off
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -62,7 +62,7 @@ LOAD_REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD)))
 """Reasons of refusals for the load, the SLO or a limit."""
 REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD, *_OF_STATE, *_OF_API)))
 FAILURES = tuple(sorted((*_OF_PLACED, *_OF_LOAD, *_OF_STATE)))
-"""A request that is placed again may also be refused for the load or the state."""
+"""A request that is placed again may also be refused for the load or the state of the cluster."""
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("shm", "tcp", "tls", "nixl")
 DIRECTIONS = ("written", "read")

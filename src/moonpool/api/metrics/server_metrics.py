@@ -1,7 +1,7 @@
 """The values of the metrics of one head, and their text for Prometheus.
 
-The head pushes all numbers. A sample costs one bisection and no lock: everything runs on the head's
-event loop, and the text is built when it is scraped (`api.models.metrics_text`).
+The head pushes all numbers. A sample costs one bisection and no lock, because everything runs on
+the head's event loop, and the text is built when it is scraped (`api.models.metrics_text`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from moonpool.api.metrics.catalogue import COUNTERS, GAUGES, HISTOGRAMS, INFO, M
 from moonpool.protocol.instance_counters import Growth
 
 _ENGINE = "0"
-"""vLLM numbers the engines of a server; its dashboards filter by that. Here the head is one."""
+"""vLLM numbers the engines of a server, and its dashboards filter by that number. Here the head
+counts as one engine."""
 _OWN_LABELS = ("model_name", "engine")
 
 
@@ -46,7 +47,7 @@ class PrometheusHistogram:
             self.sum += value
 
     def grow(self, growth: Growth) -> None:
-        """Adds samples that were counted elsewhere, with the same bounds."""
+        """Adds samples with the same bounds that were counted elsewhere."""
         self._counts = [a + b for a, b in zip(self._counts, growth.counts, strict=True)]
         self.sum += growth.sum
 
@@ -77,16 +78,17 @@ class ServerMetrics(Collector):
         self._cache_labels: tuple[str, ...] | None = None
 
     def rename(self, model_name: str) -> None:
-        """Sets the label of all samples."""
+        """Sets the model label of all samples."""
         self._model_name = model_name
 
     def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
-        """Raises a counter. With an amount of 0, its series is there from now on."""
+        """Raises a counter. With an amount of 0, the counter's series exists from now on."""
         values = self._values[name]
         values[label] = values.get(label, 0.0) + amount
 
     def values(self, name: str) -> Mapping[str, float]:
-        """The values of a gauge or counter by label; the label is "" where it has none."""
+        """Returns the values of a gauge or counter by label; the label is "" if the metric has
+        none."""
         return self._values[name]
 
     def set(self, name: str, value: float) -> None:
@@ -94,7 +96,8 @@ class ServerMetrics(Collector):
         self._values[name][""] = value
 
     def set_all(self, name: str, values: Mapping[str, float]) -> None:
-        """Sets the values by label. Known ones that are left out are 0, others end."""
+        """Sets the values by label. Known labels that are left out get the value 0; series of other
+        labels end."""
         known = next(spec.known for spec in (*GAUGES, *COUNTERS) if spec.name == name)
         self._values[name] = {**dict.fromkeys(known, 0.0), **values}
 
@@ -109,14 +112,14 @@ class ServerMetrics(Collector):
         return found
 
     def set_cache(self, block_tokens: int, num_blocks: int, longest_tokens: int) -> None:
-        """Sets the KVCache of all instances. `longest_tokens`: the tokens of the longest
+        """Sets the KVCache of all instances. `longest_tokens`: number of tokens of the longest
         request."""
         num_tokens = block_tokens * num_blocks
         most = num_tokens / longest_tokens
         numbers = (str(block_tokens), str(num_blocks), str(num_tokens), f"{most:.2f}")
         self._cache_labels = numbers if num_blocks else None
 
-    # The Prometheus collector
+    # Methods of a Prometheus collector
 
     def collect(self) -> Iterator[Metric]:
         for spec in GAUGES:

@@ -1,4 +1,4 @@
-"""What all endpoints of a model need."""
+"""The part that all endpoints of a model need."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class ModelEndpoint:
 
     @property
     def _name(self) -> str:
-        """The model's own name, which may change when its first vLLM server joins."""
+        """Returns the model's own name, which may change when its first vLLM server joins."""
         return self._options.names(self._backend.card)[0]

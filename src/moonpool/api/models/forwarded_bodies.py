@@ -1,9 +1,9 @@
-"""Bodies of calls that go to a vLLM server as they are: those with images or sounds, those whose
-answers it parses, and those for models that generate nothing.
+"""Bodies of calls that go unchanged to a vLLM server: those with images or sounds, those whose
+answers the server parses, and those for models that generate nothing.
 
-The Conductor needs a prompt to place a call: its length is its load, and its first blocks may be
-cached somewhere. Text before the first image is tokenised as the server does it. All else has
-made-up tokens, which are equal where the content is equal.
+The Conductor needs a prompt to place a call: the prompt's length is its load, and its first blocks
+may be cached on an instance. Text before the first image is tokenised as the server does it. All
+other content gets made-up tokens, which are equal where the content is equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEDIA_TOKENS = 512
 """Made-up tokens of an image or a sound: about as many as a small image has."""
 MOST_MADE_UP = 1 << 20
 CHARS = 16
-"""A text of more characters for each token of the context is not tokenised."""
+"""A text with more than this many characters per token of the context is not tokenised."""
 MEDIA_TYPES = frozenset(
     {
         "image",
@@ -41,7 +41,7 @@ MEDIA_TYPES = frozenset(
     }
 )
 _MARKS = tuple(f'"{name}"'.encode() for name in MEDIA_TYPES)
-_PLACE = "\ufffc"  # where an object stands in a text
+_PLACE = "\ufffc"  # stands for an object within a text
 _POOLED_FIELDS = (
     "prompt",
     "input",
@@ -59,7 +59,8 @@ MOST_ANSWERS = 128
 
 
 class ForwardedBody(msgspec.Struct, kw_only=True):
-    """What moonpool reads of such a body. The server reads, and checks, the rest."""
+    """The fields of a forwarded body that moonpool reads. The server reads and checks all other
+    fields."""
 
     model: str | None = None
     stream: bool | None = None
@@ -75,12 +76,12 @@ class ForwardedBody(msgspec.Struct, kw_only=True):
 
     @property
     def num_answers(self) -> int:
-        """How many answers there are to each prompt."""
+        """Returns how many answers each prompt gets."""
         return min(max(self.n or 1, 1), MOST_ANSWERS)
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that are generated, by the names of all APIs."""
+        """Returns the most tokens that are generated, by the names of the field in all APIs."""
         given = (self.max_completion_tokens, self.max_output_tokens, self.max_tokens)
         return next((one for one in given if one is not None), None)
 
@@ -99,14 +100,14 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def may_hold_media(raw: bytes) -> bool:
-    """Whether it is worth reading the body for images and sounds."""
+    """Whether the body may contain images or sounds, so that it must be read."""
     return any(mark in raw for mark in _MARKS)
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatedPrompt:
-    """`token_ids` are at most a context; `num_tokens` counts all. `is_exact`: they are the
-    server's own."""
+    """`token_ids` has at most a context's length; `num_tokens` counts all tokens. `is_exact`:
+    whether the tokens are the server's own."""
 
     body: ForwardedBody
     token_ids: tuple[int, ...]
@@ -116,7 +117,7 @@ class EstimatedPrompt:
 
 class ForwardedReader:
     """Reads such bodies for one model. `render` returns the text of plain chat messages, without an
-    answer's beginning. `encode` tokenises. Methods raise ApiError."""
+    answer's beginning. `encode` tokenises. All methods raise ApiError."""
 
     def __init__(
         self,
@@ -129,8 +130,7 @@ class ForwardedReader:
         self._encode = encode
 
     def media(self, raw: bytes) -> EstimatedPrompt | None:
-        """Reads a body of an API with messages. Returns None if they hold no images
-        or sounds."""
+        """Reads a body with messages. Returns None if the messages hold no images or sounds."""
         body = decode_body(_MEDIA, raw)
         said = body.messages if body.messages is not None else body.input
         if not isinstance(said, list):
@@ -160,7 +160,7 @@ class ForwardedReader:
         body = decode_body(_MEDIA, raw)
         said = [body.system or body.instructions, body.messages or body.input, body.prompt]
         tokens = _of_text("\n".join(_texts(said)))
-        if isinstance(body.prompt, list) and not tokens:  # of token ids
+        if isinstance(body.prompt, list) and not tokens:  # a prompt of token ids
             self._add(body.prompt, tokens)
         return self._estimate(body, tokens)
 
@@ -179,7 +179,7 @@ class ForwardedReader:
         return replace(found, is_exact=is_one and len(found.token_ids) == found.num_tokens)
 
     def _add(self, given: Any, tokens: array[int]) -> None:
-        """Adds texts and token ids as they stand. The first text has its true tokens."""
+        """Adds texts and token ids as they stand. The first text gets its true tokens."""
         if isinstance(given, list) and given and _are_ids(given):
             tokens.extend(min(max(one, 0), 2**31 - 1) for one in given)
             return
@@ -192,7 +192,7 @@ class ForwardedReader:
             tokens.extend(self._encode(text, True) if is_first else _of_text(text))
 
     def _text(self, opening: Sequence[Any], plain: Sequence[Any]) -> str | None:
-        """The rendered chat; None if the template does not take these messages."""
+        """Returns the rendered chat, or None if the template does not accept these messages."""
         system = [{"role": "system", "content": text} for text in _texts(opening)]
         try:
             return self._render([*system, *plain])
@@ -216,7 +216,8 @@ def _are_ids(given: list[Any]) -> bool:
 
 
 def _without_media(item: Any, media: list[bytes]) -> Any:
-    """Returns a message with a mark in place of each image or sound, which are added to `media`."""
+    """Returns a message with a mark in place of each image or sound, which is appended to
+    `media`."""
     if not isinstance(item, dict):
         return item
     return {
@@ -232,13 +233,13 @@ def _without(part: Any, media: list[bytes]) -> Any:
     if kind in MEDIA_TYPES:
         media.append(msgspec.json.encode(part))
         return {"type": "text", "text": _PLACE}
-    if isinstance(part.get("content"), list):  # the result of a tool
+    if isinstance(part.get("content"), list):  # the message is the result of a tool
         return part | {"content": [_without(one, media) for one in part["content"]]}
     return part
 
 
 def _texts(given: Any) -> Iterator[str]:
-    """Yields all texts within, in their order."""
+    """Yields all texts within a value, in their order."""
     if isinstance(given, str):
         yield given
     elif isinstance(given, list):
@@ -251,7 +252,7 @@ def _texts(given: Any) -> Iterator[str]:
 
 
 def _of_text(text: str) -> array[int]:
-    """Made-up tokens: four bytes each, so that equal beginnings are equal."""
+    """Returns made-up tokens of four bytes each, so that equal beginnings are equal."""
     data = text.encode("utf-8", "surrogatepass")[: MOST_MADE_UP * _TOKEN_BYTES]
     data += b" " * (-len(data) % _TOKEN_BYTES)
     tokens = array("I", data)
@@ -259,6 +260,6 @@ def _of_text(text: str) -> array[int]:
 
 
 def _made_up(digest: bytes) -> array[int]:
-    """Made-up tokens of a content with this digest."""
+    """Returns made-up tokens for a content with this digest."""
     seed = int.from_bytes(digest[:8], "little")
     return array("i", ((seed + number * 0x9E3779B1) & 0x7FFFFFFF for number in range(MEDIA_TOKENS)))

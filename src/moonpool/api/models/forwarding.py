@@ -1,11 +1,13 @@
-"""Calls that a vLLM server answers from the client's own body: with images or sounds, with answers
-in which the server itself finds tool calls or reasoning, or for models that generate nothing.
+"""Calls that a vLLM server answers from the client's unchanged body: with images or sounds, with
+answers in which the server itself finds tool calls or reasoning, or for models that generate
+nothing.
 
 The Conductor places such a call, counts its load and ends it like any other. If the server dies
-before the first part of its response, another one gets the call. After that, an error ends it.
+before it has sent a part of its response, another server gets the call. After the first part, an
+error ends the call.
 
-Nobody can continue it either for a client that has lost its connection. If the same call comes
-again, it gets the answer that was complete already, or one that is computed again.
+No server can continue it either for a client that has lost its connection. If the same call comes
+again, it gets the complete answer if that is known, or an answer that is computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from moonpool.types import (
 logger = logging.getLogger(__name__)
 
 MAX_FORWARDED_BYTES = 48 << 20
-"""Largest body: it goes to the instance in one frame."""
+"""Size of the largest body, which goes to the instance in one frame."""
 GENERATING = (COMPLETIONS, *MEDIA_PATHS)
 EVENTS = b"text/event-stream"
 
@@ -70,18 +72,18 @@ _WHOLE = msgspec.json.Decoder(_Whole)
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One checked call and its limits."""
+    """One checked call that is forwarded, and its limits."""
 
     context: HttpContext
     prepared: PreparedCall
     body: ForwardedBody
     raw: bytes
     limits: TimeLimits
-    known: Sequence[Delivered] = ()  # the whole answer, which a broken connection did not get
+    known: Sequence[Delivered] = ()  # the whole answer, if the connection that broke did not get it
 
     @property
     def is_new(self) -> bool:
-        """No answer to it is known, and no earlier head has begun it."""
+        """Whether no answer to the call is known, and no earlier head has begun it."""
         return not self.known and not _is_resumed(self.context)
 
     @property
@@ -99,11 +101,11 @@ class _Call:
 
 
 class Forwarder(ModelEndpoint):
-    """Forwards calls of one model."""
+    """Forwards calls of one model to its servers."""
 
     async def pool(self, context: HttpContext) -> None:
         """Answers a call of an endpoint for models that generate nothing. Raises ApiError (404) if
-        no server has it."""
+        no server has this endpoint."""
         path = context.scope["path"]
         if path not in self._backend.card.forwards:
             text = f"The model '{self._backend.card.model_id}' has no {path} here."
@@ -114,7 +116,7 @@ class Forwarder(ModelEndpoint):
 
     async def takes(self, context: HttpContext) -> bool:
         """Answers a call with images or sounds, or with an answer that the servers parse by
-        themselves. Returns False for any other, and for one that no server can take."""
+        themselves. Returns False for any other call, and for a call that no server can answer."""
         path, card = context.scope["path"], self._backend.card
         if path not in card.forwards:
             if card.forwards_all:
@@ -135,7 +137,7 @@ class Forwarder(ModelEndpoint):
         return True
 
     def _may_take(self, raw: bytes) -> bool:
-        """Whether it is worth reading the body for what makes it one to forward."""
+        """Whether the call may have to be forwarded, so that its body must be read."""
         parses = self._backend.card.parses
         if self._backend.card.forwards_all:
             return True
@@ -155,7 +157,8 @@ class Forwarder(ModelEndpoint):
         if context.kept is not None:
             limits = limits.since(context.kept.opening.arrived_s)
         left_s = limits.left_s(self._backend.now())
-        if _was_forwarded(context):  # what it was sent is all that matters
+        # only what was sent before matters for an answer that continues
+        if _was_forwarded(context):
             known = decode_body(FORWARDED, raw)
             prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)
         else:
@@ -221,8 +224,8 @@ class Forwarder(ModelEndpoint):
         )
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
-        """Yields what is known of the answer, or what the server says. Each output is logged first.
-        Raises RequestRefused, for instance if nobody can send what is missing."""
+        """Yields the known outputs of the answer, or the server's. Each output is logged first.
+        Raises RequestRefused, for instance if no server can send the missing part."""
         kept = call.context.kept
         known = call.known
         if kept is not None and kept.is_resumed:
@@ -256,7 +259,8 @@ class Forwarder(ModelEndpoint):
             raise
 
     async def _computed(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
-        """Yields the parts of a stream, or the whole answer: only that can be sent again."""
+        """Yields the parts of a stream, or the whole answer, because only a whole answer can be
+        sent again."""
         delivered = () if _is_resumed(call.context) else None
         sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
         tokens: list[Token] = []
@@ -330,7 +334,7 @@ async def _send(
         data = _data(output)
         if data and is_first:
             is_first = False
-            data = data.partition(b"\n")[2]  # without the content type
+            data = data.partition(b"\n")[2]  # the first line is the content type
         if data:
             if not context.started:
                 await context.start_events()
@@ -358,7 +362,7 @@ def _is_whole(deliveries: Sequence[Delivered]) -> bool:
 
 
 def _was_forwarded(context: HttpContext) -> bool | None:
-    """Whether an earlier head has forwarded the call, or None if none has sent any of its
+    """Whether an earlier head has forwarded the call, or None if no head has sent any of its
     answer."""
     deliveries = context.kept.deliveries() if context.kept is not None else []
     if not deliveries:
@@ -375,12 +379,12 @@ def _data(output: Output) -> bytes:
 
 
 def _num_tokens(call: _Call, output: Output) -> int:
-    """How many of them count for the tenant."""
+    """Returns how many of the tokens count for the tenant."""
     return len(output.tokens) if call.generates else 0
 
 
 async def _end_with_error(call: _Call, error: ApiError) -> None:
-    """Sends an error as an event, or raises it if the status line is not sent yet."""
+    """Sends an error as an event, or raises it if the status line has not been sent."""
     context = call.context
     if not context.started:
         raise error

@@ -1,4 +1,4 @@
-"""The Prometheus text of several models: a metric that more than one has is one family."""
+"""The Prometheus text of several models; a metric that several models have becomes one family."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moonpool.types import InstanceId
 
 
 def metrics_text(collectors: Sequence[Collector]) -> bytes:
-    """Returns the text, with what the process uses. Samples differ in a label, such as the model's
-    name; of equal ones the first counts."""
+    """Returns the Prometheus text, with the resources that the process uses. Samples differ in a
+    label, such as the model's name; of equal samples the first counts."""
     return generate_latest(_Families([*collectors, ProcessCollector(registry=None)]))
 
 
@@ -48,8 +48,8 @@ _FIELDS = ("prompt_tokens", "expected_tokens", "engine_queries", "engine_hits")
 
 
 class EngineCaches(Collector):
-    """What is believed of vLLM servers' caches, beside their own counts. `set` takes the newest
-    views of one model's instances."""
+    """What the head assumes about the caches of vLLM servers, beside the servers' own counts. `set`
+    replaces the views of one model's instances by the newest ones."""
 
     def __init__(self) -> None:
         self._model_name = ""

@@ -1,5 +1,5 @@
-"""The endpoints that compute, one set for each model of the head, and the choice among them by the
-`model` of a call."""
+"""The endpoints that compute, one set for each model of the head, and the choice of a set by the
+`model` field of a call."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 @runtime_checkable
 class StartedBackend(Protocol):
-    """A `ModelBackend` that has begun a process which reads bodies."""
+    """A `ModelBackend` that has started a process which reads bodies."""
 
     def take_reader(self) -> BodyClient | None:
-        """Returns, once, a process that has loaded the model's tokenizer already, or None if there
-        is none."""
+        """Returns, once, a process that has loaded the model's tokenizer already, or None if none
+        was started."""
         ...
 
 
 class ModelApi:
-    """The endpoints of one model."""
+    """The endpoints that serve one model."""
 
     def __init__(
         self, backend: ModelBackend, shared: ApiOptions, active: ActiveCalls, rates: RateLimits
@@ -58,14 +58,14 @@ class ModelApi:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that clients may use, the model's own first."""
+        """Returns the names that clients may use, starting with the model's own."""
         return self.options.names(self.backend.card)
 
     def is_named(self, name: str | None) -> bool:
         return name is None or name in self.options.accepted(self.backend.card)
 
     def has(self, path: str) -> bool:
-        """Whether it answers calls of this endpoint."""
+        """Whether the model answers calls of this endpoint."""
         card = self.backend.card
         if path in card.forwards:
             return True
@@ -75,8 +75,8 @@ class ModelApi:
 
 
 def meant_api(apis: Sequence[ModelApi], raw: bytes, path: str) -> ModelApi:
-    """The one that a call of this endpoint means by its body; the first if it has no model. Raises
-    ApiError (404) if no name fits."""
+    """Returns the model's endpoints that a call means by its body, or the first if the body names
+    no model. Raises ApiError (404) if no name fits."""
     try:
         name = _NAMED.decode(raw).model
     except MALFORMED:
@@ -88,7 +88,7 @@ def meant_api(apis: Sequence[ModelApi], raw: bytes, path: str) -> ModelApi:
 
 
 class ModelApis:
-    """All of a server. `close` ends their processes."""
+    """The endpoints of all models of a server. `close` ends the processes of all models."""
 
     def __init__(
         self, backend: CallBackend, options: ApiOptions, rates: RateLimits | None = None
@@ -100,15 +100,15 @@ class ModelApis:
         self._apis: dict[int, ModelApi] = {}
 
     def all(self) -> Sequence[ModelApi]:
-        """In the order in which the models came."""
+        """Returns the endpoints in the order in which the models came."""
         return [self._api(model) for model in self._backend.models()]
 
     async def of_call(self, context: HttpContext) -> ModelApi:
-        """The one that a call means by its body. A call that means none goes to the default, which
-        says what is wrong with it.
+        """Returns the endpoints that a call means by its body. A call whose body names no model
+        goes to the default, which reports what is wrong with it.
 
-        Raises ApiError, also (404) for a model that no name fits, RequestRefused (503) if there is
-        no model yet, and as `read_body`.
+        Raises ApiError, including (404) for a model that no name fits, RequestRefused (503) if no
+        model exists yet, and the errors of `read_body`.
         """
         apis = self._present()
         if len(apis) == 1:
@@ -117,8 +117,8 @@ class ModelApis:
         return meant_api(apis, raw, context.scope["path"])
 
     def named(self, name: str | None) -> ModelApi:
-        """The one of this name; None means the default. Raises ApiError (404), and RequestRefused
-        (503) if there is no default yet."""
+        """Returns the endpoints of the model with this name; None means the default. Raises
+        ApiError (404), and RequestRefused (503) if no default exists yet."""
         apis = self._present() if name is None else self.all()
         found = next((api for api in apis if api.is_named(name)), None)
         if found is None:
@@ -145,8 +145,8 @@ class ModelApis:
 
 
 class ModelCalls:
-    """The endpoints that compute, as routes: each call goes to the model that it names, and there
-    to the part that answers it."""
+    """The computing endpoints as routes: each call goes to the model that it names, and there to
+    the part that answers it."""
 
     def __init__(self, models: ModelApis, view: ClusterView) -> None:
         self._models, self._view = models, view

@@ -1,4 +1,4 @@
-"""The calls of one output: which functions exist, and the increments of calls to them."""
+"""The tool calls of one output: which functions exist, and the increments of calls."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moonpool.api.output_text.source import TextSource
 Functions = Mapping[str, Mapping[str, Any]]
 """The schema of each function's parameters."""
 NewId = Callable[[str, int, str], str]
-"""Returns the id of a call. Takes the function's name, the number of the call among those of the
-conversation, and the id that the model gave it or ""."""
+"""Makes the id of a call. A `NewId` takes the function's name, the number of the call in the
+conversation, and the id that the model wrote or ""."""
 
 
 class CallWriter:
-    """Numbers the calls and writes their increments. A call of an unknown function does not count
-    as a call."""
+    """Numbers the tool calls and writes their increments. A call of an unknown function does not
+    count as a call."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class CallWriter:
         source: TextSource,
         sink: Sink,
     ) -> None:
-        """`only_one`: further calls are left out. `num_before`: calls earlier in the chat.
-        `spelled`: special tokens are part of an argument's text, so they are written out."""
+        """`only_one`: whether calls after the first are left out. `num_before`: number of calls
+        earlier in the chat. `spelled`: writes out the special tokens of an argument's text."""
         self.functions = functions
         self.spelled = spelled
         self._source = source
@@ -40,17 +40,17 @@ class CallWriter:
         self._sink = sink
         self._count = 0
         self._ids = set[str]()
-        self._is_empty = True  # the last call has no arguments yet
+        self._is_empty = True  # whether the last call has no arguments yet
 
     def knows(self, name: str | None) -> bool:
         return name in self.functions
 
     def begin(self, name: str, own_id: str = "") -> None:
-        """Passes on what was read so far: there is no way back."""
+        """Begins a call and passes on what was read so far, which can no longer be taken back."""
         self._source.settle()
         number = self._num_before + self._count
         call_id = self._new_id(name, number, own_id)
-        if own_id and call_id in self._ids:  # the model gave it to another call too
+        if own_id and call_id in self._ids:  # the model gave the same id to another call
             others = (self._new_id(name, number + i, "") for i in range(self._count + 1))
             call_id = next((other for other in others if other not in self._ids), call_id)
         self._ids.add(call_id)
@@ -63,7 +63,7 @@ class CallWriter:
         self._write(ToolCallDelta(self._count - 1, None, None, self.spelled(arguments)))
 
     def end(self) -> None:
-        """Ends a call that is complete. One without arguments has an empty object of them."""
+        """Ends a call that is complete. A call without arguments gets an empty object."""
         if self._is_empty:
             self.add("{}")
         self._sink.is_in_call = False

@@ -1,7 +1,8 @@
 """The formats in which models write tool calls and reasoning, and which of them a model uses.
 
-That follows from the marks in its chat template. `--tool-call-parser` and `--reasoning-parser` set
-it by name where the template does not tell; vLLM's names mean the same.
+The format follows from the marks in the model's chat template. `--tool-call-parser` and
+`--reasoning-parser` set the formats by name if the template does not tell; vLLM's names have the
+same meaning.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from moonpool.api.output_text.tagged_calls import FunctionTags
 AUTO, NONE = "auto", "none"
 Read = Callable[[TextSource, CallWriter, MarkSigns, str], Steps[bool]]
 CallId = Callable[[str, int, str, str], str]
-"""Makes the id of a call of the function's name, the call's number in the conversation, the id that
-the model wrote, and a random text."""
+"""Makes the id of a call from the function's name, the call's number in the conversation, the id
+that the model wrote, and a random text."""
 
 
 def _random_id(name: str, number: int, own: str, drawn: str) -> str:
@@ -57,21 +58,22 @@ def _random_id(name: str, number: int, own: str, drawn: str) -> str:
 
 
 def _kimi_id(name: str, number: int, own: str, drawn: str) -> str:
-    """The template of Kimi K2 shows the ids to the model."""
+    """The chat template of Kimi K2 shows the ids to the model."""
     return own or f"functions.{name}:{number}"
 
 
 def _mistral_id(name: str, number: int, own: str, drawn: str) -> str:
-    """The templates of Mistral take no other ids."""
+    """The chat templates of Mistral accept no other ids."""
     return own if len(own) == 9 and own.isalnum() else drawn[:9]
 
 
 class CallFormat(NamedTuple):
-    """One format of calls. `opens`: the marks that begin calls; none if they stand alone."""
+    """A `CallFormat` is one format of tool calls. `opens`: the marks that begin calls; none if
+    calls stand without marks."""
 
     name: str
     also: tuple[str, ...]  # vLLM's names
-    template_marks: tuple[str, ...]  # one of them is in the templates of such models
+    template_marks: tuple[str, ...]  # chat templates of such models contain one of these marks
     opens: tuple[str, ...] = ()
     others: tuple[str, ...] = ()  # further marks
     read: Read | None = None
@@ -83,7 +85,8 @@ class CallFormat(NamedTuple):
 
 
 def _functions_between(tags: FunctionTags, ends: dict[str, str]) -> Read:
-    """Reads tagged calls between the marks that `ends` maps to their closing ones."""
+    """Returns a reader of tagged calls between the marks that `ends` maps to their closing
+    marks."""
 
     def read(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str) -> Steps[bool]:
         end = next(end for begin, end in ends.items() if signs.of(begin) == mark)
@@ -204,7 +207,7 @@ class UnknownParserError(ValueError):
 
 
 def call_format(name: str, template: str) -> CallFormat | None:
-    """Returns the format of calls by its name, or by the template; None if calls are not read.
+    """Returns the format of calls by its name, or by the template, or None if calls are not read.
 
     Raises `UnknownParserError`.
     """
@@ -222,8 +225,8 @@ def call_format(name: str, template: str) -> CallFormat | None:
 
 
 def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
-    """Returns the tags of reasoning by the name of their format, or by the template; None if there
-    are none. Harmony has none: its messages tell. Raises `UnknownParserError`."""
+    """Returns the tags of reasoning by the name of their format, or by the template, or None if
+    there are none. Harmony has no tags, because its messages tell. Raises `UnknownParserError`."""
     if name == NONE or name in _HARMONY_REASONING:
         return None
     if name != AUTO:

@@ -1,4 +1,5 @@
-"""Structured output of a model that reasons: the grammar holds what comes behind the reasoning."""
+"""Structured output of a model that reasons: the grammar applies to the text after the
+reasoning."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ import json
 from typing import Any, NamedTuple
 
 NAME = "reasoning"
-"""Names the grammar around the one of the answer, which `vllm.dialect` takes out of it."""
-_GAP = r"/\n{0,2}/"  # models write line breaks behind the tag
+"""Name of the grammar around the answer's grammar, which `vllm.dialect` takes out of it."""
+_GAP = r"/\n{0,2}/"  # models write line breaks after the tag
 
 
 class Tag(NamedTuple):
-    """A tag of reasoning. `token_id`: the id of a special token."""
+    """A `Tag` is one tag of reasoning. `token_id`: the token's id, if the tag is a special
+    token."""
 
     text: str
     token_id: int | None
@@ -31,7 +33,8 @@ def is_json(grammar: str) -> bool:
 def behind_reasoning(grammar: str, opening: Tag, closing: Tag, is_open: bool) -> str:
     """Returns a grammar of llguidance with free reasoning before what `grammar` holds.
 
-    is_open: the prompt has the opening tag. Else the model may begin with it, or with the answer.
+    is_open: whether the prompt has the opening tag. Otherwise the model may begin with the tag, or
+    with the answer.
     """
     answer: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": grammar}]
     if grammar.startswith("{"):

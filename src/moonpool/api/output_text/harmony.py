@@ -4,7 +4,7 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
 
-The recipient may also stand before the channel, or behind the form of the body. Text on the
+The recipient may also stand before the channel, or after the form of the body. Text on the
 commentary channel without a recipient is for the user, such as what a model says before it calls.
 An output without a header is text.
 """
@@ -34,9 +34,11 @@ def harmony_script(
     tells_reasoning: bool,
     read_required: ReadRequired | None = None,
 ) -> Script:
-    """Returns the script of one output. The prompt has opened its first message's header.
+    """Returns the script that reads one output. The prompt has already opened the header of its
+    first message.
 
-    tells_reasoning: else it is text. read_required: reads calls that a grammar holds the text to.
+    tells_reasoning: whether reasoning is told apart from the text. read_required: reads calls if a
+    grammar requires them.
     """
 
     def script(source: TextSource, sink: Sink) -> Steps[None]:
@@ -78,7 +80,7 @@ class _Messages:
                 yield from self._body(header[0])
 
     def _without_body(self) -> Steps[None]:
-        """A header that has no message is not shown if a limit cut it, else it is text."""
+        """A header without a message is hidden if a limit cut it, and is text otherwise."""
         if self._source.end == "cut":
             self._source.rest()
             return
@@ -112,9 +114,10 @@ class _Messages:
         yield from self._pass(self._sink.say)
 
     def _pass(self, say: Say) -> Steps[str]:
-        """Passes on a message's body, and reads on to the next header. Returns the mark between."""
+        """Passes on a message's body, and reads on to the next header. Returns the mark between the
+        body and the next header."""
         mark = yield from self._source.until(self._ends, say)
-        if mark == self._channel:  # the end of the message is missing
+        if mark == self._channel:  # the mark that ends the message is missing
             self._source.unread(len(mark))
         elif mark and mark != self._start:
             yield from self._source.take(self._start)

@@ -24,7 +24,7 @@ _SCALAR_END = re.compile(r"[\s,}\]]")
 
 
 def read_calls(source: TextSource, calls: CallWriter, ends: Marks = NO_MARKS) -> Steps[bool]:
-    """Reads one call or a list of them. Returns False, and reads nothing, if there is none.
+    """Reads one call or a list of them. Returns False, and reads nothing, if there is no call.
 
     Reading of a list stops at the first item that is not a call. `ends`: marks that end a call
     which is not complete.
@@ -58,25 +58,25 @@ def _take_behind_space(source: TextSource, text: str) -> Steps[bool]:
 
 
 def read_call(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
-    """Reads one call. Returns False, and reads nothing, if there is none."""
+    """Reads one call. Returns False, and reads nothing, if there is no call."""
     return (yield from source.attempt(_Call(source, calls, ends).read()))
 
 
 class _Call:
-    """One call that is being read from its brace on."""
+    """One call that is being read, starting at its brace."""
 
     def __init__(self, source: TextSource, calls: CallWriter, ends: Marks) -> None:
         self._source = source
         self._calls = calls
         self._ends = ends
         self._name: str | None = None
-        self._arguments: str | None = None  # that came before the name, or as a string
+        self._arguments: str | None = None  # arguments that came before the name, or as a string
         self._has_begun = False
         self._is_complete = False
         self._is_nested = False
 
     def read(self) -> Steps[bool]:
-        """Returns whether it is a call."""
+        """Reads the call, and returns whether it is one."""
         source = self._source
         if not (yield from source.take("{")):
             return False
@@ -93,7 +93,7 @@ class _Call:
             num_fields += 1
 
     def _field(self) -> Steps[bool]:
-        """Reads a key and its value. Returns False where that is impossible."""
+        """Reads a key and its value. Returns False if that is impossible."""
         source = self._source
         key = yield from self._string()
         yield from source.skip_space()
@@ -101,7 +101,7 @@ class _Call:
             return False
         yield from source.skip_space()
         if key == "function" and not self._is_nested and (yield from source.peek()) == "{":
-            self._is_nested = True  # as in OpenAI's API
+            self._is_nested = True  # nested as in OpenAI's API
             return (yield from self.read())
         if key == "name" and not self._has_begun:
             self._name = yield from self._string()
@@ -114,7 +114,7 @@ class _Call:
         return value is not None
 
     def _string(self) -> Steps[str | None]:
-        """Reads a JSON string. Returns None if there is none."""
+        """Reads a JSON string. Returns None if no string follows."""
         if (yield from self._source.peek()) != '"':
             return None
         text = yield from self._value()
@@ -125,7 +125,7 @@ class _Call:
         return found if isinstance(found, str) else None
 
     def _value(self) -> Steps[str | None]:
-        """Reads a JSON value. Returns its text, or None if it is not complete."""
+        """Reads a JSON value. Returns the text of the value, or None if it is not complete."""
         parts: list[str] = []
         complete = yield from pass_value(self._source, parts.append, self._ends)
         return self._calls.spelled("".join(parts)) if complete else None
@@ -158,7 +158,7 @@ class _Call:
 
 
 def _object_text(value: str) -> str:
-    """The text of the arguments: what a string holds, and no object for null."""
+    """Returns the text of the arguments: the content of a string, and an empty object for null."""
     try:
         decoded = msgspec.json.decode(value)
     except MALFORMED:
@@ -171,8 +171,8 @@ def _object_text(value: str) -> str:
 def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bool]:
     """Passes on the text of a JSON value, up to one of the marks at most.
 
-    Returns whether it is complete. It is an object, a list or a string by its brackets and quotes
-    only; the rest of it is not checked.
+    Returns whether the value is complete. Only brackets and quotes tell an object, a list or a
+    string; the content is not checked.
     """
     first = yield from source.peek()
     scan = _Scan(ends, is_scalar=first not in '{["')
@@ -192,13 +192,13 @@ def pass_value(source: TextSource, say: Say, ends: Marks = NO_MARKS) -> Steps[bo
         if scan.is_complete or scan.is_ended:
             return scan.is_complete
         if not (yield from source.more()):
-            source.rest()  # no more than the beginning of a mark
+            source.rest()  # only the beginning of a mark follows
             return scan.is_scalar and scan.has_text
 
 
 def _ends_call(source: TextSource, ends: Marks) -> Steps[bool]:
-    """Whether a mark within a string ends the call, as what follows it tells. The string may hold
-    it too."""
+    """Whether a mark within a string ends the call; the text after it tells. The mark may also be
+    part of the string."""
     yield from source.take(*ends.texts)
     yield from source.skip_space()
     next_one = yield from source.peek()
@@ -206,21 +206,21 @@ def _ends_call(source: TextSource, ends: Marks) -> Steps[bool]:
 
 
 class _Scan:
-    """Where a JSON value ends in a text that grows."""
+    """Finds where a JSON value ends in a text that grows."""
 
     def __init__(self, ends: Marks, is_scalar: bool) -> None:
         self.is_scalar = is_scalar
         self.is_complete = False
-        self.is_ended = False  # by a mark
+        self.is_ended = False  # whether a mark ended the value
         self.has_text = False
         self._ends = ends
         self._outside, self._inside = _patterns(ends.texts)
         self._depth = 0
-        self.is_in_string = False  # where it stopped
-        self._escapes = False  # the last character was a backslash in a string
+        self.is_in_string = False  # whether the scan stopped within a string
+        self._escapes = False  # whether the last character was a backslash in a string
 
     def end_of(self, text: str, at: int) -> int:
-        """Returns up to where the text from `at` on is of the value."""
+        """Returns the end of the part of the text from `at` on that belongs to the value."""
         end = self._scalar(text, at) if self.is_scalar else self._nested(text, at)
         self.has_text = self.has_text or end > at
         return end
@@ -263,8 +263,8 @@ class _Scan:
 
 @cache
 def _patterns(ends: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What to look for outside of strings and within. A mark within a string is text, unless it is
-    a special token."""
+    """Returns the patterns to search for outside and within strings. A mark within a string is
+    text, unless it is a special token."""
     outside = [*map(re.escape, ends), r'["{}\[\]]']
     inside = [*(re.escape(end) for end in ends if is_special(end)), r'["\\]']
     return re.compile("|".join(outside)), re.compile("|".join(inside))
@@ -275,9 +275,10 @@ _END = "<|python_end|>"
 
 
 def read_bare(source: TextSource, calls: CallWriter) -> Steps[bool]:
-    """Reads the calls at the beginning of an answer. Returns False if it does not begin so."""
+    """Reads the calls at the beginning of an answer. Returns False if the answer does not begin
+    with a call."""
     yield from source.skip_space()
-    yield from source.take(*_BEGINS)  # mostly a special token without text
+    yield from source.take(*_BEGINS)  # mostly a special token, which has no text
     if (yield from source.peek()) == "[" and (yield from source.comes(_is_pythonic(source))):
         yield from source.take("[")
         is_call = yield from read_pythonic(source, calls, "]")

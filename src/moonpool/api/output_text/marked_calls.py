@@ -1,7 +1,7 @@
 """Tool calls between `<tool_call>` and `</tool_call>`, in the forms that are common there: JSON
 (Hermes, Qwen, Granite 4, EXAONE, ERNIE), tagged arguments (Qwen3-Coder, GLM), and a list of JSON
-without a closing mark (Granite 3, Phi-4-mini). Other families write tagged arguments or Python
-between marks of their own."""
+without a closing mark (Granite 3, Phi-4-mini). Other model families write tagged arguments or
+Python between other marks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _STRAY = " \n\r\t]}"
 def read_tool_call(
     source: TextSource, calls: CallWriter, signs: MarkSigns, mark: str
 ) -> Steps[bool]:
-    """Reads the calls behind a mark, and the closing mark if there is one."""
+    """Reads the calls after a mark, and the closing mark if there is one."""
     ends = Marks((signs.of(TOOL_CALL_END), signs.of(PHI_CALL_END)))
-    if mark == signs.of(QWEN_TAGS.function):  # the mark before it is missing
+    if mark == signs.of(QWEN_TAGS.function):  # the mark before the tag is missing
         is_call = yield from read_function(source, calls, QWEN_TAGS, ends)
     else:
         is_call = yield from _read_one(source, calls, ends, has_pairs=True)
@@ -90,6 +90,6 @@ def read_python(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
 
 
 def _take_end(source: TextSource, ends: Marks) -> Steps[bool]:
-    """Reads a closing mark, including behind a bracket too many."""
+    """Reads a closing mark, also after a superfluous bracket."""
     yield from source.skip(_STRAY)
     return bool((yield from source.take(*ends.texts)))

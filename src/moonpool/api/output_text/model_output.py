@@ -32,21 +32,22 @@ _LAST_TOKENS = 16
 
 
 class CallRules(NamedTuple):
-    """Which calls one output may have. `functions`: the schema of each one's parameters.
+    """Which tool calls one output may have. `functions`: the schema of the parameters of each
+    function.
 
-    `must_call`: a grammar holds the output to a JSON list of calls; with `named`, to the arguments
-    of that function's call.
+    `must_call`: whether a grammar requires a JSON list of calls; with `named`, the arguments of
+    that function's call.
     """
 
     functions: Functions
     only_one: bool = False
     must_call: bool = False
     named: str = ""
-    num_before: int = 0  # calls earlier in the conversation
+    num_before: int = 0  # number of calls earlier in the conversation
 
 
 class ModelOutput:
-    """The readers of one model's outputs."""
+    """Makes the readers of one model's outputs."""
 
     def __init__(
         self, tokenizer: Tokenizer, tool_parser: str = AUTO, reasoning_parser: str = AUTO
@@ -76,11 +77,12 @@ class ModelOutput:
         reads_reasoning: bool = True,
         may_not_reason: bool = False,
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
-        """Returns the reader of the output for a prompt, None if it is nothing but text, and the
-        texts that it needs special tokens to have.
+        """Returns the reader of the output for a prompt, or None if the output is only text, and
+        the texts that it needs special tokens to have.
 
-        rules: of calls; None means that there are none. next_id: random texts for the ids of calls.
-        may_not_reason: the output may be JSON at once, although the prompt has opened reasoning.
+        rules: the rules of calls; None means no calls. next_id: random texts for the ids of calls.
+        may_not_reason: whether the output may be JSON at once, although the prompt has opened
+        reasoning.
         """
         signs = self._special if skips_special_tokens else self._spelled
         plan = _Plan(self._format, self._opens, rules, signs, next_id)
@@ -98,13 +100,13 @@ class ModelOutput:
     def grammar_behind_reasoning(self, grammar: str, prompt: Sequence[int]) -> str | None:
         """Returns a grammar that lets the model reason before the answer, as its prompt asks for.
 
-        None if the model does not reason, or its reasoning has no single closing tag.
+        Returns None if the model does not reason, or its reasoning has no single closing tag.
         """
         tags = self._tags
         if tags is None or len(tags.closes) > 1 or self._is_harmony:
             return None
         end = self._end_of(prompt)
-        if end.endswith(tags.closes):  # the template has left the reasoning out
+        if end.endswith(tags.closes):  # the template has removed the reasoning
             return None
         opening, closing = tags.opens[0], tags.closes[0]
         ids = {sign: token_id for token_id, sign in self._special.shown.items()}
@@ -127,7 +129,7 @@ class _Plan:
         signs: MarkSigns,
         next_id: Callable[[], str],
     ) -> None:
-        """`opens`: the marks of the format that begin calls."""
+        """`opens`: the marks of the format with which calls begin."""
         self.must_call = rules is not None and rules.must_call
         self.reads_calls = rules is not None and (rules.must_call or form is not None)
         self._rules = rules if rules is not None and self.reads_calls else CallRules({})
@@ -148,8 +150,8 @@ class _Plan:
         return CallWriter(*limits, new_id, self._signs.spelled, source, sink)
 
     def script(self, tags: ReasoningTags | None, is_inside: bool, may_not_reason: bool) -> Script:
-        """`tags`: the tags of reasoning. `is_inside`: the output begins behind the opening one,
-        unless `may_not_reason` and it is JSON."""
+        """`tags`: the tags of reasoning. `is_inside`: whether the output begins after the opening
+        tag, unless `may_not_reason` and it is JSON."""
         if tags is not None:
             opens, closes = (tuple(map(self._signs.of, t)) for t in (tags.opens, tags.closes))
             tags = tags._replace(opens=opens, closes=closes)
@@ -171,7 +173,7 @@ class _Plan:
         return script
 
     def read_required(self, source: TextSource, calls: CallWriter, ends: Marks) -> Steps[None]:
-        """Reads calls that a grammar holds the output to. `ends`: what follows them."""
+        """Reads calls that a grammar requires. `ends`: the marks that may follow the calls."""
         if self._rules.named:
             if (yield from source.peek()):
                 calls.begin(self._rules.named)
@@ -181,11 +183,11 @@ class _Plan:
                     calls.end()
             return
         yield from self._whole(source, read_calls(source, calls))
-        if source.end == "cut":  # the call that was begun has no name yet
+        if source.end == "cut":  # the call that has begun has no name yet
             source.rest()
 
     def _whole(self, source: TextSource, steps: Steps[bool]) -> Steps[bool]:
-        """Reads calls. What is left of one that a limit has cut is not a text."""
+        """Reads calls. Reads a call; the remainder of a call that a limit has cut is not text."""
         is_call = yield from source.attempt(steps)
         if is_call and source.end == "cut":
             source.rest()
@@ -194,7 +196,7 @@ class _Plan:
     def _answer(
         self, source: TextSource, sink: Sink, calls: CallWriter, tags: ReasoningTags | None
     ) -> Steps[None]:
-        """Reads text with calls between, and more reasoning where its tag is a special token."""
+        """Reads text with calls in between, and more reasoning if its tag is a special token."""
         thinks = () if tags is None else tuple(filter(is_special, tags.opens))
         response, response_end = (tags and tags.answer) or ("", "")
         if response and (yield from source.attempt(_take(source, response))):
@@ -219,20 +221,21 @@ class _Plan:
         tags: ReasoningTags,
         is_inside: bool,
     ) -> Steps[None]:
-        """Reads reasoning. A call ends it, where its mark is a token that text seldom has."""
+        """Reads reasoning. Reads reasoning, which a call ends if the call's mark is a token that
+        text seldom has."""
         marks = [self._signs.of(mark) for mark in self._marks if mark in self._signs.tokens]
         read_call = partial(self._marked, source, calls)
         yield from read_reasoning(source, sink, tags, is_inside, marks, read_call)
 
     def _marked(self, source: TextSource, calls: CallWriter, mark: str) -> Steps[bool]:
-        """Reads calls behind their mark. Returns False, and reads nothing, if there are none."""
+        """Reads calls behind their mark. Returns False, and reads nothing, if no call follows."""
         assert self._format is not None
         assert self._format.read is not None
         steps = self._format.read(source, calls, self._signs, mark)
         if (yield from self._whole(source, steps)):
             yield from source.skip("\n")
             return True
-        if source.end == "cut":  # the call that was begun has no name yet
+        if source.end == "cut":  # the call that has begun has no name yet
             source.rest()
         return source.end == "cut"
 

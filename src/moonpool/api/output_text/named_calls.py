@@ -1,5 +1,5 @@
-"""Tool calls whose name stands before their arguments, which are JSON: those of DeepSeek, Kimi K2
-and Mistral. Special tokens stand between the parts."""
+"""Tool calls whose name stands before their arguments, which are JSON: the formats of DeepSeek,
+Kimi K2 and Mistral. Special tokens stand between the parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LONGEST_NAME_CHARS = 256
 
 
 class DeepSeekMarks:
-    """V3 and R1 write the kind of the tool before the mark, and the name and a code block behind
-    it; V3.1 writes the name before it, and the arguments alone behind it."""
+    """V3 and R1 write the kind of the tool before the mark, and the name and a code block after it;
+    V3.1 writes the name before the mark, and only the arguments after it."""
 
     section = "<｜tool▁calls▁begin｜>"
     section_end = "<｜tool▁calls▁end｜>"
@@ -37,7 +37,7 @@ class KimiMarks:
 
 
 class MistralMarks:
-    """Older models write a list of calls behind the mark, newer ones a name, perhaps an id, and
+    """Older models write a list of calls after the mark, newer models a name, perhaps an id, and
     arguments."""
 
     calls = "[TOOL_CALLS]"
@@ -77,7 +77,7 @@ def _deepseek_call(
     if block is None:
         return False
     source.unread(len(block[1]))
-    if before := block[0].strip():  # the name stands behind its kind
+    if before := block[0].strip():  # the name comes after the kind of the tool
         name, _, fence = (part.strip() for part in before.partition("\n"))
         if block[1] != "{" and fence.replace("json", "").strip("`\n "):
             return False
@@ -118,7 +118,7 @@ def read_mistral(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: 
     call_id, arguments = signs.of(MistralMarks.call_id), signs.of(MistralMarks.arguments)
     own_id, tags = "", Marks((call_id, arguments, mark, "{"))
     found = yield from source.before(tags, _LONGEST_NAME_CHARS)
-    if found is None:  # a name alone is a call without arguments
+    if found is None:  # a name without arguments is a complete call
         return source.end == "stop" and _add_empty(calls, source.rest().strip(), "")
     name, tag = found[0].strip(), found[1]
     if tag == call_id:
@@ -130,7 +130,7 @@ def read_mistral(source: TextSource, calls: CallWriter, signs: MarkSigns, mark: 
 
 
 def _take_begin(source: TextSource, *begins: str) -> Steps[bool]:
-    """Reads a mark, such as that before a call, unless it was read already ("")."""
+    """Reads a mark, such as the mark before a call, unless it was read already ("")."""
     if not any(begins):
         return True
     yield from source.skip_space()
@@ -151,8 +151,8 @@ def _pass_call(
     others: Sequence[str] = (),
 ) -> Steps[bool]:
     """Passes on the arguments of a call to the function `name`. Returns False unless the function
-    exists, and its arguments are an object or missing. `ends`: what ends the arguments. `others`:
-    texts that may come instead of arguments."""
+    exists, and its arguments are an object or missing. `ends`: the marks that end the arguments.
+    `others`: texts that may come in place of arguments."""
     yield from source.skip_space()
     if not calls.knows(name):
         return False

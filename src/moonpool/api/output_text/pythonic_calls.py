@@ -32,7 +32,7 @@ NO_LITERAL = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError)
 
 def read_pythonic(source: TextSource, calls: CallWriter, end: str) -> Steps[bool]:
     """Reads calls up to `end`, a bracket or a tag. Returns False, and reads nothing, if the first
-    item is not a call. What follows something that is not a call is not read."""
+    item is not a call. Text after an item that is not a call is not read."""
     num_calls = 0
     while (yield from source.attempt(_pass_call(source, calls, comma=num_calls > 0))):
         num_calls += 1
@@ -61,7 +61,7 @@ def _pass_call(source: TextSource, calls: CallWriter, comma: bool) -> Steps[bool
 
 
 def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, str] | None]:
-    """Returns the name and the arguments, as JSON, of the call that comes next."""
+    """Returns the name and the arguments, as JSON, of the next call."""
     name = yield from source.run(_NAME_CHARACTER, _LONGEST_NAME_CHARS)
     yield from source.skip_space()
     if not calls.knows(name) or not (yield from source.take("(")):
@@ -76,7 +76,8 @@ def _read_call(source: TextSource, calls: CallWriter) -> Steps[tuple[str, str] |
 
 
 class _ArgumentScan:
-    """Finds the end of a call's arguments in a text that grows. `commas`: the places between."""
+    """Finds the end of a call's arguments in a text that grows. `commas`: the positions of the
+    commas between arguments."""
 
     def __init__(self) -> None:
         self.commas: list[int] = []
@@ -84,12 +85,13 @@ class _ArgumentScan:
         self.is_broken = False
         self._num_read = 0
         self._closing = [")"]
-        self._quote = ""  # one or three
-        self._escapes = False  # the last character was a backslash in a text
-        self._num_quotes = 0  # of one kind at the end, which may become three
+        self._quote = ""  # the quote that opened a text, of one or three characters
+        self._escapes = False  # whether the last character was a backslash in a text
+        self._num_quotes = 0  # number of equal quotes at the end, which may become three
 
     def end_of(self, text: str, at: int) -> int:
-        """Returns up to where the text from `at` on is of the arguments, with their bracket."""
+        """Returns the end of the part of the text from `at` on that belongs to the arguments,
+        including their bracket."""
         before = self._num_read - at
         while at < len(text) and not (self.is_complete or self.is_broken):
             if self._escapes:
@@ -129,7 +131,7 @@ class _ArgumentScan:
         self._num_quotes += 1
         if len(self._quote) == 1:
             self._quote = ""
-        elif not self._quote:  # the third in a row begins a text between three
+        elif not self._quote:  # the third quote in a row opens a triple-quoted text
             self._quote = quote * (3 if self._num_quotes == 3 else 1)
             self._num_quotes %= 3
         elif self._num_quotes == 3:
@@ -137,7 +139,7 @@ class _ArgumentScan:
 
 
 def _json_of(inside: str, commas: Sequence[int], spelled: Callable[[str], str]) -> str | None:
-    """Returns what stands between the brackets of a call as JSON; None if it is not Python."""
+    """Returns the text between the brackets of a call as JSON, or None if it is not Python."""
     arguments: dict[str, Any] = {}
     for begin, end in pairwise((-1, *commas, len(inside))):
         part = inside[begin + 1 : end]
@@ -163,15 +165,15 @@ def literal(text: str) -> Any:
     except MALFORMED:
         pass
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a backslash that escapes nothing
+        warnings.simplefilter("ignore")  # warnings of a backslash that escapes nothing
         try:
             return _evaluated(ast.parse(text, mode="eval").body)
-        except SyntaxError:  # a text with line breaks as they are
+        except SyntaxError:  # a text that contains line breaks
             return _evaluated(ast.parse(text.replace("\n", "\\n"), mode="eval").body)
 
 
 def _evaluated(node: ast.expr) -> Any:
-    """Evaluates as `ast.literal_eval` does, which knows no words of JSON."""
+    """Evaluates like `ast.literal_eval`, which knows no words of JSON."""
     if isinstance(node, ast.Name) and node.id in _WORDS:
         return _WORDS[node.id]
     if isinstance(node, ast.List | ast.Tuple):

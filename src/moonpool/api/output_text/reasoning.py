@@ -45,7 +45,8 @@ def read_reasoning(
 ) -> Steps[None]:
     """Reads the reasoning at the beginning of an output, if there is any, up to the answer.
 
-    A call ends it too. `call_marks` begin calls; `read_call` reads one from behind its mark on.
+    A tool call ends the reasoning, too. `call_marks`: the marks that begin calls; `read_call` reads
+    a call from after its mark on.
     """
     if not is_inside and not (yield from source.attempt(_take_opening(source, tags))):
         return

@@ -1,4 +1,4 @@
-"""What one output says: reasoning, text and tool calls, in the order in which they come."""
+"""The content of one output: reasoning, text and tool calls, in the order in which they come."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ class ToolCallDelta(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Reasoning, then text, then calls. What has another order is said in several."""
+    """One piece of output: reasoning, then text, then calls. Content in another order becomes
+    several pieces."""
 
     text: str = ""
     calls: Sequence[ToolCallDelta] = ()
     reasoning: str = ""
-    tokens: Sequence[Token] = ()  # that it was made from
+    tokens: Sequence[Token] = ()  # tokens from which the piece was made
 
 
 class Sink:
-    """Collects what a reader finds. `take` returns what is new."""
+    """Collects what a reader finds. `take` returns what is new since the last call."""
 
     def __init__(self) -> None:
         self._parts: list[Said] = []
-        self._space: list[str] = []  # at the beginning of a text: dropped beside a call
+        # white space at the beginning of a text, which is dropped beside a call
+        self._space: list[str] = []
         self._has_text = False
         self._has_calls = False
-        self.is_in_call = False  # a call is begun and not complete
+        self.is_in_call = False  # whether a call has begun and is not complete
 
     @property
     def holds(self) -> bool:
@@ -68,7 +70,7 @@ class Sink:
         self._add(Said(calls=(delta._replace(call_id=call_id),)))
 
     def end(self) -> None:
-        """The output has ended."""
+        """Ends the output."""
         space = "".join(self._space)
         if space and not self._has_calls:
             self._add(Said(space))
@@ -83,7 +85,7 @@ class Sink:
 
 
 def _rank(said: Said, last_of: bool) -> int:
-    """The place of the last, or first, of its kinds in the order of a `Said`."""
+    """Returns the place of its last, or first, kind in the order of a `Said`."""
     kinds = [bool(said.reasoning), bool(said.text), bool(said.calls)]
     places = [place for place, is_there in enumerate(kinds) if is_there]
     return places[-1] if last_of else places[0]
@@ -92,7 +94,8 @@ def _rank(said: Said, last_of: bool) -> int:
 def _joined(
     first: Sequence[ToolCallDelta], then: Sequence[ToolCallDelta]
 ) -> Sequence[ToolCallDelta]:
-    """Joins the increments. Arguments of one call that follow each other become one increment."""
+    """Joins the increments in their order. Arguments of one call that follow each other become one
+    increment."""
     if not first or not then:
         return first or then
     (delta,), last = then, first[-1]
@@ -102,7 +105,7 @@ def _joined(
 
 
 def plain(text: str) -> str:
-    """The text without the signs of special tokens (see `marks`)."""
+    """Returns the text without the signs of special tokens (see `marks`)."""
     if text.isascii():
         return text
     return "".join(c for c in text if not "\ud800" <= c <= "\udfff")

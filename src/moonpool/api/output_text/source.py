@@ -1,7 +1,7 @@
 """The text of one output as it arrives, and the steps that read it.
 
-A reader is a generator that yields where it waits for more text. So a format is written down as if
-its text were there already, and gives the same in whatever pieces the text comes.
+A reader is a generator that yields where it waits for more text. So a format is written as if its
+text were complete, and gives the same result in whatever pieces the text comes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moonpool.api.output_text.marks import Marks
 from moonpool.api.output_text.said import Said, Sink
 
 End = Literal["stop", "cut"]
-"""What ended an output: the model, or a limit or a stop string."""
+"""What ended an output: the model, or else a limit or a stop string."""
 Found = TypeVar("Found")
 Steps = Generator[None, None, Found]
 Script = Callable[["TextSource", Sink], Steps[None]]
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 _TRIM_ABOVE_CHARS = 4096
 _MOST_REREAD = 8
 _FREE_REREAD_CHARS = 1 << 16
-"""Failed attempts may read the characters before them this many times again, plus a fixed number.
+"""Failed attempts may read the preceding characters this many times again, plus a fixed number.
 """
 
 
@@ -33,20 +33,21 @@ class TextSource:
         self.end: End | None = None
         self._text = ""
         self._at = 0
-        self._num_dropped = 0  # characters before the text
-        self._dropped: list[str] = []  # the last of them, where a place may be returned to
-        self.num_reread = 0  # characters that were read without a result
-        self._num_kept = 0  # places that may be returned to
-        self._settled = 0  # none before this place
-        self.answer_at = 0  # characters before the answer: reasoning and its tags
+        self._num_dropped = 0  # number of characters dropped before the kept text
+        # the last dropped texts, while the reader may return to a place in them
+        self._dropped: list[str] = []
+        self.num_reread = 0  # number of characters that were read without a result
+        self._num_kept = 0  # number of places that the reader may return to
+        self._settled = 0  # the reader may not return to any place before this one
+        self.answer_at = 0  # number of characters before the answer: reasoning and its tags
 
     @property
     def holds(self) -> bool:
-        """Whether text has arrived that is not read yet."""
+        """Whether text has arrived that has not been read."""
         return self._at < len(self._text) or self._num_kept > 0
 
     def add(self, text: str) -> None:
-        """Takes about the same time however much is held."""
+        """Adds text, in about the same time however much is held."""
         if self._at == len(self._text) or self._at > _TRIM_ABOVE_CHARS:
             if self._num_kept:
                 self._dropped.append(self._text[: self._at])
@@ -55,9 +56,10 @@ class TextSource:
         self._text += text
 
     def attempt(self, steps: Steps[bool]) -> Steps[bool]:
-        """Takes the steps. If they find nothing, nothing is read, unless they settled before.
+        """Tries the steps of a reader. If the steps find nothing, nothing counts as read, unless
+        they have called `settle`.
 
-        Finds nothing where too many attempts failed, so that no output takes quadratic time.
+        Finds nothing if too many attempts have failed, so that no output takes quadratic time.
         """
         place = self._keep()
         if self.num_reread > _MOST_REREAD * place + _FREE_REREAD_CHARS:
@@ -67,20 +69,20 @@ class TextSource:
         return found
 
     def comes(self, steps: Steps[bool]) -> Steps[bool]:
-        """Returns whether the steps would find something, and reads nothing."""
+        """Returns whether the steps would find something, without reading."""
         place = self._keep()
         found = yield from steps
         self._release(place, goes_back=True)
         return found
 
     def settle(self) -> None:
-        """Gives up all places: passes on what was read."""
+        """Gives up all places to return to, and passes on what was read."""
         self._num_kept = 0
         self._dropped.clear()
         self._settled = self._num_dropped + self._at
 
     def begin_answer(self) -> None:
-        """Marks what was read so far as reasoning."""
+        """Marks all text read so far as reasoning."""
         self.answer_at = self._num_dropped + self._at
 
     def _keep(self) -> int:
@@ -100,7 +102,7 @@ class TextSource:
             self._dropped.clear()
 
     def more(self) -> Steps[bool]:
-        """Waits for more text. Returns False if there is none."""
+        """Waits for more text. Returns False if no more text comes."""
         if self.end is not None:
             return False
         before = len(self._text) - self._at
@@ -109,19 +111,19 @@ class TextSource:
         return len(self._text) - self._at > before
 
     def peek(self) -> Steps[str]:
-        """Returns the next character; "" at the end."""
+        """Returns the next character, or "" at the end."""
         while self._at == len(self._text):
             if not (yield from self.more()):
                 return ""
         return self._text[self._at]
 
     def rest(self) -> str:
-        """Returns what has arrived and is not read yet, and reads it."""
+        """Reads and returns all text that has arrived and was not read."""
         rest, self._at = self._text[self._at :], len(self._text)
         return rest
 
     def skip(self, characters: str) -> Steps[None]:
-        """Reads over these characters."""
+        """Reads and ignores these characters."""
         while (found := (yield from self.peek())) and found in characters:
             self._at += 1
 
@@ -130,7 +132,7 @@ class TextSource:
             self._at += 1
 
     def run(self, character: re.Pattern[str], most: int) -> Steps[str]:
-        """Reads characters that match, at most this many. Returns them."""
+        """Reads characters that match, up to this number. Returns them."""
         found = ""
         while len(found) < most and character.match((yield from self.peek())):
             found += self._text[self._at]
@@ -138,7 +140,8 @@ class TextSource:
         return found
 
     def take(self, *texts: str) -> Steps[str]:
-        """Reads the first of these texts that comes next. Returns it, or "" if none does."""
+        """Reads the first of these texts that comes next. Returns that text, or "" if none of them
+        comes."""
         while True:
             text, at = self._text, self._at
             for wanted in texts:
@@ -154,7 +157,7 @@ class TextSource:
     def until(self, marks: Marks, say: Say, in_call: bool = False) -> Steps[str]:
         """Passes on the text before the next mark. Returns that mark, or "" at the end.
 
-        `in_call`: what may be a part of a mark is dropped where a limit has cut the output.
+        `in_call`: whether a possible part of a mark is dropped where a limit has cut the output.
         """
         while True:
             found = marks.search(self._text, self._at)
@@ -175,9 +178,9 @@ class TextSource:
             yield
 
     def before(self, marks: Marks, most_chars: int) -> Steps[tuple[str, str] | None]:
-        """Reads a text of at most this many characters, and the mark behind it. Returns both.
+        """Reads a text of at most this many characters, and the mark after it. Returns both.
 
-        None, and nothing is read, if there is no such mark.
+        Returns None, and reads nothing, if there is no such mark.
         """
         while True:
             found = marks.search(self._text, self._at)
@@ -194,7 +197,7 @@ class TextSource:
         self._at -= num_chars
 
     def stretch(self, end: Callable[[str, int], int]) -> str:
-        """Reads on to the place that `end(text, from)` returns. Returns what it read."""
+        """Reads up to the place that `end(text, from)` returns. Returns the text that was read."""
         begin, self._at = self._at, end(self._text, self._at)
         return self._text[begin : self._at]
 
@@ -205,7 +208,7 @@ def _nothing() -> Steps[bool]:
 
 
 class OutputReader:
-    """Reads one output by a script. `push` and `flush` return what is new."""
+    """Reads one output by a script. `push` and `flush` return what is new since the last call."""
 
     def __init__(self, script: Script) -> None:
         self._source, self._sink = TextSource(), Sink()
@@ -218,12 +221,12 @@ class OutputReader:
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call is begun and not complete."""
+        """Whether a call has begun and is not complete."""
         return self._sink.is_in_call
 
     @property
     def answer_at(self) -> int:
-        """The number of characters before the answer, which are reasoning and its tags."""
+        """Returns the number of characters before the answer, which are reasoning and its tags."""
         return self._source.answer_at
 
     def push(self, text: str) -> list[Said]:
@@ -232,7 +235,8 @@ class OutputReader:
         return self._sink.take()
 
     def flush(self, cut: bool) -> list[Said]:
-        """Returns what is left after the output has ended. `cut`: not by the model."""
+        """Returns the text that is left after the output has ended. `cut`: whether a limit or a
+        stop string ended the output, not the model."""
         self._source.end = "cut" if cut else "stop"
         for _ in self._steps:
             pass

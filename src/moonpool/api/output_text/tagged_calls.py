@@ -8,15 +8,15 @@ Qwen3-Coder and Qwen3.5 write
     </parameter>
     </function>
 
-and GLM-4.5 and later
+and GLM-4.5 and later models write
 
     NAME
     <arg_key>KEY</arg_key>
     <arg_value>VALUE</arg_value>
 
 Seed-OSS, MiniMax M2 and DeepSeek from V3.2 on have other names for the tags of the first form.
-Values may hold any of these tags: what follows a tag tells whether it is one. The arguments are
-passed on as the JSON that they mean.
+Values may contain any of these tags: the text after a tag tells whether it is one. The arguments
+are passed on as the JSON that they mean.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "
 
 
 class FunctionTags(NamedTuple):
-    """Tags of the first form. The opening ones end before the name."""
+    """The tags of the first form. The opening tags end before the name."""
 
     function: str = "<function="
     function_end: str = "</function>"
     parameter: str = "<parameter="
     parameter_end: str = "</parameter>"
-    wraps_values: bool = True  # a value stands on lines of its own
+    wraps_values: bool = True  # whether a value stands on separate lines
 
     @property
     def texts(self) -> tuple[str, ...]:
         return self.function, self.function_end, self.parameter, self.parameter_end
 
     def seen(self, signs: MarkSigns) -> FunctionTags:
-        """Returns the tags as a reader sees them."""
+        """Returns the tags in the form in which a reader sees them."""
         return self._replace(
             function=signs.of(self.function),
             function_end=signs.of(self.function_end),
@@ -67,10 +67,10 @@ class FunctionTags(NamedTuple):
 def read_function(
     source: TextSource, calls: CallWriter, tags: FunctionTags, ends: Marks
 ) -> Steps[bool]:
-    """Reads one call of the first form, from behind its opening tag on.
+    """Reads one call of the first form, starting after its opening tag.
 
-    Returns False if there is none. `ends`: marks that end a call which
-    lacks its own closing tags.
+    Returns False if no call follows. `ends`: marks that end a call which lacks its own closing
+    tags.
     """
     header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
     name = None if header is None else header[0].partition('"')[0].strip()
@@ -104,14 +104,15 @@ def read_function(
         writer.begin(key.strip(), attributes)
         tag = yield from _read_value(source, writer, value_ends)
         if not tag:
-            return True  # the output has ended
+            return True  # the output has ended here
         if tag in ends.texts:
             source.unread(len(tag))
             return writer.end()
 
 
 def read_pairs(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool]:
-    """Reads one call of the second form, up to a mark of `ends`. Returns False if there is none."""
+    """Reads one call of the second form, up to a mark of `ends`. Returns False if no call
+    follows."""
     found = yield from source.before(Marks((_KEY, *ends.texts)), LONGEST_NAME_CHARS)
     name = None if found is None else found[0].strip()
     if found is None or name is None or not calls.knows(name):
@@ -130,7 +131,7 @@ def read_pairs(source: TextSource, calls: CallWriter, ends: Marks) -> Steps[bool
         writer.begin(key[0].strip(), "")
         tag = yield from _read_value(source, writer, value_ends)
         if not tag:
-            return True  # the output has ended
+            return True  # the output has ended here
         if tag == _VALUE_END and (yield from source.attempt(_take_key(source))):
             tag = _KEY
     if tag in ends.texts:
@@ -146,9 +147,10 @@ def _take_key(source: TextSource) -> Steps[bool]:
 def _read_value(
     source: TextSource, writer: _ArgumentWriter, ends: Mapping[str, Callable[[], Steps[bool]]]
 ) -> Steps[str]:
-    """Reads a value. Returns the tag behind it, or "" if the output ends first.
+    """Reads a value. Returns the tag after the value, or "" if the output ends first.
 
-    ends: tags that may end it, and the steps that tell whether one does. Else it is a part of it.
+    ends: tags that may end the value, and the steps that tell whether one does. A tag that does not
+    end the value is part of it.
     """
     marks = Marks(ends)
     while True:
@@ -156,7 +158,7 @@ def _read_value(
         if tag and not (yield from source.comes(ends[tag]())) and source.end != "cut":
             writer.add(tag)
             continue
-        if tag and source.end == "cut":  # nobody knows whether it ends the value
+        if tag and source.end == "cut":  # it is unknown whether the tag ends the value
             source.rest()
             tag = ""
         writer.end_value(is_whole=source.end != "cut")
@@ -166,7 +168,8 @@ def _read_value(
 
 
 def _comes(source: TextSource, texts: Sequence[str]) -> Steps[bool]:
-    """Whether one of these comes next, or the output ends by itself, after white space."""
+    """Whether one of these texts comes next, or the output ends without a limit, after white
+    space."""
     yield from source.skip_space()
     if texts and (yield from source.take(*texts)):
         return True
@@ -174,13 +177,13 @@ def _comes(source: TextSource, texts: Sequence[str]) -> Steps[bool]:
 
 
 def _parameter_comes(source: TextSource, writer: _ArgumentWriter) -> Steps[bool]:
-    """Whether the rest of a tag names a parameter that has no value yet."""
+    """Whether the remaining part of a tag names a parameter that has no value yet."""
     header = yield from source.before(_HEADER_END, LONGEST_NAME_CHARS)
     return header is not None and writer.lacks(header[0].partition('"')[0].strip())
 
 
 class _ArgumentWriter:
-    """Writes the arguments of one call as JSON. The call begins with its first argument."""
+    """Writes the arguments of one call as JSON. A call begins with its first argument."""
 
     def __init__(self, calls: CallWriter, name: str, wraps_values: bool) -> None:
         self.has_begun = False
@@ -193,17 +196,18 @@ class _ArgumentWriter:
         self._keys = set[str]()
         self._kinds: Kinds = frozenset()
         self._is_json = False
-        self._streams = False  # the value is text in any case
+        self._streams = False  # whether the value is text in any case
         self._parts: list[str] = []
         self._is_first = True
-        self._newline = ""  # at the end of what has come: it belongs to the tag if a tag follows
+        # line break at the end of the text so far, which belongs to a tag if one follows
+        self._newline = ""
 
     def lacks(self, key: str) -> bool:
         """Whether the function has this parameter, and the call has no value for it."""
         return key not in self._keys and (not self._properties or key in self._properties)
 
     def begin(self, key: str, attributes: str) -> None:
-        """Begins a value. `attributes`: what else stands in its tag."""
+        """Begins the value of a parameter. `attributes`: the other attributes of its tag."""
         self._begin_call()
         opening = ", " if self._keys else "{"
         self._keys.add(key)
@@ -232,7 +236,8 @@ class _ArgumentWriter:
             self._calls.add(_escaped(text))
 
     def end_value(self, is_whole: bool) -> None:
-        """`is_whole`: else a limit has cut it, and only text is taken in part."""
+        """`is_whole`: whether the value is complete; of a value that a limit has cut, only text is
+        used."""
         if self._streams:
             if is_whole:
                 self._calls.add('"')
@@ -257,12 +262,12 @@ class _ArgumentWriter:
 
 
 def _escaped(text: str) -> str:
-    """The text as a part of a JSON string."""
+    """Returns the text as a part of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 Kinds = frozenset[str]
-"""JSON's types that a schema allows; none if it does not say."""
+"""JSON types that a schema allows; none if it does not say."""
 _NO_TEXT = {"integer", "number", "boolean", "object", "array", "null"}
 _KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
@@ -273,8 +278,8 @@ _LARGEST_EXACT = 2.0**53
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Kinds:
-    """Returns the types that a schema names, also as alternatives, by its values or by reference to
-    a definition in `root`. A client may have written anything."""
+    """Returns the types that a schema names, directly, as alternatives, by its values or by
+    reference to a definition in `root`. The schema comes from a client and may contain anything."""
     if not isinstance(schema, dict) or depth > _MOST_DEPTH:
         return frozenset()
     own = schema.get("type")
@@ -303,16 +308,17 @@ def _definition(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def value_as_json(text: str, kinds: Kinds, is_json: bool) -> str:
-    """Returns the JSON of a value. `is_json`: the tag says that the value is not text."""
+    """Returns the JSON of an argument's value. `is_json`: whether the tag says that the value is
+    not text."""
     value = _value(text, kinds, is_json)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (RecursionError, ValueError):  # it nests too deeply, or is not a number of JSON
+    except (RecursionError, ValueError):  # the value nests too deeply, or is not a number of JSON
         return json.dumps(text, ensure_ascii=False)
 
 
 def _value(text: str, kinds: Kinds, is_json: bool) -> Any:
-    """Returns text where the schema allows it and nothing else fits, else what the JSON means."""
+    """Returns text if the schema allows text and nothing else fits, or else the JSON value."""
     word = text.strip()
     if word == "null" and (is_json or kinds & _NO_TEXT):
         return None
@@ -337,7 +343,7 @@ def _value(text: str, kinds: Kinds, is_json: bool) -> Any:
 
 
 def _python_value(word: str, text: str) -> Any:
-    """Returns what some templates write of lists and objects; else the text."""
+    """Returns the value that some templates write as a Python list or dict, or else the text."""
     try:
         value = literal(word)
     except NO_LITERAL:

@@ -1,4 +1,5 @@
-"""Where each token begins in the text of its choice, as OpenAI's `text_offset` of completions."""
+"""Finds where each token begins in the text of its choice, as OpenAI's `text_offset` of
+completions."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from moonpool.types import Token
 class TextOffsets:
     """Counts the characters of one text, token by token.
 
-    A token that ends no character has the place of the character that it belongs to. A special
-    token has a place, but no characters unless the text shows it.
+    A token that completes no character has the offset of the character that it belongs to. A
+    special token has an offset, but no characters unless the text shows it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, start: int = 0) -> None:
-        """`start`: characters before the first token."""
+        """`start`: the number of characters before the first token."""
         self._stream = tokenizer.stream(skip_special_tokens)
         self._position = start
 
@@ -41,6 +42,6 @@ def prompt_offsets(token_ids: Sequence[int], text: str, tokenizer: Tokenizer) ->
             position += len(said)
         elif said.startswith(" ") and text.startswith(said[1:], position):
             position += len(said) - 1
-        elif token_id not in tokenizer.special_token_ids:  # the tokenizer writes the text again
+        elif token_id not in tokenizer.special_token_ids:  # a rewritten text
             position += len(said)
     return found

@@ -1,7 +1,7 @@
 """The live page at `/`, and the stream of server-sent events that it shows.
 
-All viewers of one tenant share a frame, which is computed at most once in `FRAME_S`, and not at all
-while nobody looks.
+All viewers of one tenant share a frame, which is computed at most once in `FRAME_S`, and only while
+a viewer is connected.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LivePage:
                 self._frames.clear()
 
     async def _shared_frame(self, tenant: str | None) -> bytes:
-        async with self._computing:  # the head may be another process
+        async with self._computing:  # awaits the head, which may be another process
             return await self._frame(tenant)
 
     async def _frame(self, tenant: str | None) -> bytes:
@@ -83,7 +83,7 @@ _HEADERS = (
 
 
 class HtmlPage:
-    """Sends one HTML file of this folder; the browser may load nothing from elsewhere."""
+    """Sends one HTML file of this folder; the browser may load nothing from other servers."""
 
     def __init__(self, file_name: str) -> None:
         self._page = whole_page(__package__, file_name).encode()

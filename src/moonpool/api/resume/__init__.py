@@ -1,1 +1,1 @@
-"""Streams that go on after what their clients have."""
+"""Streams that continue after the part that their clients have."""

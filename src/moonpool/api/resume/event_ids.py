@@ -1,4 +1,5 @@
-"""Ids of server-sent events, by which a client continues at any head, even one that has no log.
+"""Ids of server-sent events, with which a client continues at any head, even at a head that has no
+log.
 
 A call with the header `Last-Event-ID: 0` gets an `id:` with each event. The same call with the id
 of the last event that arrived gets the events after it. The answer is computed again for that: an
@@ -6,7 +7,7 @@ id holds what was drawn for the response, so the tokens and bytes are the same, 
 tokens so far, so that an answer which differs is an error instead of a wrong continuation.
 
 A client without ids sends the same call with the same `X-Request-Id`, and the number of tokens that
-it has in `X-Resume-Tokens`. What the server knows of the answer is not computed again.
+it has in `X-Resume-Tokens`. The part of the answer that the server knows is not computed again.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _DIGEST_BYTES = 6
 
 
 class Progress(NamedTuple):
-    """What a client has of one choice."""
+    """The part of one choice that a client has."""
 
     events: int
-    digest: str  # of the tokens that these events came from
+    digest: str  # digest of the tokens from which these events came
 
 
 class EventPosition(NamedTuple):
@@ -50,11 +51,11 @@ class EventPosition(NamedTuple):
     created_s: int
     ids: bytes
     call: bytes  # a digest of the request
-    progress: tuple[Progress, ...] = ()  # by choice; without any the client has nothing
+    progress: tuple[Progress, ...] = ()  # by choice; empty if the client has nothing
 
     @classmethod
     def of(cls, facts: StreamFacts, request_id: str, call: bytes) -> EventPosition:
-        """Where a response begins."""
+        """Returns the position at which a response begins."""
         return cls(request_id, facts.seed, facts.created_s, facts.ids, call)
 
     def facts(self, max_model_tokens: int, system_fingerprint: str = "") -> StreamFacts:
@@ -69,7 +70,7 @@ class EventPosition(NamedTuple):
         )
 
     def prefix(self) -> str:
-        """What all ids of a response begin with."""
+        """Returns the text with which all ids of a response begin."""
         packed = _FACTS.pack(_VERSION, self.seed, self.created_s, self.ids, self.call)
         return f"{_text(packed)}/{self.request_id}/"
 
@@ -78,7 +79,7 @@ NOTHING = EventPosition("", 0, 0, b"", b"")
 
 
 def last_event_id(headers: dict[bytes, bytes]) -> EventPosition | None:
-    """Returns what the client has of the response, maybe nothing; None if it wants no ids.
+    """Returns the position that the client has reached in the response, or None if it wants no ids.
 
     Raises ApiError for an id that is not one of this server's.
     """
@@ -116,7 +117,8 @@ def _progress(text: str) -> Iterator[Progress]:
 
 
 def digest_of_call(path: str, model: str, choices: Sequence[Choice]) -> bytes:
-    """A digest of what the answer follows from: the path, the model, the prompts and sampling."""
+    """Returns a digest of everything that determines the answer: the path, the model, the prompts
+    and sampling."""
     made = hashlib.blake2b(path.encode() + b"\0" + model.encode(), digest_size=8)
     for choice in choices:
         request = choice.request
@@ -128,7 +130,7 @@ def digest_of_call(path: str, model: str, choices: Sequence[Choice]) -> bytes:
 
 
 class NumberedEvents:
-    """Gives each event of a response its id, and leaves out those that the client has.
+    """Gives each event of a response its id, and leaves out the events that the client has.
 
     Each choice must receive its tokens one by one, so that its events do not depend on how many
     tokens arrived together.
@@ -137,10 +139,10 @@ class NumberedEvents:
     def __init__(
         self, writer: EventWriter, start: EventPosition, num_choices: int, has: Sequence[Progress]
     ) -> None:
-        """`start`: the start of the response. `has`: what the client has of each choice, or
+        """`start`: the start of the response. `has`: the progress of the client in each choice, or
         nothing.
 
-        Raises ApiError if that is of another number of choices.
+        Raises ApiError if `has` is of another number of choices.
         """
         if has and len(has) != num_choices:
             raise another_call()
@@ -154,7 +156,7 @@ class NumberedEvents:
 
     @property
     def catches_up(self) -> bool:
-        """Whether nothing has come yet that the client lacks."""
+        """Whether no event has come yet that the client lacks."""
         return not self._has_begun
 
     def begin(self) -> bytes:
@@ -246,8 +248,8 @@ def resume_tokens(headers: dict[bytes, bytes]) -> tuple[int, ...] | None:
 def check_resumption(
     has: Sequence[int], choices: Sequence[Choice], is_streamed: bool, seed_is_unknown: bool
 ) -> None:
-    """Raises ApiError if the rest of the answer cannot be sent. `seed_is_unknown`: the seed of the
-    answer that the client has is unknown."""
+    """Raises ApiError if the rest of the answer cannot be sent. `seed_is_unknown`: whether the seed
+    of the client's answer is unknown."""
     if len(has) != len(choices):
         text = f"The header {RESUME} has {len(has)} numbers, the call has {len(choices)} choices."
         raise ApiError(text, param=RESUME, code="invalid_header")
@@ -268,20 +270,20 @@ def check_resumption(
 
 
 class ResumedEvents:
-    """Leaves out the events of tokens that the client has.
+    """Leaves out the events of tokens that the client already has.
 
     Each choice must receive its tokens one by one.
     """
 
     def __init__(self, writer: EventWriter, has: Sequence[int]) -> None:
-        """`has`: tokens of each choice."""
+        """`has`: number of tokens that the client has of each choice."""
         self._writer = writer
         self._has = tuple(has)
         self._has_begun = not any(has)
 
     @property
     def catches_up(self) -> bool:
-        """Whether nothing has come yet that the client lacks."""
+        """Whether no event has come yet that the client lacks."""
         return not self._has_begun
 
     def begin(self) -> bytes:

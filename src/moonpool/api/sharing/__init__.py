@@ -1,1 +1,1 @@
-"""What clients of a server share: buffers that they fill, and room for their bodies."""
+"""What clients of a server share: buffers that they fill, and memory for their bodies."""

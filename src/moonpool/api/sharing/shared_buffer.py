@@ -1,8 +1,9 @@
 """Buffers that many clients fill, divided so that none of them shuts another out.
 
-A **party** is a tenant, or an address where no key tells the tenant. It may have half of what the
-other parties leave, so that a further one always finds room: two parties that take all they can
-have a third each, and three a quarter. The party "" has no others beside it, and may have all.
+A **party** is a tenant, or an address where no key tells the tenant. A party may use half of what
+the other parties leave, so that a new party always finds room: two parties that take all they can
+have a third each, and three parties a quarter. The party "" has no other parties beside it, and may
+use everything.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Generic, Protocol, TypeVar
 from moonpool.api.errors import ApiError
 
 _NETWORK_BITS = 64
-"""An IPv6 client has a whole network of this many bits to choose its address from."""
+"""An IPv6 client may choose its address from a whole network of this many bits."""
 
 
 class SharedBuffer:
-    """Bytes or places, at most `capacity`."""
+    """A buffer of at most `capacity` bytes or places."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -31,20 +32,20 @@ class SharedBuffer:
         return self._taken_by.get(party, 0)
 
     def has_room(self, party: str, amount: int = 1, more: int = 0) -> bool:
-        """`more`: what others might give back."""
+        """`more`: the amount that other parties might give back."""
         own = self.taken_by(party)
         left = self.capacity - (self.taken - own - more)
         return own + amount <= (left if not party else (left + 1) // 2)
 
     def take(self, party: str, amount: int = 1) -> bool:
-        """Returns whether there was room."""
+        """Takes a part of the buffer, and returns whether there was room."""
         if not self.has_room(party, amount):
             return False
         self.add(party, amount)
         return True
 
     def add(self, party: str, amount: int) -> None:
-        """Counts what is there already."""
+        """Counts an amount that is already there."""
         self.taken += amount
         self._taken_by[party] = self.taken_by(party) + amount
 
@@ -58,7 +59,7 @@ class SharedBuffer:
 
     @contextlib.contextmanager
     def place(self, party: str) -> Iterator[bool]:
-        """Takes one place for as long as it lasts; yields whether there was one."""
+        """Takes one place until the context ends, and yields whether there was one."""
         found = self.take(party)
         try:
             yield found
@@ -71,8 +72,8 @@ K = TypeVar("K")
 
 
 def oldest_of_most(entries: Iterable[tuple[K, str, float]]) -> K:
-    """Returns which of the entries goes first where all cannot stay: the oldest one of the party
-    that has most. `entries`: at least one, each with its party and size, oldest first."""
+    """Returns which entry goes first if not all can stay: the oldest one of the party that has
+    most. `entries`: at least one, each with its party and size, oldest first."""
     sizes: dict[str, float] = {}
     oldest: dict[str, K] = {}
     for key, party, size in entries:
@@ -82,10 +83,10 @@ def oldest_of_most(entries: Iterable[tuple[K, str, float]]) -> K:
 
 
 class Holder(Protocol):
-    """Who holds a part of a buffer that others may need."""
+    """The holder of a part of a buffer that others may need."""
 
     def give_back(self) -> None:
-        """Ends what the part is held for. The buffer has forgotten it already."""
+        """Ends the work for which the part is held. The buffer has forgotten the part already."""
         ...
 
 
@@ -93,20 +94,22 @@ H = TypeVar("H", bound=Holder)
 
 
 class ReclaimedBuffer(Generic[H]):
-    """A shared buffer whose parts come back when others need them: first the oldest part of the
-    party that has most. `keep` makes a part one that its holder alone gives back."""
+    """A shared buffer whose parts are taken back when others need them: first the oldest part of
+    the party that has most. After `keep`, only the holder itself gives a part back."""
 
     def __init__(self, capacity: int) -> None:
         self._buffer = SharedBuffer(capacity)
         self._amounts: dict[H, tuple[str, int]] = {}
-        self._loose: dict[str, dict[H, None]] = {}  # by party, oldest first
+        # parts that may be taken back, by party, the oldest first
+        self._loose: dict[str, dict[H, None]] = {}
 
     @property
     def taken(self) -> int:
         return self._buffer.taken
 
     def grow(self, holder: H, party: str, amount: int) -> bool:
-        """Adds to what the holder has. Returns False if its party has too much already."""
+        """Adds to what the holder has of the buffer. Returns False if the holder's party has too
+        much already."""
         if not self._buffer.has_room(party, amount):
             found = self._reclaimable(party, amount)
             for each in found:
@@ -126,15 +129,15 @@ class ReclaimedBuffer(Generic[H]):
             self._forget(holder, self._amounts[holder][0])
 
     def drop(self, holder: H) -> None:
-        """Drops what the holder has; it may have had nothing."""
+        """Drops the holder's part, if it has one."""
         if holder in self._amounts:
             party, amount = self._amounts.pop(holder)
             self._forget(holder, party)
             self._buffer.release(party, amount)
 
     def _reclaimable(self, party: str, amount: int) -> list[H]:
-        """Returns parts whose end makes the room, each of a party that has more than this one would
-        have; none if there are too few."""
+        """Returns parts whose end makes enough room, each of a party that has more than this one
+        would have, or none if there are too few."""
         wanted = self._buffer.taken_by(party) + amount
         sums = {name: self._buffer.taken_by(name) for name in self._loose}
         oldest = {name: iter(parts) for name, parts in self._loose.items()}
@@ -176,7 +179,7 @@ def party_of(address: str) -> str:
 
 
 def party_at(sock: socket.socket) -> str:
-    """Returns the party at the other end of a TCP connection; "" if it has gone."""
+    """Returns the party at the other end of a TCP connection, or "" if the client has gone."""
     try:
         return party_of(sock.getpeername()[0])
     except OSError:
@@ -185,17 +188,17 @@ def party_at(sock: socket.socket) -> str:
 
 SMALL_BYTES = 64 << 10
 MAX_SMALL_BYTES = 256 << 20
-"""Most bytes of the beginnings of all bodies."""
+"""Most bytes held of the beginnings of all bodies together."""
 MAX_LARGE_BYTES = 256 << 20
-"""Most bytes of the rest of all bodies, unless eight of the largest need more."""
+"""Most bytes held of the remainders of all bodies, unless eight of the largest bodies need more."""
 
 
 class BodyMemory:
-    """The bodies that a server holds at a time: a large one that is not complete makes room for
-    others. `max_body_bytes`: the size of the largest body.
+    """The bodies that a server holds at a time; an incomplete large body makes room for others.
+    `max_body_bytes`: the size of the largest body.
 
-    The first SMALL_BYTES of each body have room of their own, so that small calls never wait for
-    large ones. In both rooms a party has at most half of what the others leave.
+    The first SMALL_BYTES of each body have separate room, so that small calls never wait for large
+    ones. In both kinds of room a party has at most half of what the other parties leave.
     """
 
     def __init__(self, max_body_bytes: int = 1) -> None:
@@ -205,8 +208,8 @@ class BodyMemory:
 
 
 class HeldBody:
-    """The room of one body, until `close`. `on_lost` is called if others need it before `finish`;
-    then `grow` raises ApiError."""
+    """The memory of one body, until `close`. `on_lost` is called if others need the memory before
+    `finish`; then `grow` raises ApiError."""
 
     def __init__(self, memory: BodyMemory, party: str) -> None:
         self.on_lost: Callable[[], None] | None = None
@@ -216,7 +219,8 @@ class HeldBody:
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Raises ApiError if there is no room for more bytes, or was none for earlier ones."""
+        """Raises ApiError if there is no room for more bytes, or there was none for earlier
+        bytes."""
         before, self._num_bytes = self._num_bytes, self._num_bytes + num_bytes
         small = min(self._num_bytes, SMALL_BYTES) - min(before, SMALL_BYTES)
         large = num_bytes - small
@@ -227,7 +231,7 @@ class HeldBody:
             raise self.refusal()
 
     def finish(self) -> None:
-        """The body is complete: keeps its room."""
+        """Marks the body as complete, so that it keeps its memory."""
         self._memory.small.keep(self)
         self._memory.large.keep(self)
 

@@ -1,6 +1,6 @@
-"""`moonpool serve` in a process of its own, which ends with the command that started it.
+"""Runs `moonpool serve` in a separate process, which ends with the command that started it.
 
-It is forked: a new interpreter would first import again what this one has.
+The process is forked, because a new interpreter would first import again what this process has.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ END_S = 20.0
 
 
 class ServerEndedError(RuntimeError):
-    """The server has ended by itself; the text has its own last words."""
+    """The server has ended without being told; the text has its last log lines."""
 
 
 class BackgroundServer:
     """Starts with a `with` block, and ends with all its processes after it.
 
-    It has a session of its own, so that Ctrl-C in the terminal ends an answer and not the server.
-    `on_line` gets each line of its log, from a thread.
+    The server has a separate session, so that Ctrl-C in the terminal ends an answer and not the
+    server. `on_line` gets each line of the server's log, from a thread.
     """
 
     def __init__(self, arguments: Sequence[str], port: int, on_line: Callable[[str], None]) -> None:
@@ -63,7 +63,7 @@ class BackgroundServer:
             self._process.wait()
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> None:
-        """Returns once the server answers, and calls `meanwhile` until then, a few times a second.
+        """Returns once the server answers; calls `meanwhile` a few times a second until then.
         Raises ServerEndedError.
 
         The supervisor listens long before there is a head, and the call waits at its socket.
@@ -114,8 +114,8 @@ class BackgroundServer:
 
 
 def _fork(line: list[str]) -> tuple[ForkedChild, int]:
-    """Forks a process that runs this command line in a session of its own. Returns it, and a
-    descriptor from which comes what it writes."""
+    """Forks a process that runs this command line in a session of its own. Returns the process, and
+    a descriptor from which its output comes."""
     own_pid = os.getpid()
     log_fd, write_fd = os.pipe()
     sys.stdout.flush()
@@ -160,7 +160,7 @@ def _run(line: list[str]) -> NoReturn:
 
 
 def choose_port(wanted: int) -> int:
-    """Returns `wanted` if it is free, else a port that is."""
+    """Returns `wanted` if it is free, or else a free port."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

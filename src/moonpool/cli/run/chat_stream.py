@@ -1,4 +1,5 @@
-"""One answer of a chat, streamed over HTTP. It imports little, so that `run` starts at once."""
+"""One answer of a chat, streamed over HTTP. This module imports little, so that `run` starts at
+once."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ class ChatError(RuntimeError):
 
 
 class ChatStream:
-    """One call of `/v1/chat/completions`. `ask` fills the figures; times are seconds."""
+    """`ChatStream` is one call of `/v1/chat/completions`. `ask` fills in the figures; times are in
+    seconds."""
 
     def __init__(self, port: int, on_text: Callable[[str], None], on_wait: Callable[[str], None]):
-        """`on_text` gets the answer as it comes; `on_wait` what the server does meanwhile, such as
-        "prefill of 4054 tokens, 1024 of them cached"."""
+        """`on_text` gets the answer as it comes; `on_wait` gets what the server does before that,
+        such as "prefill of 4054 tokens, 1024 of them cached"."""
         self._port = port
         self._on_text = on_text
         self._on_wait = on_wait
@@ -37,8 +39,8 @@ class ChatStream:
         self.finish_reason = ""
 
     def ask(self, body: dict[str, Any]) -> None:
-        """Returns at the answer's end. An exception, such as KeyboardInterrupt, ends the answer at
-        the server too. Raises ChatError."""
+        """Returns at the answer's end. An exception, such as KeyboardInterrupt, also ends the
+        answer at the server. Raises ChatError."""
         began_s = time.monotonic()
         connection = HTTPConnection(HOST, self._port)
         try:
@@ -59,7 +61,7 @@ class ChatStream:
             connection.close()
 
     def figures(self) -> str:
-        """What the answer took, in words."""
+        """Returns what the answer took, in words."""
         prompt = self.usage.get("prompt_tokens", 0)
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         tokens = self.usage.get("completion_tokens", 0)

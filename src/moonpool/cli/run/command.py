@@ -1,7 +1,7 @@
 """`moonpool run`: one model on this machine, with a chat in the terminal or the browser.
 
-It is `moonpool serve` with settings for one person: one instance that does both, an SSD tier in the
-cache folder, long requests. It prints what to paste into other clients.
+The command is `moonpool serve` with settings for one person: one instance that does both, an SSD
+tier in the cache folder, long requests. The command prints what to paste into other clients.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(
     name = _served_name(model)
     folder = _disk_folder(name) if ssd else None
     if folder is not None and not _disk_bytes(folder):
-        folder = None  # the disk is nearly full
+        folder = None  # without a tier: the disk is nearly full
     arguments = _serve_arguments(model, name, folder, settings)
     chosen = choose_port(DEFAULT_PORT) if port is None else port or choose_port(0)
     wanted = {key: settings[key] for key in ("max_tokens", "temperature")}
@@ -126,7 +126,7 @@ def run(
 
 
 def _served_name(model: str) -> str:
-    """The name in the API: that of the file or folder; a Hub id stays as it is."""
+    """Returns the name in the API: the name of the file or folder; a Hub id stays unchanged."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf" or path.exists():
         return path.resolve().name.removesuffix(".gguf")
@@ -134,7 +134,7 @@ def _served_name(model: str) -> str:
 
 
 def _is_missing(model: str) -> bool:
-    """Whether the name can only be that of a file or folder, which does not exist."""
+    """Whether the name can only mean a file or folder, which does not exist."""
     path = Path(model)
     is_path = model.startswith(("/", "./", "../", "~")) or path.suffix == ".gguf"
     return is_path and ":" not in model and not path.expanduser().exists()
@@ -147,8 +147,8 @@ def _disk_folder(name: str) -> Path:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Returns about a tenth of the free space for the folder, or 0 if that is too little. What the
-    folder holds counts as free."""
+    """Returns about a tenth of the free space for the folder, or 0 if that is too little. Returns
+    the free bytes of the disk, including what the folder holds."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     status = os.statvfs(there)
     own = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

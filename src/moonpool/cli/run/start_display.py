@@ -1,4 +1,4 @@
-"""What `moonpool run` shows while its server starts."""
+"""The lines that `moonpool run` shows while its server starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 QUIET_S = 30.0
-"""Where nothing is drawn, a start that lasts longer says so, and again after as long."""
+"""If nothing is drawn, a start that lasts longer than this says so, and repeats that after the same
+time."""
 COUNT_FROM_S = 2.0
 _ERASE = "\r\x1b[K"
 _MOST_WARNINGS = 100
@@ -17,9 +18,10 @@ _MOST_WARNINGS = 100
 
 class StartDisplay:
     """On a terminal one line, with what the server does now; elsewhere a line each `QUIET_S`. The
-    server's warnings stay, each once. If `verbose`, its whole log instead, also later.
+    server's warnings stay, each once. With `verbose`, the whole log is shown instead, also after
+    the start.
 
-    `take` gets lines of the log from any thread; the other methods are for one.
+    `take` gets lines of the log from any thread; the other methods are for one thread.
     """
 
     def __init__(self, verbose: bool, clock: Callable[[], float] = time.monotonic) -> None:

@@ -22,7 +22,7 @@ _DIM, _PLAIN, _ERASE = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
 
 
 class TerminalChat:
-    """The conversation with one server. `parameters` are fields of each request."""
+    """A conversation with one server. `parameters` are the fields of each request."""
 
     def __init__(self, server: BackgroundServer, parameters: dict[str, Any], system: str) -> None:
         self._server = server
@@ -34,7 +34,7 @@ class TerminalChat:
 
     def run(self) -> None:
         """Returns when the person ends it. Raises ServerEndedError."""
-        with contextlib.suppress(ImportError):  # line editing and history, where there is any
+        with contextlib.suppress(ImportError):  # line editing and history, if they are available
             import readline  # noqa: F401
         while True:
             try:
@@ -139,7 +139,7 @@ def answer_once(
     try:
         stream.ask({**parameters, "messages": [*messages, {"role": "user", "content": prompt}]})
     except ChatError:
-        server.check()  # names the true reason
+        server.check()  # names the true reason of the failure
         raise
     finally:
         if stream.text and not stream.text.endswith("\n"):

@@ -1,1 +1,1 @@
-"""Commands that ask a running server: its address, key and certificate, and calls of it."""
+"""Commands that query a running server: its address, key and certificate, and calls to it."""

@@ -1,6 +1,6 @@
 """The server that a command asks: its address, the key that it gets, and whom to trust over https.
 
-Every command takes them the same way: the address as an argument, with or without http://, and
+All commands take these in the same way: the address as an argument, with or without http://, and
 --api-key and --ca-file. Without --api-key the key comes from the environment.
 """
 
@@ -55,7 +55,7 @@ class Server(Struct, frozen=True, kw_only=False):
         return httpx.Client(headers=headers, timeout=timeout_s, verify=verify)
 
     def unreachable(self, error: Exception) -> str:
-        """One line about a server that does not answer."""
+        """Returns one line about a server that does not answer."""
         from moonpool.http_client.trust import untrusted_hint
 
         what_to_do = untrusted_hint(error) or "start one or correct the URL"
@@ -78,7 +78,7 @@ def full_url(address: str) -> str:
 
 
 def is_address(word: str) -> bool:
-    """True for a URL or HOST:PORT; false for a file, or the name of a model."""
+    """Whether a text is a URL or HOST:PORT, and not a file or the name of a model."""
     if "://" in word:
         return True
     return _HOST_AND_PORT.fullmatch(word) is not None and not Path(word).exists()
@@ -117,7 +117,7 @@ def asks_server(
     """Adds the argument URL and the options of `access_options`. The command gets `server`: a
     Server, or None where no address is given and there is no default.
 
-    `former_flag` gives the address, too, as it did in earlier releases.
+    `former_flag` also gives the address, as it did in earlier releases.
     """
 
     def decorate(command: F) -> F:
@@ -144,7 +144,8 @@ def asks_server(
 
 
 def bearer_key(given: str | None, keys: tuple[str, ...] = OWN_KEYS) -> str:
-    """Returns the key to send: the given one, else the first of these variables, else ""."""
+    """Returns the key to send: the given key, or else the first of these variables that is set, or
+    ""."""
     if given:
         return given
     found = (os.environ.get(name, "").replace(",", " ").split() for name in keys)

@@ -47,7 +47,7 @@ class ClusterClient:
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         import httpx
 
-        tries = 2 if method == "GET" else 1  # the head may just have given way to the next one
+        tries = 2 if method == "GET" else 1  # the head may just have been replaced by the next one
         while True:
             tries -= 1
             try:

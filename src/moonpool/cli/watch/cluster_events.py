@@ -15,7 +15,8 @@ Frame = dict[str, Any]
 
 
 class NoFramesError(Exception):
-    """The server sends no frames; one line says why. `is_final`: trying again cannot help."""
+    """The server sends no frames; one line says why. `is_final`: whether trying again cannot
+    help."""
 
     def __init__(self, message: str, *, is_final: bool) -> None:
         super().__init__(message)

@@ -94,7 +94,7 @@ def _watch(console: Console, reader: _Reader, has_keys: bool, interrupted: threa
 @contextlib.contextmanager
 def _interrupt_noted() -> Iterator[threading.Event]:
     """Ctrl-C sets the event that is yielded. An exception in the middle of drawing could be lost in
-    a library's clean-up. A second Ctrl-C ends the process at once."""
+    a library's clean-up code. A second Ctrl-C ends the process at once."""
     interrupted = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:

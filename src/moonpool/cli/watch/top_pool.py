@@ -19,17 +19,17 @@ _MOST_PREFIXES = 5
 TITLE_LINES = 4
 """Lines of a table besides its rows."""
 WIDE_COLUMNS = 110
-"""Terminals of at least this width have tables with all columns, and room between them."""
+"""Terminals of at least this width get tables with all columns, and space between them."""
 
 
 def new_table(is_wide: bool) -> Table:
-    """An empty table of the view."""
+    """Returns an empty table in the view's style."""
     gap = 1 if is_wide else 0
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False, padding=(0, gap))
 
 
 def pool_tables(frame: Frame, lines: int | None, is_wide: bool) -> list[Table]:
-    """Returns the tables that have something to show and fit into `lines`; None means that all fit.
+    """Returns the tables that have something to show and fit into `lines`; None means no limit.
 
     A tenant's frame has none.
     """

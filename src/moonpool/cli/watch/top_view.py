@@ -35,9 +35,9 @@ _POOL_FROM_LINES = 34
 
 
 def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) -> RenderableType:
-    """Returns the view. `state` says what is wrong with the connection; "" if nothing is.
+    """Returns the view. `state` says what is wrong with the connection, or "" if it is fine.
 
-    `lines` None: as many as the frame needs.
+    `lines` is None for as many lines as the frame needs.
     """
     is_wide = columns >= WIDE_COLUMNS  # the panels then stand beside each other
     panels = 0 if is_wide else 6
@@ -107,7 +107,7 @@ def _instances(frame: Frame, is_wide: bool) -> RenderableType:
 
 
 def _remark(one: dict[str, Any], is_wide: bool) -> Text:
-    """What an operator should know about an instance; mostly nothing."""
+    """Returns what an operator should know about an instance, mostly nothing."""
     ssd = one.get("ssd") or {}
     if one["draining"]:
         return Text(f"draining: {one['draining']}" if is_wide else "draining", "yellow")
@@ -122,7 +122,7 @@ def _remark(one: dict[str, Any], is_wide: bool) -> Text:
 
 
 def _load(now: float, booked: float, cells: int) -> Text:
-    """A bar of both loads, where its whole length is the SLO, and their numbers."""
+    """Returns a bar of both loads, whose full length is the SLO, and their numbers."""
     style = "red" if max(now, booked) >= 1 else "blue"
     solid = min(round(now * cells), cells)
     light = max(min(round(booked * cells), cells) - solid, 0)

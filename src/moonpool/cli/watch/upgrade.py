@@ -1,4 +1,5 @@
-"""`moonpool upgrade`: every process of a running cluster gives way to one from the code on disk."""
+"""`moonpool upgrade`: replaces every process of a running cluster by one that runs the code on
+disk."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def upgrade(server: Server, within_s: float, wait_s: float) -> None:
 def _replace_instance(
     client: ClusterClient, instance: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
-    """Replaces one instance, unless it has gone meanwhile or has another process already."""
+    """Replaces one instance, unless it has gone in the meantime or has another process already."""
     name = instance["instance_id"]
     now = {one["instance_id"]: one for one in client.get("/cluster")["instances"]}.get(name)
     if now is None or now["pid"] != instance["pid"]:
@@ -68,8 +69,8 @@ def _replace_instance(
 def _replace(
     client: ClusterClient, listed: str, former: dict[str, Any], within_s: float, wait_s: float
 ) -> None:
-    """Drains a process and waits for its successor: one of its name, or else a new one of its
-    role."""
+    """Drains a process and waits for its successor: a process of the same name, or else a new one
+    of its role."""
     name = former["name"]
     known = {_place(one) for one in client.get("/cluster")[listed]}
     body = {"instance_id": name, "within_s": within_s, "returns": True}
@@ -93,7 +94,7 @@ def _report(name: str, former: dict[str, Any], now: dict[str, Any], began_s: flo
 
 
 def _place(process: dict[str, Any]) -> tuple[str, int]:
-    """What distinguishes a process from all others of the cluster."""
+    """Returns what distinguishes a process from all others of the cluster."""
     return process["host"], process["pid"]
 
 

@@ -25,7 +25,7 @@ from moonpool.config.tables import ConductorConfig
 
 
 class AdmissionCheck:
-    """Applies the admission policy, and books nothing."""
+    """Applies the admission policy and books no load."""
 
     def __init__(
         self,
@@ -35,7 +35,8 @@ class AdmissionCheck:
         cost_estimator: CostEstimator,
         goodput: GoodputModel,
     ) -> None:
-        """`policy`: None for the built-in one that the config names."""
+        """`policy`: a policy from outside the package, or None for the built-in policy that the
+        config names."""
         self._config, self._policy = config, policy
         self._cluster_state = cluster_state
         self._cost_estimator, self._goodput = cost_estimator, goodput
@@ -98,7 +99,7 @@ class AdmissionCheck:
 
     def _holds_back(self, budget: SloBudget) -> bool:
         """Whether the request should go on waiting for a batch with room. Without admission control
-        it is never refused, and waits as long as its first token can be in time."""
+        the request is never refused, and waits as long as its first token can be in time."""
         return (
             self._config.admission != "none"
             or budget.waited_s < BATCH_SHARE * budget.yardstick.ttft_s
@@ -115,7 +116,7 @@ class AdmissionCheck:
 
 
 def goes_on(tracked: TrackedRequest) -> bool:
-    """Whether it was admitted before, or had to wait."""
+    """Whether the request was admitted before, or had to wait."""
     return bool(tracked.generated) or tracked.has_waited
 
 

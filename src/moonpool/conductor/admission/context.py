@@ -17,30 +17,31 @@ requests in time than a shorter one."""
 LEAST_TTFT_CHANCE_ALONE = 0.85
 """The limit for requests that need not wait for a decode batch: their prompts wait only for other
 prompts, so the queue soon grows as deep as this permits. Both limits apply to a TTFT of which at
-least `WAITING_SHARE` is waiting. If nothing is waited for, a rejection leaves the instance idle, so
-the limits fall with the share of waiting."""
+least `WAITING_SHARE` is waiting. If the request waits for no other work, a rejection leaves the
+instance idle, so the limits fall with the share of waiting."""
 WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 REST_CHANCE = 0.05
 """The chance of a TTFT that is in time by the costs measured at rest, but not by those learned
-since. If nothing is waited for and nobody else is harmed, a rejection would free nothing."""
+since. If the request waits for no other work and harms no other request, a rejection would free
+nothing."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
     """What one request adds and costs, in effective requests."""
 
-    worth: float  # its chance to meet both SLOs if no prefill waited
+    worth: float  # the request's chance to meet both SLOs if no prefill waited
     ttft_chance: float
     tbt_chance: float
-    harm: float  # by how much it lowers the chances of the answers in its batch
+    harm: float  # by how much the request lowers the chances of the answers in its batch
     prefill_cost: float
     decode_cost: float
-    step_s: float  # predicted, with the request
-    wait_s: float = 0.0  # from the end of the prefill until its decode can begin
-    waiting_share: float = 1.0  # of the predicted TTFT, in queues
-    delay: float = 0.0  # effective requests lost because their prefill waits for its own
-    rest_chance: float = 0.0  # `REST_CHANCE` where that applies
+    step_s: float  # predicted step time with the request in the batch
+    wait_s: float = 0.0  # time from the end of the prefill until the decode can begin
+    waiting_share: float = 1.0  # share of the predicted TTFT that the request waits in queues
+    delay: float = 0.0  # effective requests lost because they wait for this request's prefill
+    rest_chance: float = 0.0  # `REST_CHANCE` where that constant applies
 
     @property
     def least_ttft_chance(self) -> float:
@@ -58,9 +59,9 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
 
     @property
     def cost(self) -> float:
-        # At full load the price of decode and the harm to others are the same loss: once as seen by
-        # requests still to come, once by those under way. So are the price of prefill and the delay
-        # of others.
+        # At full load the price of decode and the harm to others count the same loss twice: once
+        # for requests still to come, once for those under way. The price of prefill and the delay
+        # of other requests also count one loss twice.
         return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
 
     @property
@@ -87,7 +88,7 @@ class SloBudget(msgspec.Struct, frozen=True):
 
     @property
     def yardstick(self) -> Slo:
-        """The SLO, stated or assumed."""
+        """The TTFT and TBT SLO of the request, stated or assumed."""
         return self.slo if self.assumed is None else self.assumed
 
 
@@ -95,13 +96,13 @@ class AdmissionContext(msgspec.Struct, frozen=True):
     """The input of an admission policy: the request and its placement, which is not booked yet."""
 
     footprint: RequestFootprint
-    placement: Placement  # with the predicted `ttft_s`, `tbt_s`, `queue_s` and `prefill_s`
+    placement: Placement  # includes the predicted `ttft_s`, `tbt_s`, `queue_s` and `prefill_s`
     budget: SloBudget
     table: InstanceTable
     forecast: Forecast
     config: ConductorConfig
     now: float
-    expected: ExpectedGoodput | None = None  # for the policy "goodput" only
+    expected: ExpectedGoodput | None = None  # only set for the policy "goodput"
 
     @property
     def rest_prefill_s(self) -> float:

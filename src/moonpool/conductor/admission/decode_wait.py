@@ -4,8 +4,8 @@ instance only when the batch has room for it.
 The KVCache lies at the decode instance by then. There is room while a step takes less than the time
 at which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the TTFT
 SLO, and a batch is full without making the answers in it late. The rule is separate
-(`conductor.decode_wait`) and works with any admission policy. The wait is predicted and counts in
-the TTFT that the policy judges.
+(`conductor.decode_wait`) and works with any admission policy. The policy judges a TTFT that
+includes the predicted wait.
 
 Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
 server such as vLLM has a batch of its own, and fills its steps with prompts whatever the TBT SLO
@@ -30,38 +30,42 @@ meet the TBT SLO, requests join at once."""
 
 FULL_SHARE = 0.98
 """Where prompts fill the steps, the longest gaps may be predicted up to this share of the TBT SLO.
-The rest is a margin, because contexts grow and later prompts may be longer."""
+The rest of the step is a margin, because contexts grow and later prompts may be longer."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
     """The decode pool at the time when an answer can begin."""
 
-    others: float  # other decodes on its instance, if it could make them late
-    without_s: float  # predicted step time without it
+    others: float  # other decodes on the instance, if this request could make them late
+    without_s: float  # predicted step time without this request
     with_s: float
-    wait_s: float  # from the end of the prefill until then
-    max_step_s: float | None  # the step time to wait for, or None if it joins at once
-    lasts: bool = False  # the instance remains as full as that
-    is_full: bool = False  # it should get no prompt before an answer ends (`InstanceTable.fills`)
+    wait_s: float  # time from the end of the prefill until the answer can begin
+    max_step_s: float | None  # the step time to wait for, or None if the request joins at once
+    lasts: bool = False  # whether the instance stays as full as it is now
+    # whether the instance should get no prompt before an answer ends (`InstanceTable.fills`)
+    is_full: bool = False
 
 
 class DecodeWait:
     """What the Conductor knows of waits at decode instances, whatever the admission policy: the
-    chances that answers meet their TBT SLO, and how long a request waits. One per Conductor."""
+    chances that answers meet their TBT SLO, and how long a request waits. A Conductor has one
+    `DecodeWait`."""
 
     def __init__(self, waits: bool = True) -> None:
-        """`waits`: whether the rule is on. If it is off, requests join at once and slow the others
-        down."""
+        """`waits`: whether requests wait for room in the decode batch. If they do not wait,
+        requests join at once and slow the other answers down."""
         self._waits = waits
         self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=waits), TbtChances()
-        # The step that is predicted there has a prompt in it, so a first gap is no longer than it.
+        # The predicted step of such an instance includes a prompt, so a first gap is no longer than
+        # that step.
         self.tbt_filled = TbtChances(joins_between=True)
 
     def note_answer(
         self, record: RequestRecord, predicted_step_s: float, chances: TbtChances
     ) -> None:
-        """Learns from an answer. `predicted_step_s`: as of `load`; 0 if nothing was predicted that
-        lasts. `chances`: of such instances."""
+        """Learns from the token gaps of an answer that has ended. `predicted_step_s`: the step time
+        in `load`, or 0 if no lasting step time was predicted. `chances`: the learned chances of
+        instances of this kind."""
         longest_s = record.tbt_top10_mean_s or 0.0
         chances.note_answer(record.num_generated_tokens, longest_s, predicted_step_s)
 
@@ -76,8 +80,8 @@ class DecodeWait:
         return self.chances(table, row).best_step_s(base_s, slo_tbt_s)
 
     def load(self, context: AdmissionContext) -> DecodeLoad:
-        """The load of the decode instance when the answer can begin. `context.placement` must not
-        contain the wait yet."""
+        """Returns the load of the decode instance when the answer can begin. `context.placement`
+        must not contain the wait yet."""
         table, row, slo_s = context.table, context.placement.decoder_row, context.budget.slo.tbt_s
         if not context.footprint.decodes:
             return DecodeLoad(0.0, 0.0, 0.0, 0.0, None)  # a step of 0 s meets any SLO
@@ -111,8 +115,9 @@ class DecodeWait:
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
     def _filled(self, context: AdmissionContext, own_s: float) -> DecodeLoad:
-        """Returns the load of an instance that fills its steps with prompts. It is what is booked
-        there now, because such an instance computes the prompt immediately."""
+        """Returns the load of an instance, such as a vLLM server, that fills its steps with
+        prompts. The load is what is booked on that instance now, because such an instance computes
+        the prompt immediately."""
         table, row = context.table, context.placement.decoder_row
         limit_s = FULL_SHARE * context.budget.slo.tbt_s
         stall_s, others = table.prompt_stall_s.item(row), table.booked_batch.item(row)

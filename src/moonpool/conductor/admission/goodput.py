@@ -13,7 +13,8 @@ is slowed down, and the wait counts in the TTFT. Without that rule, one more ans
 gaps of the others there too. The same holds for a server that fills its steps with prompts, where
 the wait comes before the prefill.
 
-The chances are learned from the answers that have ended (`slo_chances`). Nothing here books load.
+The chances are learned from the answers that have ended (`slo_chances`). Nothing in this module
+books load.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self._mean = RunningMean(FIRST_GUESS_TOKENS)
-        self._by_prompt: dict[int, RunningMean] = {}  # by half octaves of the prompt's length
+        self._by_prompt: dict[int, RunningMean] = {}  # keyed by half octaves of the prompt's length
 
     def note_answer(self, num_prompt_tokens: int, num_tokens: int) -> None:
         self._mean.add(num_tokens)
@@ -69,7 +70,8 @@ class AnswerLengths:
         self._by_prompt.setdefault(half_octave, RunningMean(0.0)).add(num_tokens)
 
     def relative(self, num_prompt_tokens: int) -> float:
-        """The mean length of the answers to prompts of about this length, over that of all."""
+        """Returns the mean length of the answers to prompts of about this length, divided by the
+        mean length of all answers."""
         similar = self._by_prompt.get(length_bucket(num_prompt_tokens))
         if similar is None or similar.count < MIN_SIMILAR:
             return 1.0
@@ -77,8 +79,9 @@ class AnswerLengths:
 
 
 class GoodputModel(ClusterObserver):
-    """What the Conductor has learned for this admission. One per Conductor. With `learning` off,
-    the first guesses of the chances stay in use, while the prices still follow the arrivals."""
+    """What the Conductor has learned for admission by expected goodput. A Conductor has one
+    `GoodputModel`. With `learning` off, the first guesses of the chances stay in use, while the
+    prices still follow the arrivals."""
 
     def __init__(self, table: InstanceTable, learning: bool = True, waits: bool = True) -> None:
         self._table, self._learning = table, learning
@@ -92,8 +95,8 @@ class GoodputModel(ClusterObserver):
         self._usual_prefill_s, self._usual_step_s = RunningMean(0.0), RunningMean(0.0)
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        """Learns from an answer. A request with several attempts says nothing about its first
-        placement, and is ignored, as is an embedding."""
+        """Learns from an answer that has ended. A request with several attempts says nothing about
+        its first placement, so its answer is ignored, like that of an embedding request."""
         record = tracked.record
         if not self._learning or record.attempts != 1 or tracked.request.is_embedding:
             return
@@ -114,14 +117,15 @@ class GoodputModel(ClusterObserver):
             self.ttft.note_first_token(ttft_s, predicted_s, record.slo.ttft_s)
 
     def note_placed(self, context: AdmissionContext) -> None:
-        """Notes that a request was placed as the context says."""
+        """Notes that a request was placed as `context` describes."""
         placement, table = context.placement, context.table
         on_decode = placement.decode is None and not table.prefills[placement.decoder_row]
         self.prices.note_placed(self._pool_prefill_s(context), on_decode, context.now)
 
     def _pool_prefill_s(self, context: AdmissionContext) -> float:
-        """Time of the prefill. If a decode instance computes the prompt, this is the time on a
-        prefill instance: beside decodes it takes longer, but is no more work."""
+        """Returns the time of the request's prefill. If a decode instance computes the prompt,
+        returns the time on a prefill instance: beside decodes a prefill takes longer, but is no
+        more work."""
         placement, table = context.placement, context.table
         if placement.decode is not None or table.prefills[placement.decoder_row]:
             return placement.prefill_s
@@ -136,9 +140,10 @@ class GoodputModel(ClusterObserver):
         keys: Sequence[BlockKey],
         first: bool,
     ) -> ExpectedGoodput:
-        """Call it before the request is booked. `load`: of its decode instance; the placement does
-        not contain its wait yet. `keys`: the keys of the prompt's blocks. `first`: the request has
-        just arrived, so it counts as demand."""
+        """Call this method before the request is booked. `load`: the load of the request's decode
+        instance; the placement does not contain its decode wait yet. `keys`: the keys of the
+        prompt's blocks. `first`: whether the request has just arrived, so that it counts as
+        demand."""
         budget, placement = context.budget, context.placement
         ttft_stated, tbt_stated = budget.slo.ttft_s < inf, budget.slo.tbt_s < inf
         left_s = budget.slo.ttft_s - budget.waited_s
@@ -171,8 +176,8 @@ class GoodputModel(ClusterObserver):
         )
 
     def _rest_chance(self, context: AdmissionContext, load: DecodeLoad, left_s: float) -> float:
-        """See `REST_CHANCE`. On an instance with another engine, such as vLLM, the model of the
-        load does not include all that slows prompts down, so that instance is learned as slower."""
+        """See `REST_CHANCE`. On an instance with another engine, such as vLLM, the load model does
+        not include all that slows prompts down, so the learned factor makes the instance slower."""
         table, placement = context.table, context.placement
         factor = table.prefill_factor.item(table.ids.index(placement.prefill))
         if factor <= 1.0 or placement.queue_s + load.wait_s > 0.0:
@@ -204,7 +209,7 @@ class GoodputModel(ClusterObserver):
         delay is shared out too."""
         table, placement = context.table, context.placement
         if placement.decode is None and not table.prefills[placement.decoder_row]:
-            return 0.0  # a decode instance computes the prompt
+            return 0.0  # a decode instance computes the prompt, so no prefill is delayed
         slo_ttft_s = context.budget.yardstick.ttft_s
         return self.prices.delay(placement.queue_s, own_prefill_s, table.num_prefills, slo_ttft_s)
 
@@ -263,7 +268,8 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
             text = f"{_ttft_text(context, expected)}, also on an idle instance: shorten the prompt"
             return Rejection(422, TIGHT_TTFT, f"{text} or raise the SLO", inf, numbers)
         wait_s = placement.queue_s + expected.wait_s
-        if placement.prefill_s > context.budget.slo.ttft_s:  # with what is computed beside it
+        # `prefill_s` includes what is computed beside the prompt
+        if placement.prefill_s > context.budget.slo.ttft_s:
             wait_s = max(wait_s, 1.0)
         return Rejection(429, TIGHT_TTFT, _ttft_text(context, expected), wait_s, numbers)
     if expected.tbt_chance < LEAST_CHANCE:
@@ -283,7 +289,7 @@ def decide(context: AdmissionContext, expected: ExpectedGoodput) -> Rejection | 
 
 
 def _numbers(context: AdmissionContext, expected: ExpectedGoodput) -> dict[str, float]:
-    """The numbers behind the decision, for machines."""
+    """Returns the numbers behind the decision, by name."""
     numbers = {
         "ttft_chance": expected.ttft_chance,
         "tbt_chance": expected.tbt_chance,

@@ -2,11 +2,11 @@
 
 The unit of load is predicted latency over its SLO; `load_limit` is the highest load accepted.
 
-* none: no request is rejected for its SLO. What lacks room waits until its deadline.
+* none: no request is rejected for its SLO. A request that finds no room waits until its deadline.
 * baseline: checks the prefill load at arrival. Without `decode_wait`, the decode instance checks
   its load when the prefill is done; a request that it rejects has been prefilled for nothing.
-* early: also checks the decode load at arrival, as it is then. That is one prefill too early, which
-  makes both pools swing in turn (section 7.3).
+* early: also checks the decode load at arrival, as it is at that moment. The decode load is then
+  one prefill too old, which makes both pools swing in turn (section 7.3).
 * predictive: checks the decode load projected to the end of this prefill (section 7.4).
 * goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
@@ -46,8 +46,8 @@ AdmissionFunction = Callable[[AdmissionContext], Rejection | None]
 class AdmissionPolicy(Protocol):
     """An admission policy from outside the package: an object or function to be called.
 
-    It returns None to accept the request, the reason as text to reject it with HTTP status 429, or
-    a `Rejection`. It may keep state, but must not modify the context or read a clock.
+    A policy returns None to accept the request, the reason as text to reject it with HTTP status
+    429, or a `Rejection`. A policy may keep state, but must not modify the context or read a clock.
     """
 
     def __call__(self, context: AdmissionContext, /) -> Rejection | str | None: ...
@@ -73,8 +73,8 @@ class CustomAdmission:
 
 
 def admit(context: AdmissionContext, policy: AdmissionFunction | None = None) -> Rejection | None:
-    """Returns why the placement must not be booked; None if it may be. `policy`: None for the
-    built-in one that the config names."""
+    """Returns why the placement must not be booked, or None if it may be booked. `policy`: a policy
+    from outside the package, or None for the built-in policy that the config names."""
     if context.budget.slo is UNLIMITED:
         return None
     return (policy or ADMISSIONS[context.config.admission])(context)  # type: ignore[index]
@@ -108,7 +108,8 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
     pool, limit = _pool(context), context.config.load_limit
     projected = forecast.project(now + ttft_s, now)
     if not context.config.decode_wait:
-        forecast.note_projection(now + ttft_s, projected[0])  # else it was noted for the wait
+        # otherwise the decode wait has noted a projection
+        forecast.note_projection(now + ttft_s, projected[0])
     if pool.load(*context.table.without_remainders(*projected)) <= limit:
         return None
     return _slow_then(pool, ttft_s, forecast, limit, now)
@@ -138,8 +139,9 @@ def _pool(context: AdmissionContext) -> _Pool:
 
 
 class _Pool(msgspec.Struct, frozen=True):
-    """The decode pool as a whole. All decodes are spread over its instances so that these are
-    equally slow, as placement does; this request is added on the instance that was chosen."""
+    """Predicted load of the decode pool as a whole. All decodes are spread over its instances so
+    that these are equally slow, as placement does; this request is added on the instance that was
+    chosen."""
 
     table: InstanceTable
     row: int
@@ -171,7 +173,7 @@ class _Pool(msgspec.Struct, frozen=True):
         return max(self.tbt_s(batch, context_tokens) / self.slo_tbt_s, self.memory(context_tokens))
 
     def numbers(self, batch: float, context_tokens: float, limit: float) -> dict[str, float]:
-        """The load for machines."""
+        """Returns the load as numbers by name, for metrics and JSON."""
         return {
             "predicted_tbt_s": float(self.tbt_s(batch, context_tokens)),
             "limit_tbt_s": self.slo_tbt_s * limit,
@@ -181,7 +183,7 @@ class _Pool(msgspec.Struct, frozen=True):
         }
 
     def describe(self, batch: float, context_tokens: float, limit: float) -> str:
-        """The load in words, and the limit that it exceeds."""
+        """Returns the load as text, with the limit that it exceeds."""
         tbt_s = self.tbt_s(batch, context_tokens)
         if tbt_s / self.slo_tbt_s >= self.memory(context_tokens):
             what = f"predicted time between tokens {tbt_s:.3f} s"
@@ -195,8 +197,8 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def _too_late(context: AdmissionContext, tail: float, limit: float) -> Rejection | None:
-    """`tail` corrects predicted queueing, which is what takes longer than predicted. A request at
-    the head of its queue is therefore never rejected by it."""
+    """`tail` corrects the predicted queueing time only, which is what takes longer than predicted.
+    A request at the head of its queue is therefore never rejected because of `tail`."""
     placement, budget = context.placement, context.budget
     ttft_s = budget.waited_s + placement.ttft_s
     late_s = ttft_s + (tail - 1.0) * placement.queue_s

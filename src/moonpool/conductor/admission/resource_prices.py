@@ -1,14 +1,14 @@
 """What a second of prefill and a second of decode are worth, in effective requests.
 
 Under overload some requests must be rejected, and an admitted request takes the place of others.
-The recent requests tell which: ordered by need, those that need least are served first until the
-capacity is used up. The need of the last one is the price. A request that needs more than its worth
-at this price would cost more effective requests than it adds. Without overload the prices are 0,
-and no request is rejected for what it needs.
+Prices follow from the recent requests: ordered by need, the requests that need least are served
+first until the capacity is used up. The need of the last request served is the price. A request
+that needs more than it is worth at this price would cost more effective requests than it adds.
+Without overload the prices are 0, and no request is rejected for what it needs.
 
 Prefill has a queue, and a decode waits for room behind its prefill. Either may wait for
 `QUEUE_SHARE` of the TTFT SLO: that much work must be waiting, so that no instance idles when
-arrivals pause. A shorter queue permits more than the capacity, a longer one less.
+arrivals pause. A shorter queue permits more work than the capacity, a longer queue less.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ UPDATE_EVERY_S = 0.25
 QUEUE_SHARE = 0.8
 """The queue of either resource may grow to this part of the TTFT SLO."""
 GAIN = 4.0
-"""The queue should reach that part within the time of the TTFT SLO divided by `GAIN`. Rejecting
-early what the queue can hold is a loss if the overload ends; rejecting late lets the queue fill
-with requests of any worth."""
+"""The queue should reach `QUEUE_SHARE` within the time of the TTFT SLO divided by `GAIN`. Early
+rejection loses requests that the queue could hold until the overload ends; late rejection lets the
+queue fill with requests of little worth."""
 MOST_HELP = 0.5
 """Most work on prompts by decode instances that counts, as a multiple of the work by prefill
 instances."""
@@ -43,24 +43,24 @@ ROUNDING = 1.0 + 1e-9
 
 
 class RequestNeed(NamedTuple):
-    """What one request would use."""
+    """What one request would use of prefill and decode."""
 
     at_s: float
-    worth: float  # its chance to meet both SLOs if no prefill waited
+    worth: float  # the request's chance to meet both SLOs if no prefill waited
     prefill_s: float
-    decode_s: float  # what it adds to each step, times its duration over the mean duration
-    alone_s: float = 0.0  # its whole prefill, even if later requests share its blocks
+    decode_s: float  # what the request adds to each step, times its duration over the mean duration
+    alone_s: float = 0.0  # time of the whole prefill, even if later requests share its blocks
 
 
 class ClusterCapacity(NamedTuple):
     """The capacity of the cluster, and how much of it is used now."""
 
     num_prefills: int
-    queue_s: float  # until the prefill of a request that is placed now can begin
-    wait_s: float  # until its decode can begin
+    queue_s: float  # time until the prefill of a request that is placed now can begin
+    wait_s: float  # time until the decode of a request that is placed now can begin
     slo_ttft_s: float
-    decode_load_s: float  # what all decodes together may add to a step, summed over the instances
-    decode_used_s: float  # what they add now
+    decode_load_s: float  # step time that all decodes together may add, summed over the instances
+    decode_used_s: float  # step time that the present decodes add
     lifetime_s: float  # mean duration of a decode
 
 
@@ -68,8 +68,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class RecentArrivals:
-    """The last `MAX_ARRIVALS` rows of numbers, as arrays by column. A row is written once, so that
-    no decision builds an array."""
+    """The last `MAX_ARRIVALS` rows of numbers, as arrays by column. Each row is written once, so
+    that no decision has to build an array."""
 
     def __init__(self, num_columns: int) -> None:
         self._rows = np.zeros((num_columns, 2 * MAX_ARRIVALS))
@@ -81,7 +81,8 @@ class RecentArrivals:
     def add(self, *row: float) -> None:
         """Appends a row, and drops the oldest one if there are too many."""
         if self._end == self._rows.shape[1]:
-            kept = np.zeros(self._rows.shape)  # a caller may keep the columns that it was given
+            # callers may keep the columns that they were given, so a new array is made
+            kept = np.zeros(self._rows.shape)
             kept[:, : len(self)] = self.columns
             self._rows, self._begin, self._end = kept, 0, len(self)
         self._rows[:, self._end] = row
@@ -95,8 +96,8 @@ class RecentArrivals:
 
     @property
     def columns(self) -> Floats:
-        """The rows, the oldest first: [num_columns, len(self)]. It stays as it is while rows are
-        added."""
+        """The rows, the oldest first: [num_columns, len(self)]. The returned array does not change
+        while rows are added."""
         return self._rows[:, self._begin : self._end]
 
 
@@ -108,7 +109,7 @@ class ResourcePrices:
         # Time of the placement, seconds of prefill on prefill instances and on decode instances.
         self._placed = RecentArrivals(3)
         self._prefill = self._decode = (
-            0.0  # effective requests per second and per `RequestNeed.decode_s`
+            0.0  # price in effective requests per second of prefill and per `RequestNeed.decode_s`
         )
         self._updated_s = float("-inf")
         # Parts of the recent arrivals that `delay` needs.
@@ -120,8 +121,8 @@ class ResourcePrices:
         self._needs.add(*need)
 
     def note_placed(self, prefill_s: float, on_decode: bool, now: float) -> None:
-        """A prompt was placed, on a decode instance or not. `prefill_s`: seconds on a prefill
-        instance."""
+        """Notes that a prompt was placed, on a decode instance or on a prefill instance.
+        `prefill_s`: the seconds that a prefill instance takes for the prompt."""
         self._placed.add(now, *((0.0, prefill_s) if on_decode else (prefill_s, 0.0)))
 
     def _help(self, now: float) -> float:
@@ -147,12 +148,13 @@ class ResourcePrices:
         self, begin_s: float, prefill_s: float, num_prefills: int, slo_ttft_s: float
     ) -> float:
         """How many effective requests come too late because an instance computes a prompt from
-        `begin_s` to `begin_s + prefill_s` from now. Call `cost` before.
+        `begin_s` to `begin_s + prefill_s` from now. Call `cost` before `delay`.
 
-        Arrivals are assumed to go on as in the recent past. An arrival that needs `alone_s` is late
-        if this instance is then busy for more than the rest of its TTFT SLO. It waits here if all
-        others are busy, and each of them is equally likely to be free first. No more are counted
-        than the instances could compute.
+        Arrivals are assumed to continue at their recent rate. An arrival that needs `alone_s` is
+        late if this instance is then busy for more than the rest of its TTFT SLO. Such an arrival
+        waits for this instance if all other instances are busy, and each of them is equally likely
+        to be free first. The number of late requests is limited to what the instances could
+        compute.
         """
         if not len(self._worth) or not num_prefills:
             return 0.0
@@ -167,7 +169,7 @@ class ResourcePrices:
 
     @property
     def prices(self) -> tuple[float, float]:
-        """Effective requests per second of prefill, and per `RequestNeed.decode_s`."""
+        """Returns effective requests per second of prefill, and per `RequestNeed.decode_s`."""
         return self._prefill, self._decode
 
     def _update(self, capacity: ClusterCapacity, now: float) -> None:
@@ -198,8 +200,8 @@ def _pace(waiting: float) -> float:
 
 def _price(worth: Floats, need: Floats, supply: float) -> float:
     """Returns the worth of the last unit when requests are served in falling order of worth per
-    unit of need until the supply is used up. 0 if the supply suffices for all requests with a
-    positive worth."""
+    unit of need until the supply is used up. Returns 0 if the supply suffices for all requests with
+    a positive worth."""
     wanted = worth > 0.0
     worth, need = worth[wanted], np.maximum(need[wanted], 1e-9)
     if not len(need) or float(need.sum()) * ROUNDING <= supply:

@@ -5,7 +5,8 @@ and rejecting it saves nothing: the next request over the document has to comput
 price of a prefill is shared out over the requests that are expected to use its blocks.
 
 The forecast counts how often a block that has been asked for `n` times is asked for again. Requests
-count whether they are admitted or not: it is the demand for a prefix, not its hits.
+count whether they are admitted or not, because the forecast is about the demand for a prefix, not
+about its cache hits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from moonpool.conductor.forecast.estimators import RunningMean
 from moonpool.types import BlockKey
 
 SAMPLE_TOKENS = 512
-"""One block of this many tokens is counted. The sampled positions are the same in all prompts."""
+"""Only one block in this many tokens is counted. The sampled positions are the same in all
+prompts."""
 HORIZON_S = 300.0
 """Later requests are expected for no longer than this."""
 LONG_PAUSE = 4.0
@@ -25,30 +27,32 @@ LONG_PAUSE = 4.0
 request asks for it."""
 MAX_BLOCKS = 65_536
 MAX_ASKED = 8
-"""Blocks that were asked for this often or more are one class."""
+"""Blocks that were asked for this often or more belong to one class."""
 PRIOR_BLOCKS = 16.0
 """A class without history starts as if this many of its blocks had not been asked for again."""
 MAX_SHARE = 0.98
 MAX_HISTORY = 4096.0
-"""Counts of a class are halved when they reach this: old demand fades."""
+"""Counts of a class are halved when they reach this number, so that old demand fades."""
 
 
 class SharingForecast:
-    """Learns from the blocks of every arrival, admitted or not. Bounded by `MAX_BLOCKS`."""
+    """Learns from the blocks of every arrival, admitted or not. The number of blocks is bounded by
+    `MAX_BLOCKS`."""
 
     def __init__(self) -> None:
         # How often each block was asked for, and when last; ordered by time. The first entry of a
         # plain dict is found in linear time once others before it were deleted.
         self._asked: OrderedDict[BlockKey, tuple[int, float]] = OrderedDict()
-        self._waiting: deque[tuple[float, BlockKey]] = deque()  # by time, not yet expired
+        # (time of the request, block), oldest first, for blocks that have not expired
+        self._waiting: deque[tuple[float, BlockKey]] = deque()
         self._again = [0.0] * (MAX_ASKED + 1)
         self._never = [PRIOR_BLOCKS] * (MAX_ASKED + 1)
         self._pause_s = RunningMean(HORIZON_S / LONG_PAUSE)
-        self._expired_s = float("-inf")  # of the last block that expired
+        self._expired_s = float("-inf")  # time of the request of the last block that expired
 
     def note_arrival(self, keys: Sequence[BlockKey], block_tokens: int, now: float) -> int:
-        """Counts the blocks of a prompt. Returns how many of the leading blocks, to the precision
-        of a sample, were asked for before: the most that a cache could have held."""
+        """Counts the blocks of a prompt. Returns how many of the leading blocks were asked for
+        before, to the precision of a sample: the most blocks that a cache could have held."""
         self._expire(now)
         known = 0
         asked, waiting, unknown = self._asked, self._waiting, (0, now)
@@ -81,7 +85,8 @@ class SharingForecast:
         return sum([share_of[asked(key, never)[0]] for key in computed]) / len(computed)
 
     def _later(self) -> list[float]:
-        """Expected later requests for a block, by how often it has been asked for."""
+        """Returns the expected number of later requests for a block, by how often the block has
+        been asked for."""
         chances = [
             min(again / (again + never), MAX_SHARE)
             for again, never in zip(self._again, self._never, strict=True)
@@ -98,7 +103,7 @@ class SharingForecast:
         while self._waiting and (self._waiting[0][0] < before_s or len(self._waiting) > MAX_BLOCKS):
             at_s, key = self._waiting.popleft()
             times, last_s = self._asked.get(key, (0, at_s))
-            if times and last_s == at_s:  # not asked for since
+            if times and last_s == at_s:  # no later request has asked for the block
                 self._count(self._never, times)
             self._expired_s = at_s
 

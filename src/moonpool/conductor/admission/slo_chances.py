@@ -18,7 +18,7 @@ from math import inf, sqrt
 from moonpool.distributions import NUM_BINS, RatioHistogram, edge, share_at
 
 LENGTH_CLASSES = (2, 10, 20, 40, 80, 160, 320)
-"""Least tokens of an answer of each class. An answer of one token has no gap."""
+"""Smallest number of tokens of an answer in each class. An answer of one token has no gap."""
 LENGTH_GUESS = (0.5, 0.5, 0.5, 1.0, 2.0, 3.0, 3.0)
 """Weights of the classes until answers have ended."""
 GUESS_WEIGHT = 4.0
@@ -53,7 +53,8 @@ class TbtChances:
     step time."""
 
     def __init__(self, joins_between: bool = False) -> None:
-        """`joins_between`: answers begin between two steps, so their first gap is one step."""
+        """`joins_between`: whether answers begin between two steps, so that their first gap is one
+        step."""
         self._ratios = [
             RatioHistogram(
                 list(USUAL_SPREADS) if joins_between else _first_guess(tokens), GUESS_WEIGHT
@@ -68,7 +69,7 @@ class TbtChances:
 
     def note_answer(self, num_tokens: int, longest_s: float, predicted_s: float) -> None:
         """`longest_s`: mean of the longest tenth of the gaps of an answer of `num_tokens`.
-        `predicted_s`: the step time that was predicted when it was admitted, or 0 if no lasting one
+        `predicted_s`: the step time that was predicted at admission, or 0 if no lasting step time
         was predicted."""
         if num_tokens < LENGTH_CLASSES[0]:
             self._no_gap += 1.0
@@ -110,13 +111,14 @@ class TbtChances:
                 )
                 for ratio in TRIED_RATIOS
             )
-            if len(self._best_steps) >= 64:  # SLOs may be chosen by clients
+            # clients may choose SLOs, so the number of cached SLOs is bounded
+            if len(self._best_steps) >= 64:
                 self._best_steps.clear()
             self._best_steps[key] = best_s
         return best_s
 
     def _mean_shares(self) -> list[float]:
-        """Weighted mean over the lengths of answers, by edge of a bin."""
+        """Returns the mean shares over the lengths of answers, weighted, by edge of a bin."""
         total = self._no_gap + sum(self._lengths)
         means = [self._no_gap / total] * (NUM_BINS + 1)
         for weight, ratios in zip(self._lengths, self._ratios, strict=True):
@@ -149,7 +151,8 @@ class TtftChances:
         for middle, pooled in zip(TTFT_MIDDLES, self._pooled, strict=True):
             pooled.add(max(1.0 + (ratio - 1.0) * sqrt(share / middle), LEAST_RATIO))
         self._num_new += 1
-        if self._num_new >= min(RELEARN_EVERY, self._pooled[0].total / 2.0):  # sooner at first
+        # while there are few answers, the chances are learned again sooner
+        if self._num_new >= min(RELEARN_EVERY, self._pooled[0].total / 2.0):
             self._num_new = 0
             self._shares = [
                 _mixed(ratios, pooled.shares())

@@ -6,7 +6,7 @@
 An instance that is killed from outside makes no suspects: its requests are placed again at once.
 An instance that crashes, or whose engine hangs, may do so because of a request, which would crash
 the next instance too. The second crash shows which request it was, if only one of them is under way
-then and nothing new joins it. With the culprit found, the others are released.
+then and nothing new joins it. When the culprit is found, the other suspects are released.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ after `MOST_PROOF_TOKENS`, or after `ALONE_S` seconds."""
 
 
 class Suspects:
-    """The first one runs alone, the others wait."""
+    """The first suspect runs alone; the other suspects wait."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         """`requests`: the requests under way."""
         self._requests = requests
-        # In order, and the length of an answer that proves innocence; callers only read it.
+        # in order, with the length of the answer at which each suspect counts as innocent;
+        # callers only read it
         self.line: dict[RequestId, int] = {}
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
-        self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()  # told before the loss
-        self._since_s: float | None = None  # when the present one began
+        # instances whose crash was reported before their loss
+        self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()
+        self._since_s: float | None = None  # when the turn of the present suspect began
 
     def must_wait(self, tracked: TrackedRequest) -> bool:
         """Whether another request runs alone now."""
@@ -52,8 +54,8 @@ class Suspects:
         return not {attempt.prefill, attempt.decoder}.isdisjoint(instances)
 
     def note_lost(self, state: InstanceState) -> bool:
-        """Call it before the requests are placed again. Returns whether the instance is known to
-        have crashed."""
+        """Call this method before the requests of the lost instance are placed again. Returns
+        whether the instance is known to have crashed."""
         instance_id = state.info.instance_id
         self._lost[instance_id] = _candidates(state)
         if len(self._lost) > MAX_LOST:
@@ -61,10 +63,10 @@ class Suspects:
         return self._crashed.pop(instance_id, False)
 
     def accuse(self, instance_id: InstanceId) -> tuple[TrackedRequest | None, list[TrackedRequest]]:
-        """Notes that the instance has crashed. Returns the culprit, if it is found, and those that
-        wait for their turn from now on."""
+        """Notes that the instance has crashed. Returns the culprit, if it is found, and the
+        requests that wait for their turn from now on."""
         candidates = self._lost.pop(instance_id, None)
-        if candidates is None:  # the loss is not known yet
+        if candidates is None:  # the loss of the instance has not been reported yet
             self._crashed[instance_id] = True
             if len(self._crashed) > MAX_LOST:
                 self._crashed.popitem(last=False)
@@ -103,14 +105,14 @@ class Suspects:
         return True
 
     def forget(self, request_id: RequestId) -> None:
-        """Drops a request that has ended, or is innocent."""
+        """Drops a request that has ended or has proved innocent."""
         if self.line and request_id == next(iter(self.line)):
             self._since_s = None
         self.line.pop(request_id, None)
 
 
 def culprit_rejection(instance_id: InstanceId) -> Rejection:
-    """`instance_id`: the last instance that it ended."""
+    """`instance_id`: the last instance that the request ended."""
     text = (
         "this request has ended two instances, so it is not tried again; tell the"
         f" server's operator: the last one was {instance_id}"

@@ -5,10 +5,11 @@ by which the coefficients of the instance table are multiplied (`cost.online`). 
 starts from its own profile.
 
 The coefficients predict mean steps, but SLOs are judged by the longest tenth of a request's token
-gaps. The ratio of the two is learned from the answers of all instances together. So is the lateness
-of the latest tenth of first tokens, because an overloaded cluster admits requests that should just
-meet their SLO. Prefills are timed by the Conductor's clock, which includes delays outside the
-engine. Steps are timed by the engine's clock, because tokens reach a busy head in bursts.
+gaps. The ratio of that tenth to the mean step is learned from the answers of all instances
+together. The lateness of the latest tenth of first tokens is learned as well, because an overloaded
+cluster admits requests that should just meet their SLO. Prefills are timed by the Conductor's
+clock, which includes delays outside the engine. Steps are timed by the engine's clock, because
+tokens reach a busy head in bursts.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ the place of a rejected one."""
 
 
 class CostEstimator(ClusterObserver):
-    """One per Conductor. With `learning` off, the profiles remain in use; the factors are still
-    measured and reported."""
+    """A Conductor has one `CostEstimator`. With `learning` off, the profiles remain in use; the
+    factors are still measured and reported."""
 
     def __init__(
         self, cluster_state: ClusterState, learning: bool, decoding_error: PredictionError
     ) -> None:
         self.ttft_s = PredictionError()
         self.tbt_s = PredictionError()
-        self.decoding = decoding_error  # of the number of decodes
+        self.decoding = decoding_error  # prediction error of the number of decodes
         self.tbt_tail = LearnedFactor(TBT_SHARE, summed=1)
         self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
         self._cluster_state, self._table = cluster_state, cluster_state.instance_table
@@ -76,7 +77,8 @@ class CostEstimator(ClusterObserver):
         cost = state.info.cost
         attempt.expected_s = cost.prefill_s(attempt.num_tokens, report.cached_tokens)
         if report.early or attempt.in_chunks or self._table.decodes_remain(state.row):
-            # Its begin is unknown, or it shares the steps of answers: it is not a sample.
+            # The prefill's start time is unknown, or the prefill shares the steps of answers, so it
+            # is not a sample.
             attempt.expected_s = 0.0
         elif state.row in self._table.beside_decodes:
             new_tokens = attempt.num_tokens - report.cached_tokens
@@ -97,7 +99,7 @@ class CostEstimator(ClusterObserver):
         self._learn(state, state.transfer_factor, report.fetch_s, expected_s)
 
     def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
-        """Prefills run one after another, so the oldest one has had all the time since its
+        """Prefills run one after another, so the oldest prefill has had all the time since its
         predecessor ended. A prefill that ends out of turn counts as 0 s."""
         attempt = tracked.attempt
         assert attempt is not None
@@ -125,11 +127,11 @@ class CostEstimator(ClusterObserver):
                 del self._beginners[name]
                 continue
             began_s, expected_s = now, 0.0
-            if state.started:  # they may share steps
+            if state.started:  # the started prefills may share steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
                 if not all(attempt.expected_s for attempt in started):
-                    state.teaches_at_s = inf  # until one starts or ends
+                    state.teaches_at_s = inf  # until a prefill starts or ends
                     continue
                 began_s = max(started[0].started_s, state.freed_s)
                 expected_s = fsum([attempt.expected_s for attempt in started])
@@ -164,7 +166,7 @@ class CostEstimator(ClusterObserver):
         self._learn(state, state.decode_factor, report.gap_s, expected_s)
 
     def first_token(self, tracked: TrackedRequest, now: float) -> None:
-        """Learns from the first token of a request; not if it had several attempts."""
+        """Learns from the first token of a request, unless the request had several attempts."""
         record = tracked.record
         ttft_s, predicted_s = record.placed_ttft_s, record.predicted_ttft_s
         if record.attempts != 1 or ttft_s is None or predicted_s is None:
@@ -175,14 +177,14 @@ class CostEstimator(ClusterObserver):
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
         """Learns from an answered request. A request with several attempts says nothing about its
-        first placement, and is ignored, as is an embedding."""
+        first placement, so it is ignored, like an embedding request."""
         record = tracked.record
         if record.attempts != 1 or tracked.request.is_embedding:
             return
         tpot_s, longest_s = record.tpot_s, record.tbt_top10_mean_s
         if tpot_s is not None and record.predicted_tbt_s:
             self.tbt_s.note(record.predicted_tbt_s, tpot_s)
-        # A gap in which a prompt was computed is as long as its chunk, at any load.
+        # A gap in which a prompt is computed is as long as the prompt's chunk, at any load.
         decodes_only = decoder is not None and decoder.role is Role.DECODE
         alone = decodes_only and not record.shared_steps
         if alone and tpot_s is not None and longest_s is not None:
@@ -193,8 +195,8 @@ class CostEstimator(ClusterObserver):
             self._learn_stall(decoder, record)
 
     def _learn_stall(self, state: InstanceState, record: RequestRecord) -> None:
-        """Learns what prompts add to the longest gaps: how many of their tokens such a server puts
-        into one step is unknown."""
+        """Learns what prompts add to the longest gaps on a server such as vLLM: how many prompt
+        tokens that server puts into one step is unknown."""
         table, row, stalls_s = self._table, state.row, state.stalls_s
         longest_s = record.tbt_top10_mean_s
         if longest_s is None or record.num_generated_tokens < STALL_TOKENS:
@@ -207,8 +209,8 @@ class CostEstimator(ClusterObserver):
             table.prompt_stall_s[row] = stall_s
 
     def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
-        """The instance joined with assumed times and has now measured them. The factors learned so
-        far relate to the assumed times."""
+        """Replaces the assumed times of an instance by the times that it has measured since it
+        joined. The factors learned so far relate to the assumed times."""
         state.info = structs.replace(state.info, cost=cost)
         state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
         state.transfer_factor = LearnedFactor()
@@ -239,7 +241,7 @@ class CostEstimator(ClusterObserver):
         return {"ttft_s": self.ttft_s, "tbt_s": self.tbt_s, "decoding": self.decoding}
 
     def record(self, states: list[InstanceState]) -> CostEstimatorRecord:
-        """All that was learned, for `/beliefs`."""
+        """Returns all that was learned, for the endpoint `/beliefs`."""
         return CostEstimatorRecord(
             tuple(_recorded(state) for state in states),
             {name: error.summary() for name, error in self.errors.items()},
@@ -264,8 +266,8 @@ class CostEstimator(ClusterObserver):
 
     def _pass_on(self, profile: FittedCost) -> None:
         """Instances with this profile that have computed no prompt yet begin with the factors that
-        the others have learned. Otherwise they would seem faster than all others on a slow
-        machine."""
+        the other instances have learned. Without this, these instances would seem faster than all
+        other instances on a slow machine."""
         states = self._cluster_state.instances.values()
         alike = [state for state in states if state.info.cost == profile]
         known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)
@@ -277,7 +279,7 @@ class CostEstimator(ClusterObserver):
 
 
 def calibrated_cost(state: InstanceState) -> FittedCost:
-    """The profile multiplied by the learned factors."""
+    """Returns the profile multiplied by the learned factors."""
     return scaled(
         state.info.cost,
         state.prefill_factor.value,
@@ -287,7 +289,7 @@ def calibrated_cost(state: InstanceState) -> FittedCost:
 
 
 def learned_factors(state: InstanceState) -> dict[str, float]:
-    """The learned factor of each kind of work."""
+    """Returns the learned factor of each kind of work."""
     return {
         "prefill": state.prefill_factor.value,
         "decode": state.decode_factor.value,

@@ -1,14 +1,14 @@
 """Forecasts of the decode load: how many requests will decode at a future time.
 
 Mooncake gives every answer the same duration t_d and takes older answers for finished (v3 section
-7.4). That misses the long ones, which are most of what decodes at any moment: with the mean as t_d
-it saw less than two thirds of the load. There are two remedies, and both count requests in buckets
-of time, so that a projection adds up buckets, not requests.
+7.4). That misses the long answers, which are most of what decodes at any moment: with the mean as
+t_d it saw less than two thirds of the load. There are two remedies, and both count requests in
+buckets of time, so that a projection adds up buckets, not requests.
 
 * `SurvivalForecast` learns the distribution of durations. Of the answers of age a, the share that
   still decodes at a time d from now is the share of answers that lasted a + d among those that
   lasted a.
-* `IntervalForecast` predicts the end of each answer on its own, from its expected length.
+* `IntervalForecast` predicts the end of each answer separately, from its expected length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEMORY_ANSWERS = 1024
 """When the weights of all answers reach twice this number, they are halved."""
 RELEARN_EVERY = 16
 RARE = 1e-4
-"""Keeps the survival of durations beyond any seen before above zero."""
+"""Keeps the survival above zero for durations longer than any seen so far."""
 ONE = float(1 << 20)
 """Shares are whole numbers of 1 / ONE: sums of whole numbers are exact in any order, so that every
 machine gets the same result."""
@@ -58,7 +58,7 @@ class DecodeInterval:
 class Forecast(Protocol):
     """The decode load to come, whatever the prediction is based on."""
 
-    error: PredictionError  # of the projected number of decodes
+    error: PredictionError  # error of the projected number of decodes
 
     @property
     def mean_s(self) -> float | None:
@@ -67,8 +67,8 @@ class Forecast(Protocol):
 
     @property
     def lifetime_s(self) -> float | None:
-        """Mean duration of a decode, with what is known of those that have not ended, or None if
-        nothing is known yet."""
+        """Mean duration of a decode, including what is known of unfinished decodes, or None if no
+        decode is known yet."""
         ...
 
     def enter(
@@ -98,7 +98,7 @@ class Forecast(Protocol):
         ...
 
     def note_projection(self, at_s: float, count: float) -> None:
-        """Stores a projection, to be compared with the actual number at `at_s`."""
+        """Stores a projection, to be compared with the actual number of decodes at `at_s`."""
         ...
 
     def validate(self, intervals: list[DecodeInterval]) -> None:
@@ -146,7 +146,7 @@ class _Ring:
         self._tokens = [0] * NUM_INTERVAL_BUCKETS
 
     def add(self, bucket: int, count: int, tokens: int) -> None:
-        """Negative numbers subtract."""
+        """Negative numbers subtract answers."""
         sums = self.past if bucket < self.first else self.ahead
         sums[0] += count
         sums[1] += tokens
@@ -168,7 +168,7 @@ class _Ring:
         self.first = first
 
     def until(self, last: int) -> tuple[int, int]:
-        """Sums from bucket `first` to bucket `last`, both included."""
+        """Returns the sums from bucket `first` to bucket `last`, both included."""
         begin = self.first % NUM_INTERVAL_BUCKETS
         end = begin + min(last - self.first + 1, NUM_INTERVAL_BUCKETS)
         count, tokens = sum(self._counts[begin:end]), sum(self._tokens[begin:end])
@@ -273,13 +273,16 @@ class SurvivalForecast(_Measured):
         # [0] requests, [1] their tokens; by the bucket of their start, modulo the ring.
         self._decoding = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         self._coming = np.zeros((2, NUM_SURVIVAL_BUCKETS))
-        self._old = np.zeros(2)  # have decoded for longer than the ring is
-        self._overdue = np.zeros(2)  # should have begun to decode, but have not
+        # requests and tokens of decodes that have run for longer than the ring covers
+        self._old = np.zeros(2)
+        # requests and tokens of decodes that should have begun, but have not
+        self._overdue = np.zeros(2)
         self._lasted = np.zeros(NUM_SURVIVAL_BUCKETS)
         self._lasted[:FIRST_GUESS_BUCKETS] = FIRST_GUESS_WEIGHT / FIRST_GUESS_BUCKETS
         self._num_new = 0
         self.survival = self._learn()
-        self._shares: dict[int, tuple[Floats, Floats]] = {}  # by buckets ahead
+        # the shares of `_share`, by number of buckets ahead
+        self._shares: dict[int, tuple[Floats, Floats]] = {}
 
     @property
     def lifetime_s(self) -> float:
@@ -359,7 +362,7 @@ class SurvivalForecast(_Measured):
         self._check_projections(bucket)
         num_passed = min(bucket - self._now, NUM_SURVIVAL_BUCKETS)
         _pour(self._coming, self._now, num_passed, self._overdue)
-        # The next buckets take the places of the oldest.
+        # The next buckets take the places of the oldest ones in the ring.
         _pour(self._decoding, self._now + 1, num_passed, self._old)
         self._now = bucket
 
@@ -371,17 +374,18 @@ class SurvivalForecast(_Measured):
         return np.rint((later / survival)[::-1] * ONE), np.rint(survival[ahead::-1] * ONE)
 
     def _learn(self) -> Floats:
-        """Share of answers that last at least as long, by number of buckets (Kaplan and Meier).
+        """Learns the share of answers that last at least as long, by number of buckets (Kaplan and
+        Meier).
 
-        The answers that have ended are the shorter ones, all the more while the load rises. So the
+        The answers that have ended are the shorter ones, especially while the load rises. So the
         running ones count as well: each has lasted at least as long as its age.
         """
-        ages = np.roll(self._decoding[0][::-1], self._now + 1)  # by age, the youngest first
+        ages = np.roll(self._decoding[0][::-1], self._now + 1)  # decodes by age, the youngest first
         older = np.cumsum(ages[::-1])[::-1] - ages + self._old[0]
         at_risk = np.cumsum(self._lasted[::-1])[::-1] + older
         stays = 1.0 - self._lasted / np.maximum(at_risk, 1e-9)
         lasting = np.concatenate([[1.0], np.cumprod(stays[:-1])])
-        # Half a bucket less: a decode ends within its last one.
+        # Half a bucket is subtracted, because a decode ends within its last bucket.
         self._lifetime_s = (np.cumsum(lasting).item(-1) - 0.5) * SURVIVAL_BUCKET_S
         survival: Floats = (lasting + RARE) / (1.0 + RARE)
         return survival
@@ -396,7 +400,7 @@ def _pour(ring: Floats, start: int, count: int, rest: Floats) -> None:
 
 
 def _weigh(ring: Floats, start: int, shares: Floats) -> Floats:
-    """Weighted sum of the ring's columns from `start` on."""
+    """Returns the weighted sum of the ring's columns from `start` on."""
     num_straight = min(NUM_SURVIVAL_BUCKETS - start, len(shares))
     sums: Floats = ring[:, start : start + num_straight] @ shares[:num_straight]
     if num_straight < len(shares):

@@ -39,8 +39,8 @@ class PredictionError:
     """Error of a series of predictions, in their unit; positive: the predictions were too high."""
 
     count: int = 0
-    too_much: float = 0.0  # sum of the errors of too high predictions
-    too_little: float = 0.0  # sum of the errors of too low ones
+    too_much: float = 0.0  # sum of the errors of predictions that were too high
+    too_little: float = 0.0  # sum of the errors of predictions that were too low
     num_ratios: int = 0
     _ratios: dict[int, int] = field(default_factory=dict)  # by bin
 
@@ -65,7 +65,7 @@ class PredictionError:
 
     def ratio(self, share: float) -> float:
         """The quantile `share` of predicted over actual, to 3 %. Pairs with a 0 have no ratio and
-        are left out; 0 without any ratio."""
+        are left out; returns 0 without any ratio."""
         if not self.num_ratios:
             return 0.0
         return ratio_at(nearest_bin(self._ratios, share, self.num_ratios))
@@ -95,7 +95,8 @@ class OutputLengths:
         self._by_prefix: OrderedDict[BlockKey, int] = OrderedDict()
 
     def predict(self, num_prompt_tokens: int, keys: Sequence[BlockKey], num_shared: int) -> float:
-        """Tokens of the answer. `num_shared`: how many of the prompt's first `keys` are indexed."""
+        """Returns the predicted tokens of the answer. `num_shared`: how many of the prompt's first
+        `keys` are indexed."""
         similar = self._by_length[length_bucket(num_prompt_tokens)]
         usual = similar.value if similar.count else self.mean.value
         for index in range(num_shared - 1, max(num_shared - 1 - MAX_LOOK_BACK, -1), -1):

@@ -1,6 +1,6 @@
 """Predicts how long answers decode, from the answers that have ended.
 
-Enters the predicted ends in the forecast of the decode load. Books nothing else.
+Enters the predicted ends in the forecast of the decode load. Books no load.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class OutputPredictor(ClusterObserver):
             self._forecast.begin(attempt.interval, self._decode_s(tracked, attempt), now)
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        if tracked.request.is_embedding:  # no answer of one token
+        # an embedding is not an answer of one token
+        if tracked.request.is_embedding:
             return
         self._learn_length(tracked)
         attempt = tracked.attempt
@@ -64,7 +65,7 @@ class OutputPredictor(ClusterObserver):
         self.lengths.mean.add(tracked.record.answer_tokens)
 
     def _decode_s(self, tracked: TrackedRequest, attempt: Attempt) -> float:
-        """Predicted duration of this decode."""
+        """Returns the predicted duration of this decode."""
         mean_s = self._forecast.mean_s
         return self.lengths.mean.value * attempt.tbt_s if mean_s is None else mean_s
 

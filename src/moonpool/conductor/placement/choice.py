@@ -34,7 +34,7 @@ from moonpool.kvcache.prefix_index import PrefixMatch
 from moonpool.types import InstanceId
 
 TBT_TIE = 1.05
-"""Predicted TBTs within 5 % are equal: below the estimate's own error."""
+"""Predicted TBTs within 5 % count as equal, because the estimate's own error is larger."""
 CHUNKED_TTFT_SHARE = 0.5
 """A decode instance takes a prompt in chunks if its first token comes within this share of the
 prefill pool's time: chunks beside decodes take more of a device's time than separate prefills."""
@@ -48,11 +48,11 @@ class PlacementCandidate(NamedTuple):
 
     instance_id: InstanceId
     queue_s: float
-    hit_tokens: int  # with those that it fetches
+    hit_tokens: int  # tokens of the prompt that are cached or will be fetched
     fetch_from: InstanceId | None
     prefill_s: float
     ttft_s: float
-    load_tokens: int = 0  # of the hit, from the instance's own SSD
+    load_tokens: int = 0  # tokens of the hit that are read from the instance's own SSD
     source_load_s: float = 0.0  # time that the fetch's source takes to read from its SSD
 
     def __str__(self) -> str:
@@ -91,8 +91,8 @@ class ChosenPlacement(NamedTuple):
 
 
 class Explanation:
-    """The decisions about one request and its faults, in order. Kept as numbers; `lines` formats
-    them when `/explain` needs them."""
+    """The decisions about one request and its faults, in order. The decisions are kept as numbers;
+    `lines` formats them when `/explain` needs them."""
 
     __slots__ = ("_notes",)
 
@@ -110,14 +110,15 @@ class Explanation:
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Prefill and decode instance of a request, chosen together, before any work."""
+    """The prefill and decode instance of a request, chosen together before any work."""
 
     prefill: InstanceId
-    decode: InstanceId | None  # None if it is the prefill instance (mixed), or nothing is left
+    # None if the prefill instance also decodes (mixed), or no token is left to decode
+    decode: InstanceId | None
     fetch_from: InstanceId | None
     fetch_tokens: int
-    hit_tokens: int  # usable at the prefill instance, the fetched ones included
-    held_blocks: int  # of the prompt, held in the prefill instance's DRAM now
+    hit_tokens: int  # prompt tokens that are cached at the prefill instance or will be fetched
+    held_blocks: int  # blocks of the prompt that the prefill instance holds in DRAM now
     source_load_s: float  # time that the fetch's source takes to read from its SSD
     decoder_row: int
     queue_s: float
@@ -125,35 +126,37 @@ class Placement(msgspec.Struct, frozen=True):
     ttft_s: float  # with `decode_wait_s`
     tbt_s: float
     chosen: ChosenPlacement
-    decode_wait_s: float = 0.0  # from the end of the prefill until the decode pool has room
-    max_step_s: float | None = None  # as in `AttemptSpec`
-    in_chunks: bool = False  # the decode instance computes the prompt in chunks beside its decodes
+    decode_wait_s: float = 0.0  # time from the end of the prefill until the decode pool has room
+    max_step_s: float | None = None  # same meaning as in `AttemptSpec`
+    # whether the decode instance computes the prompt in chunks beside its decodes
+    in_chunks: bool = False
 
 
 class PlannedAttempt(NamedTuple):
-    """A placement that the policies admit, and what it was planned for."""
+    """A placement that the policies admit, with the tokens and needs for which it was planned."""
 
     placement: Placement
     footprint: RequestFootprint
-    tokens: Sequence[int]  # prompt, and what earlier attempts generated
+    tokens: Sequence[int]  # the prompt, followed by the tokens that earlier attempts generated
 
 
 NO_ROOM = "no_decode_capacity"
-"""The reason of a rejection because others hold the KVCache that the request needs."""
+"""The reason of a rejection because other requests hold the KVCache that the request needs."""
 
 
 LONG_QUEUE = "long_queue"
-"""The reason of a rejection because the prompts before a request take long."""
+"""The reason of a rejection because the prompts in front of a request take too long."""
 
 
 BATCH_FULL = "batch_full"
-"""The reason of a rejection because one more answer in the batch would make the others late."""
+"""The reason of a rejection because one more answer in the batch would make the other answers
+late."""
 BATCH_SHARE = 0.7
 """The share of its TTFT SLO that a request may wait for room in a batch. The rest is a margin,
 because the time of the prompt after the wait is uncertain on a server that fills its steps with
 prompts."""
 TIMED_REASONS = (NO_ROOM, LONG_QUEUE, BATCH_FULL)
-"""Reasons for which it is predicted how long a request would wait."""
+"""Reasons of rejections for which the Conductor predicts how long a request would wait."""
 
 
 PROGRAMS_WAIT = "programs_wait"
@@ -161,15 +164,15 @@ PROGRAMS_WAIT = "programs_wait"
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """Why a request is not served."""
+    """A `Rejection` says why a request is not served."""
 
     status: int  # of HTTP
     reason: str  # for machines
     message: str  # for people
-    retry_after_s: float  # the least time; infinite if waiting cannot help
+    retry_after_s: float  # least time until a retry can succeed; infinite if waiting cannot help
     projection: dict[str, float] | None = None  # the numbers behind the decision, by name and unit
-    room_tokens: int = 0  # of KVCache that the request needs where it decodes
-    prefill_s: float = 0.0  # predicted from its placement to its first token, without queues
+    room_tokens: int = 0  # KVCache tokens that the request needs where it decodes
+    prefill_s: float = 0.0  # predicted time from its placement to its first token, without queues
 
 
 def place(
@@ -182,7 +185,8 @@ def place(
     policy: PlacementFunction | None = None,
 ) -> Placement | Rejection:
     """Chooses prefill and decode instance, leaving out the rows in `avoid`. SLOs are checked by
-    `admission`. `policy`: None for the built-in one that the config names.
+    `admission`. `policy`: a policy from outside the package, or None for the built-in policy that
+    the config names.
 
     Raises PolicyError if a policy from outside the package fails.
     """
@@ -207,7 +211,7 @@ def place(
     if avoid:
         possible = possible.copy()
         possible[list(avoid)] = able[list(avoid)] = False
-    # Counting is numpy's fastest test for so few elements.
+    # Counting the true elements is numpy's fastest test for such short arrays.
     num_possible = np.count_nonzero(possible)
     if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
         return _no_room(footprint, table)
@@ -235,7 +239,8 @@ def place(
 
 def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
     """Leaves out instances that still have answers from their time as decode instances, if a prompt
-    in the same step would break the TBT SLO. Keeps all if there are no others."""
+    in the same step would break the TBT SLO. Keeps all instances if none without such answers is
+    left."""
     rows = np.array(table.remainders)
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
@@ -243,7 +248,8 @@ def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
 
 
 def _first(rank: Floats, queue_s: Floats, last_placed_s: Floats) -> int:
-    """The lowest rank; among equals the shortest queue, then the longest idle time."""
+    """Returns the row of lowest rank; among equals the shortest queue, then the longest idle
+    time."""
     ties = (rank == rank.item(rank.argmin())).nonzero()[0]
     if len(ties) > 1:
         queues_s = queue_s[ties]
@@ -278,8 +284,8 @@ class InlinePrefill(NamedTuple):
 
 
 def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePrefill | None:
-    """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: TTFT by the
-    prefill pool.
+    """The decode instance that computes the prompt itself, or None. `separate_ttft_s`: the TTFT if
+    a prefill instance computes the prompt.
 
     Where tenants compete, no prompt runs in chunks on a decode instance: the prompts of a tenant
     that sends without pause would be in the steps of all others.
@@ -304,8 +310,8 @@ def _best_whole(
     prefix needs no computing, so the next turn of a conversation often qualifies on the instance
     that holds its last answer.
 
-    All prompts that are booked inline and have not ended share one step with this one, and must fit
-    the SLO together. The instance sizes its chunks by the SLO anyway
+    All prompts that are booked inline and have not ended share one step with this prompt, and
+    together they must keep the SLO. The instance sizes its chunks by the SLO anyway
     (`scheduler.batching.chunk_budget`), so a wrong estimate here delays the prompt, but not the
     decodes.
     """
@@ -335,8 +341,9 @@ def _best_in_chunks(
     """The decode instance that gives the first token soonest by computing the prompt in chunks
     beside its decodes, if that takes at most `limit_s`.
 
-    So decode instances help a prefill pool with a queue. They do so only while a chunk fits into
-    their steps, and their decodes are booked with that chunk (`InstanceTable.num_chunked`).
+    In this way decode instances help a prefill pool that has a queue. They do so only while a chunk
+    fits into their steps, and their decodes are booked with that chunk
+    (`InstanceTable.num_chunked`).
     """
     footprint, table = context.footprint, context.table
     fits = context.decode_possible & ~table.prefills & (table.chunk_tokens > 0)
@@ -371,7 +378,7 @@ def _describe(
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
     candidates = [_candidate(context, scores, best)]
-    # The list has the decode instance that computes the prompt, which is not in `possible`.
+    # The list also has the decode instance that computes the prompt, which is not in `possible`.
     num_others = num_possible - int(context.possible[best])
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):

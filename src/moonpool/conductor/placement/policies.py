@@ -1,21 +1,22 @@
 """Placement policies: which instance prefills a request. Each policy ranks all instances at once.
 
 * random: any instance, by a hash of (seed, number of the decision).
-* load-balancing: the shortest predicted queue. The prefix cached there is used, but not looked for.
+* load-balancing: the shortest predicted queue. A prefix that happens to be cached on that instance
+  is used.
 * cache-aware: the smallest predicted TTFT with the prefix that each instance itself holds (Mooncake
   v3 section 6.1; FAST'25 Fig. 5 calls it local).
-* kvcache-centric: Algorithm 1. As cache-aware, but the missing part of the prefix may be fetched
-  from another instance. This replicates hot prefixes.
+* kvcache-centric: Algorithm 1. Like cache-aware, but the missing part of the prefix may be fetched
+  from another instance. Fetches of this kind replicate hot prefixes.
 * module:Class: a policy from outside the package (`PlacementPolicy`, docs/extending.md).
 
-The last two built-in ones add, on mixed instances, what a part of the answer takes to decode there:
-the choice of the prefill is that of the decode, too.
+On mixed instances, the last two built-in policies add what a part of the answer takes to decode,
+because the choice of the prefill instance is also that of the decode instance.
 
 Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reasons:
 
 * `best_hit / hit` is undefined at hit = 0: here 0/0 counts as 1 (nothing to gain), x/0 as infinite.
 * v3 scores with `<` and migrates with `>`, so at equality the score assumes a transfer that never
-  starts. Here one decision both scores and transfers.
+  starts. Here one decision determines both the score and the transfer.
 * The paper fetches whenever the ratio exceeds the threshold. Here the threshold only permits a
   fetch; it takes place when it is predicted to be faster than computing the gap (the paper's prose
   says so too, though with the comparison reversed).
@@ -43,26 +44,29 @@ from moonpool.kvcache.prefix_index import PrefixMatch
 
 MAX_SOURCES = 3
 ANSWER_SHARE = 0.2
-"""The part of an answer during which the batch that it joins stays about the same. After that, the
-batches of several instances have levelled out, because other answers begin and end."""
+"""The part of an answer during which the batch that the answer joins stays about the same. After
+that, the batches of several instances have levelled out, because other answers begin and end."""
 _MASK = (1 << 64) - 1
 _Result = TypeVar("_Result")
 
 
 class RequestFootprint(msgspec.Struct, frozen=True):
-    """What placement and admission know of a request."""
+    """The tokens, KVCache and time that a request needs, as placement and admission know them."""
 
-    number: int  # the number of this decision
-    num_tokens: int  # of the prompt; after a retry, with the tokens generated so far
-    expected_tokens: int  # KVCache to book where it decodes: prompt and answer, in whole blocks
-    decodes: bool  # False if the first token is also the last
+    number: int  # number of this decision, counted by the Conductor
+    num_tokens: int  # tokens of the prompt; after a retry, including the tokens generated so far
+    # KVCache tokens to book where the request decodes: prompt and answer, in whole blocks
+    expected_tokens: int
+    decodes: bool  # whether the request decodes: False if the first token is also the last
     block_tokens: int
-    token_bytes: int  # KVCache of one token
-    answer_s: float  # how long an answer decodes, in the mean
+    token_bytes: int  # bytes of KVCache of one token
+    answer_s: float  # mean time that an answer decodes
     answer_tokens: int = 0  # expected
-    tbt_s: float = float("inf")  # strictest TBT SLO of this request and of its batch
-    competes: bool = False  # other tenants send requests too
-    context_tokens: int = 0  # of prompt and answer, for which an instance must be long enough
+    # the strictest TBT SLO of this request and of the batch that it joins
+    tbt_s: float = float("inf")
+    competes: bool = False  # whether other tenants send requests, too
+    # most tokens of prompt and answer, for which an instance's context must be long enough
+    context_tokens: int = 0
 
     @property
     def usable_blocks(self) -> int:
@@ -72,7 +76,8 @@ class RequestFootprint(msgspec.Struct, frozen=True):
 
 class LocalPrefixHits(msgspec.Struct, frozen=True):
     """Predictions by row, without any fetch. `near_tokens` of the `hit_tokens` are in DRAM, and
-    loading the others from the SSD takes `load_s`. Both are None if all are in DRAM."""
+    loading the remaining tokens from the SSD takes `load_s`. Both are None if all tokens are in
+    DRAM."""
 
     hit_tokens: Floats
     prefill_s: Floats
@@ -82,7 +87,8 @@ class LocalPrefixHits(msgspec.Struct, frozen=True):
 
 
 class SelectionContext(msgspec.Struct, frozen=True):
-    """The input of a placement policy. Arrays are by row of `table`; none may be written to."""
+    """The input of a placement policy. All arrays are indexed by row of `table`, and none of them
+    may be written to."""
 
     footprint: RequestFootprint
     table: InstanceTable
@@ -132,15 +138,15 @@ class SelectionContext(msgspec.Struct, frozen=True):
         )
 
     def of_possible(self, values: Floats) -> Floats:
-        """A copy that is infinite where the request cannot be prefilled."""
+        """Returns a copy that is infinite for the rows where the request cannot be prefilled."""
         kept: Floats = self.table.infinite.copy()
         np.copyto(kept, values, where=self.possible)
         return kept
 
 
 class WorkerScores(msgspec.Struct, frozen=True):
-    """A policy's result by row: the lowest `rank` prefills. `sources`: rows to fetch the prefix
-    from, with -1 for none, or None without any fetch."""
+    """A policy's scores by row: the instance with the lowest `rank` prefills. `sources`: rows to
+    fetch the prefix from, with -1 for none, or None without any fetch."""
 
     rank: Floats
     ttft_s: Floats
@@ -156,14 +162,15 @@ class PolicyError(Exception):
 class PlacementPolicy(Protocol):
     """A placement policy from outside the package: an object or function to be called.
 
-    It returns one score per row of `context.table`, of which the lowest wins; or the row of one
-    instance; or `WorkerScores`, which may also name sources to fetch the prefix from. Rows outside
-    `context.possible` are ignored. Equal scores go to the shorter queue, then to the instance that
-    has been idle longest. A policy may keep state, but must not modify the context or read a clock.
+    A policy returns one score per row of `context.table`, of which the lowest wins; or the row of
+    one instance; or `WorkerScores`, which may also name sources to fetch the prefix from. Rows
+    outside `context.possible` are ignored. Equal scores go to the shorter queue, then to the
+    instance that has been idle longest. A policy may keep state, but must not modify the context or
+    read a clock.
 
     A policy object may also have a method `score_decode(context, tbt_s)`, which chooses the decode
     instance among `context.decode_possible` in the same way. `tbt_s` is the predicted time between
-    tokens by row. Without it, the smallest `tbt_s` wins.
+    tokens by row. Without that method, the smallest `tbt_s` wins.
     """
 
     def __call__(self, context: SelectionContext, /) -> WorkerScores | Floats | int: ...
@@ -191,7 +198,8 @@ class CustomPlacement:
         return WorkerScores(rank, local.ttft_s, local.prefill_s, local)
 
     def decode_scores(self, context: SelectionContext, tbt_s: Floats) -> Floats | None:
-        """Returns None to leave the choice to the built-in rule."""
+        """Returns the scores of decode instances, or None to leave the choice to the built-in
+        rule."""
         score = self._score_decode
         if score is None:
             return None
@@ -264,8 +272,8 @@ def _kvcache_centric(context: SelectionContext) -> WorkerScores:
 
 
 def _with_decoding(context: SelectionContext, ttft_s: Floats) -> Floats:
-    """The TTFT, and what decoding the answer takes until batches have levelled out: a mixed
-    instance that is chosen for the prefill decodes, too."""
+    """Returns the TTFT plus the time that the answer decodes until batches have levelled out,
+    because a mixed instance that is chosen for the prefill also decodes."""
     table, footprint = context.table, context.footprint
     if table.mixed is None or not footprint.decodes:
         return ttft_s
@@ -327,8 +335,8 @@ def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
 
 
 def source_load_s(context: SelectionContext, source: int, from_tokens: float) -> float:
-    """Time the source takes to read the fetched part from its SSD. `from_tokens`: length of the
-    prefix that the fetching instance already has."""
+    """Returns the time that the source takes to read the fetched part from its SSD. `from_tokens`:
+    length of the prefix that the fetching instance already has."""
     in_dram = context.match.held_in_dram
     if in_dram is None:
         return 0.0
@@ -347,8 +355,8 @@ def _consider_fetch(
     prefill_s: Floats,
     sources: Rows,
 ) -> None:
-    """Updates the last three arguments where a fetch from this source shortens the TTFT. Returns
-    early if no such fetch could change the best instance."""
+    """Updates the last three arguments in place where a fetch from this source shortens the TTFT.
+    Returns early if no such fetch could change the best instance."""
     table, footprint = context.table, context.footprint
     depth = float(context.usable_tokens(context.match.held.item(source)))
     fetched_s = table.prefill_s(footprint.num_tokens, depth)
@@ -371,8 +379,8 @@ def _consider_fetch(
 def _transfer_s(
     context: SelectionContext, source: int, depth: float, local: LocalPrefixHits
 ) -> Floats:
-    """Time to fetch what each row lacks of the first `depth` tokens, by row. The source may have to
-    read them from its SSD first."""
+    """Returns the time to fetch what each row lacks of the first `depth` tokens, by row. The source
+    may have to read these tokens from its SSD first."""
     table, footprint = context.table, context.footprint
     gap_bytes = (depth - local.hit_tokens) * float(footprint.token_bytes)
     host = table.host.item(source)
@@ -390,7 +398,7 @@ def _transfer_s(
 
 
 def mix(seed: int, number: int) -> int:
-    """64 pseudo-random bits that depend on both (splitmix64)."""
+    """Returns 64 pseudo-random bits that depend on both arguments (splitmix64)."""
     bits = (seed * 0xD1342543DE82EF95 + number * 0x9E3779B97F4A7C15) & _MASK
     bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     bits = ((bits ^ bits >> 27) * 0x94D049BB133111EB) & _MASK

@@ -48,24 +48,26 @@ MAX_TO_EXAMINE = 1024
 @dataclass(slots=True, eq=False)
 class _Session:
     keys: Sequence[BlockKey]
-    since_s: float  # the end of its last answer
+    since_s: float  # time at which the session's last answer ended
     num_turns: int
     of: SessionClass
     num_prefetches: int = 0
-    demoted: bool = False  # its last block has left the DRAM of an instance
+    demoted: bool = False  # whether the session's last block has left the DRAM of an instance
     waiting: bool = True
 
 
 class Prefetching(ClusterObserver):
-    """The waiting sessions, and which of them are due."""
+    """The sessions that wait for their next turn, and which of them are due for a prefetch."""
 
     def __init__(self, cluster_state: ClusterState) -> None:
         self.forecast = TurnForecast()
         self._index, self._table = cluster_state.index, cluster_state.instance_table
         self._instances = cluster_state.instances
-        self._waiting: OrderedDict[BlockKey, _Session] = OrderedDict()  # by its last full block
+        # waiting sessions, keyed by the last full block of the prompt
+        self._waiting: OrderedDict[BlockKey, _Session] = OrderedDict()
         self._num_blocks = 0
-        # By range of ages, in the order in which they reach its end. Some of them no longer wait.
+        # Waiting sessions by range of ages, in the order in which they reach its end. Some of these
+        # sessions may no longer wait.
         self._by_age: list[deque[_Session]] = [deque() for _ in AGE_LIMITS_S]
         self._to_examine: deque[_Session] = deque(maxlen=MAX_TO_EXAMINE)
         self._demoted_rate = RunningMean(0.0)
@@ -86,7 +88,7 @@ class Prefetching(ClusterObserver):
                 return
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        """Its session now waits for its next turn."""
+        """Notes that the session of this answer now waits for its next turn."""
         keys = tracked.keys
         if not keys:
             return
@@ -146,8 +148,8 @@ class Prefetching(ClusterObserver):
         return self.forecast.chance(session.of, age_s, stay_s) >= MIN_CHANCE
 
     def _command(self, session: _Session) -> Send | None:
-        """The command for the instance that holds most of the session, preferably one that
-        prefills; None if some instance has as much in DRAM."""
+        """Returns the command for the instance that holds most of the session, preferably one that
+        prefills, or None if some instance has as much in DRAM."""
         match, table = self._index.match(session.keys), self._table
         near = match.held_in_dram
         if not match.deepest or near is None or near.max() == match.deepest:

@@ -3,8 +3,8 @@
 A prefix that many sessions begin with (a system prompt, a document) causes prefill work wherever it
 is cached. When its sessions bring more work than its holders should have, Algorithm 1 will soon
 send one of the sessions elsewhere, where it waits for a fetch. So the Conductor measures the work
-that the sessions of each prefix bring per second, and lets one more instance take the prefix over
-while no request waits for it. Takers replace blocks that are used less
+that the sessions of each prefix bring per second, and lets one more instance copy the prefix while
+no request waits for it. The copying instances replace blocks that are used less
 (`scheduler.loading.handover`).
 """
 
@@ -25,7 +25,7 @@ from moonpool.protocol.messages import MarkReplicas, PrefixTakenOver, TakeOverPr
 from moonpool.types import BlockKey
 
 MIN_BLOCKS = 4
-"""A shorter prefix is fetched or computed in no time."""
+"""A prefix with fewer blocks is fetched or computed in almost no time."""
 WINDOW_S = 30.0
 """The memory of the measured work: older work fades by 1 / e in this time."""
 MAX_WORK_PER_HOLDER = 0.1
@@ -33,7 +33,7 @@ MAX_WORK_PER_HOLDER = 0.1
 MIN_SESSIONS = 4
 MAX_PREFIXES = 1024
 MAX_FETCHES = 2
-"""Prefixes that are copied at a time."""
+"""Prefixes that are copied at the same time."""
 FETCH_TIMEOUT_S = 15.0
 MAX_MARKED_REPLICAS = 8192
 """Blocks per tick whose number of replicas is sent to the instances."""
@@ -53,12 +53,13 @@ class Replication(ClusterObserver):
     """The prefixes that several sessions began with, and the copies under way."""
 
     def __init__(self, cluster_state: ClusterState) -> None:
-        self.num_blocks = 0  # copied so far
+        self.num_blocks = 0  # number of blocks copied so far
         self._index, self._table = cluster_state.index, cluster_state.instance_table
         self._instances = cluster_state.instances
-        self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()  # by the last key
+        self._prefixes: OrderedDict[BlockKey, _Prefix] = OrderedDict()  # prefixes by their last key
         self._busy: dict[BlockKey, None] = {}  # prefixes to examine at the next tick
-        self._fetches: dict[int, tuple[BlockKey, float]] = {}  # when the wait for them ends
+        # (last key of the prefix, time when the wait for the copy ends), by number
+        self._fetches: dict[int, tuple[BlockKey, float]] = {}
         self._last_number = 0
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
@@ -98,7 +99,8 @@ class Replication(ClusterObserver):
             chosen = self._choose(prefix)
             if chosen is not None:
                 taker, source = chosen
-                self._last_number -= 1  # a departure's numbers are positive
+                # negative numbers: the fetches of a departure have positive ones
+                self._last_number -= 1
                 self._fetches[self._last_number] = leaf, now + FETCH_TIMEOUT_S + 1.0
                 command = TakeOverPrefix(
                     number=self._last_number,
@@ -117,8 +119,8 @@ class Replication(ClusterObserver):
         return ()
 
     def _choose(self, prefix: _Prefix) -> tuple[InstanceState, InstanceState] | None:
-        """The instance that should take the prefix, and one that has it; None if its holders
-        suffice or no other has the room."""
+        """Returns the instance that should take the prefix, and an instance that has it, or None if
+        its holders suffice or no other instance has the room."""
         match, table = self._index.match(prefix.keys), self._table
         near = match.held if match.held_in_dram is None else match.held_in_dram
         num_blocks = len(prefix.keys)
@@ -142,7 +144,8 @@ class Replication(ClusterObserver):
 
 
 class ReplicaMarks(ClusterObserver):
-    """Tells the instances which of their blocks are further copies, which leave first."""
+    """Tells the instances which of their blocks are additional replicas, which are evicted
+    first."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index

@@ -4,10 +4,10 @@ have begun.
 A call of a program that has begun is never refused for the load: it waits, like a request that was
 admitted before. So the load is limited where programs begin. A new program waits
 
-* while the programs that have begun need the KVCache of the decode pool for themselves. Beyond
-  that, each computes again what the others evicted, and all get slower;
+* while the programs that have begun need the KVCache of the decode pool for themselves. Beyond that
+  number, each program computes again what the others evicted, and all get slower;
 * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are slower
-  than the TBT SLO: it would only share what the others get;
+than the TBT SLO: one more program would only take a share of what the running ones get;
 * behind programs that came before it.
 
 A sub-agent belongs to its root, and begins with it.
@@ -36,13 +36,14 @@ UPDATE_EVERY_S = 0.25
 
 
 class Door:
-    """Reads the bookings, and changes none."""
+    """Decides which programs wait; reads the bookings and changes none."""
 
     def __init__(self, programs: Programs, table: InstanceTable) -> None:
         self._programs, self._table = programs, table
-        self._held: dict[InstanceId | None, float] = {}  # tokens, by instance
+        self._held: dict[InstanceId | None, float] = {}  # tokens that programs hold, by instance
         self._updated_s = -inf
-        self._outside: dict[str, dict[int, Program]] = {}  # new ones by tenant and number
+        # programs that have not begun, by tenant and number
+        self._outside: dict[str, dict[int, Program]] = {}
 
     def __len__(self) -> int:
         return sum(len(waiting) for waiting in self._outside.values())
@@ -73,7 +74,7 @@ class Door:
         self._held[at] = self._held.get(at, 0.0) + num_tokens
 
     def note_ended(self) -> None:
-        """Notes that a program has ended: what it held is free."""
+        """Notes that a program has ended, so that the KVCache that it held is free."""
         self._updated_s = -inf
 
     def _held_now(self, now: float) -> dict[InstanceId | None, float]:
@@ -82,8 +83,8 @@ class Door:
         return self._held
 
     def crowded(self, tracked: TrackedRequest, now: float) -> list[int]:
-        """Rows of instances that a call should not move to: programs need their KVCache. Its own
-        instance is never among them."""
+        """Returns the rows of instances that a call should not move to, because programs need their
+        KVCache. The instance where the call's program already is is never among these rows."""
         program, table = tracked.program, self._table
         if program is None:
             return []
@@ -100,7 +101,7 @@ class Door:
         table, program = self._table, tracked.program
         assert program is not None
         if not table.num_decodes or not table.num_prefills:
-            return None  # another rule tells
+            return None  # another rule gives the reason of the wait
         first = min(self._outside.get(program.tenant, ()), default=program.root.number)
         if first < program.root.number:
             return f"{len(self)} wait already"

@@ -22,7 +22,8 @@ from moonpool.protocol.messages import MarkReplicas
 
 
 class ProgramKeeper(ClusterObserver):
-    """Appends what is to be done to `actions`."""
+    """Applies the rules of programs to their calls; appends the commands for instances to
+    `actions`."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class ProgramKeeper(ClusterObserver):
         self._actions = actions
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
-        """Finds the program whose call it is, if it is one."""
+        """Finds the program that a request is a call of, if there is one."""
         if not self._is_on:
             return
         program, layout = self.programs.arrive(tracked, now), self._cluster_state.layout
@@ -55,7 +56,7 @@ class ProgramKeeper(ClusterObserver):
         named = tracked.request.program
         if program.parent is not None:
             tracked.record.parent_program = program.parent.program_id
-        elif named is not None:  # no call of its parent came
+        elif named is not None:  # no call of the parent program has come
             tracked.record.parent_program = named.parent_id
         tracked.explanation.add(_describe(program, now))
         if program.parked:
@@ -91,14 +92,14 @@ class ProgramKeeper(ClusterObserver):
             self._mark(ended, leaves_first=True)
 
     def tick(self, now: float) -> Sequence[ConductorAction]:
-        """Blocks of programs that pause for long leave first."""
+        """Returns commands that make the blocks of programs which pause for long leave first."""
         for program in self.programs.tick(now):
             self._mark(program, leaves_first=True)
         return ()
 
     def _mark(self, program: Program, leaves_first: bool) -> None:
         """Tells the instances that hold the program's own blocks whether these leave DRAM first.
-        Blocks that others began with are not its own."""
+        Blocks that other programs began with do not count as the program's own."""
         keys = program.keys
         if not keys or not self._instances:
             return

@@ -63,7 +63,7 @@ class Pauses:
         return program.num_ranges == len(limits)
 
     def chance(self, program: Program, within_s: float, now: float) -> float:
-        """The probability that the program's next call comes within this time."""
+        """Returns the probability that the program's next call comes within this time."""
         if program.since_s is None:
             return 1.0
         return self.forecast.chance(program.pause_class, now - program.since_s, within_s)

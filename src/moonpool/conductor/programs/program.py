@@ -13,42 +13,44 @@ MAX_AT_ONCE = 16
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """An agent: calls with tools between them. A sub-agent is a program with a parent; the first of
-    them all, the root, stands for all of them where whole programs wait or are served in order."""
+    """An agent program: a series of calls with tools between them. A sub-agent is a program with a
+    parent; the first of them all, the root, stands for all of them where whole programs wait or are
+    served in order."""
 
     program_id: str
     tenant: str
-    line: int  # its place in the order of those that wait, that of its root
-    number: int  # in the order of arrival
+    line: int  # place of the program's root in the order of waiting programs
+    number: int  # number in the order of arrival
     began_s: float
     parent: Program | None = None
     kind: str = ""
     blocks_parent: bool = True
-    is_named: bool = True  # by its client; else it was recognised by its prefix
-    has_begun: bool = False  # a call of it, or of its root, was placed
+    is_named: bool = True  # False for a program that was recognised by its prefix
+    has_begun: bool = False  # whether a call of the program, or of its root, was placed
     num_running: int = 0
     num_calls: int = 0
-    context_tokens: int = 0  # prompt and answer of its last call
-    shared_tokens: int = 0  # that others had computed before its first call
+    context_tokens: int = 0  # tokens of prompt and answer of the program's last call
+    shared_tokens: int = 0  # tokens that other programs had computed before its first call
     served_tokens: int = 0
-    recomputed_tokens: int = 0  # of its own context, that no instance had any more
-    waited_s: float = 0.0  # from arrivals to placements
-    keys: Sequence[BlockKey] = ()  # of its last prompt
-    instance: InstanceId | None = None  # where its last call decodes
-    tool: str = ""  # the tool that runs now
+    recomputed_tokens: int = 0  # tokens of its own context that no instance had any more
+    waited_s: float = 0.0  # time that its calls waited from arrival to placement
+    keys: Sequence[BlockKey] = ()  # block keys of its last prompt
+    instance: InstanceId | None = None  # the instance where its last call decodes
+    tool: str = ""  # name of the tool that runs now
     keep_until_s: float = 0.0  # as its client asked
     # Its pause.
     since_s: float | None = None
-    pause_s: float | None = None  # the last one
+    pause_s: float | None = None  # length of its last pause
     pause_class: tuple[int, int] = (0, -1)
-    num_ranges: int = 0  # of ages that were noted
-    chance: float = 1.0  # of its next call soon, at the last look
-    parked: bool = False  # its blocks are to be evicted first
+    num_ranges: int = 0  # number of ranges of ages that its pause has passed
+    chance: float = 1.0  # chance that its next call comes soon, at the last look
+    parked: bool = False  # whether its blocks are to be evicted first
     children: list[Program] = field(default_factory=list)
 
     @property
     def root(self) -> Program:
-        """Itself, if no other has started it."""
+        """Returns the root program, which is the program itself if no other program has started
+        it."""
         program = self
         while program.parent is not None:
             program = program.parent
@@ -56,18 +58,18 @@ class Program:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its calls wait where new requests would be refused. Many parallel calls do not
-        come from one agent, but from clients that share one name."""
+        """Whether the program's calls wait where new requests would be refused. Many parallel calls
+        do not come from one agent, but from clients that share one name."""
         return self.root.has_begun and self.num_running <= MAX_AT_ONCE
 
     @property
     def own_tokens(self) -> int:
-        """KVCache that only this program needs."""
+        """KVCache tokens that only this program needs."""
         return max(self.context_tokens - self.shared_tokens, 0)
 
     @property
     def awaits_children(self) -> bool:
-        """Whether it goes on when sub-agents that it waits for have ended."""
+        """Whether the program continues only when sub-agents that it waits for have ended."""
         return any(
             child.blocks_parent and (child.num_running or child.since_s is not None)
             for child in self.children

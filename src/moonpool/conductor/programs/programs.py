@@ -25,8 +25,8 @@ from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.types import LEAD, BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_PROGRAMS = 4096
-"""The most programs that are remembered. The tenant with the most programs loses those that have
-paused for longest."""
+"""The most programs that are remembered. If there are more, the tenant with the most programs loses
+its longest paused ones."""
 HORIZON_S = 30.0
 """If a pause should be shorter than this, the blocks stay in place."""
 PARK_CHANCE = 0.1
@@ -37,7 +37,7 @@ MAX_DEPTH = 16
 """Sub-agents of sub-agents; deeper ones count as children of the deepest."""
 
 Key = tuple[str, str]
-"""Tenant and id."""
+"""A program's key is the tenant and the program's id."""
 
 
 class Programs:
@@ -47,10 +47,13 @@ class Programs:
         """`waiting` assigns places in the order of those that wait."""
         self.pauses = Pauses()
         self.num_ended = 0
-        self.usual_tokens = RunningMean(0.0)  # that a program needs for itself after a call
-        self._programs: OrderedDict[Key, Program] = OrderedDict()  # the last one acted last
+        # mean tokens that a program needs for itself after a call
+        self.usual_tokens = RunningMean(0.0)
+        # all programs, ordered by their last action
+        self._programs: OrderedDict[Key, Program] = OrderedDict()
         self._num_of: Counter[str] = Counter()  # by tenant
-        self._by_leaf: dict[BlockKey, Program] = {}  # of those that were recognised
+        # recognised programs, by the last key of their prompt
+        self._by_leaf: dict[BlockKey, Program] = {}
         self._num_programs = self._num_recognised = self._looked_at = 0
         self._waiting = waiting
 
@@ -119,7 +122,8 @@ class Programs:
         return program
 
     def _parent_of(self, tenant: str, context: ProgramContext) -> Program | None:
-        """The program that started it, if it has begun here. A lead may be named by its task."""
+        """Returns the program that started this one, if that program has begun on this cluster. The
+        parent may be named by its task."""
         named = context.parent_id or context.root_id
         task = named.removesuffix(f":{LEAD}")
         for parent_id in (named, task if task != named else f"{task}:{LEAD}"):
@@ -152,8 +156,8 @@ class Programs:
         return program
 
     def place(self, tracked: TrackedRequest, hit_tokens: int, now: float) -> None:
-        """Notes that an attempt of a call is booked. `hit_tokens` of its prompt are where it is
-        prefilled."""
+        """Notes that an attempt of a call is booked. `hit_tokens` of the prompt are cached where it
+        is prefilled."""
         program, attempt = tracked.program, tracked.attempt
         assert program is not None and attempt is not None
         if not program.context_tokens:
@@ -166,7 +170,7 @@ class Programs:
         program.instance = attempt.decoder
 
     def end_call(self, tracked: TrackedRequest, answered: bool, now: float) -> Program | None:
-        """Notes that a call has ended. Returns its program if that has ended, too."""
+        """Notes that a call has ended. Returns its program if the program has ended, too."""
         program = tracked.program
         if program is None:
             return None
@@ -205,8 +209,9 @@ class Programs:
     # Time
 
     def tick(self, now: float) -> list[Program]:
-        """Returns the programs whose blocks should be evicted first from now on. They include those
-        that have paused for longer than all ranges of ages, which are forgotten."""
+        """Returns the programs whose blocks should be evicted first from now on. The result
+        includes programs that have paused for longer than all ranges of ages; these are
+        forgotten."""
         leaving: list[Program] = []
         for program in self._next_to_look_at():
             if program.since_s is None or program.num_running:
@@ -222,7 +227,7 @@ class Programs:
         return leaving
 
     def _next_to_look_at(self) -> list[Program]:
-        """Returns all of them, or as many as a tick may look at, starting where the last tick
+        """Returns all programs, or as many as a tick may look at, starting where the last tick
         ended."""
         programs = list(self._programs.values())
         if len(programs) <= MAX_LOOKS_PER_TICK:
@@ -238,10 +243,10 @@ class Programs:
         return self.pauses.chance(program, HORIZON_S, now)
 
     def held_tokens(self) -> dict[InstanceId | None, float]:
-        """Tokens of KVCache that the programs which have begun need for themselves, by the instance
-        where their blocks are (None: they have none yet). Programs that run count in full, the
-        others by the chance that they need it soon. If most programs are still short, they count
-        with the usual size, to which they will grow."""
+        """Returns the tokens of KVCache that the programs which have begun need for themselves, by
+        the instance where their blocks are (None for programs without blocks so far). Programs that
+        run count in full, paused programs by the chance that they need their blocks soon. If most
+        programs are still short, each of them counts with the usual size, to which it will grow."""
         held: dict[InstanceId | None, float] = {}
         present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():

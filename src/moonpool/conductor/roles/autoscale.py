@@ -1,9 +1,10 @@
 """How many instances of each role the load wants. Pure.
 
-Wanted is the demand of a pool (`role_balance`), in instances, over the share of their time that
-they should be busy. More are wanted as soon as the demand of the short or of the long window says
-so, for a new instance takes minutes to boot. Fewer are wanted only after the demand has been lower
-for a whole window, and then as many as the highest demand in it asked for.
+The wanted number of a pool is its demand (`role_balance`), in instances, over the share of their
+time that instances should be busy. More instances are wanted as soon as the demand of the short or
+of the long window says so, for a new instance takes minutes to boot. Fewer instances are wanted
+only after the demand has been lower for a whole window, and then as many as the highest demand in
+that window needed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ MOST_WANTED = 10_000
 
 
 class Autoscale:
-    """The numbers wanted over time. At least one instance of each role is wanted."""
+    """Tracks the number of instances wanted over time. At least one instance of each role is
+    wanted."""
 
     def __init__(self, balance: RoleBalance, target_load: float, window_s: float) -> None:
-        """`target_load`: share of its time that an instance should be busy."""
-        self.wanted: InstancesWanted | None = None  # None: not enough was seen yet
+        """`target_load`: share of its time that each instance should be busy."""
+        self.wanted: InstancesWanted | None = None  # None if too few requests were seen so far
         self._balance = balance
         self._target_load = target_load
         self._prefill, self._decode = _Pool(window_s), _Pool(window_s)
         self._next_check_s = 0.0
 
     def tick(self, table: InstanceTable, now: float) -> list[InstancesWanted]:
-        """Checks the demand now and then; returns what is wanted if that has changed."""
+        """Checks the demand every few seconds; returns the numbers wanted if they have changed."""
         if now < self._next_check_s:
             return []
         self._next_check_s = now + CHECK_S
@@ -52,7 +54,7 @@ class Autoscale:
 
 
 class _Pool:
-    """The highest number asked for within the window: a queue of falling numbers."""
+    """The highest number wanted within the window, kept as a queue of falling numbers."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s

@@ -1,19 +1,20 @@
-"""Whether the ratio of prefill to decode instances fits the load, and which instance should switch.
+"""Decides whether the ratio of prefill to decode instances fits the load, and which instance should
+switch.
 
-Decides only: `role_switching` drains and switches.
+Changes no role: `role_switching` drains and switches.
 
 The measure is demand: the seconds of prefill and of decode per second that the requests of the last
 minutes need, rejected requests included. Demand does not depend on the roles of instances, as
 queues, batches and rejections do. So the loads after a switch can be predicted, and a switch never
 looks like a reason for the next one.
 
-* Prefill: the cost of the tokens that are not cached, by the instances' own cost model.
+* Prefill: the cost of the tokens that are not cached, by the cost models of the instances.
 * Decode: an answer of L tokens in a context of c takes f L + g L c of its own (f per sequence and
   g per context token), and a part of the base time e of each step. The part is 1 / B of the largest
   batch B that meets the TBT SLO and fits the engine's memory.
 
-Both are linear in sums over the requests, so a few numbers yield the demand on any instance, for
-any hardware and any present cost estimate.
+Both demands are linear in sums over the requests, so a few numbers yield the demand on any
+instance, for any hardware and any present cost estimate.
 
 Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window.
 Advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
@@ -21,9 +22,9 @@ needs a larger benefit. If the mix has not changed since the last switches, it n
 and a second one in RETURN_S a still larger benefit: so roles do not swing where two splits are
 about equally good.
 
-The length of an answer is predicted from the length of its prompt, and from whether a part of that
-is cached: long documents get short answers, the next turn of a long conversation does not, and it
-is their mix that shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
+The length of an answer is predicted from the length of its prompt, and from whether a part of the
+prompt is cached: long documents get short answers, the next turn of a long conversation does not,
+and the mix of both shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
 take the lengths that are known when they are used: what is learned later corrects earlier requests,
 and is not a shift. Advice must also hold if the answers that exceed all known lengths end at once
 (or last long, if prefill is short).
@@ -45,19 +46,19 @@ from moonpool.conductor.roles.served_share import Needs, RecentRequest, RecentRe
 from moonpool.types import InstanceId, Role, Slo
 
 NUM_FADES = 32
-"""Times per window that the earlier demand is reduced by 1 / NUM_FADES."""
+"""How many times per window the earlier demand is reduced by 1 / NUM_FADES."""
 MARGIN = 0.1
 """Least share by which the advised switches must reduce the load of the fuller pool."""
 LOADED = 0.5
 """Below this load of the fuller pool, a switch has no benefit."""
 MIXED_SHARE = 0.5
-"""Share of a mixed instance that counts for each pool."""
+"""Share of a mixed instance that counts for each of the two pools."""
 EQUAL_COST = 1.1
 """Instances are equally suitable for the other role if their costs differ by at most 10 %."""
 MIN_DECODE_SHARE = 0.1
 """Least room for decodes in a step, as a share of its base time, if the TBT SLO leaves less."""
 SHORT_WINDOW_S = 30.0
-"""The short window, at most half of the long one."""
+"""Length of the short window; it is at most half of the long one."""
 PART_S = 2.0
 """Length of each part of the present load; the window has at least `LEAST_PARTS` and at most
 `MOST_PARTS` of them."""
@@ -65,7 +66,7 @@ LEAST_PARTS, MOST_PARTS = 32, 256
 LEAST_SEEN_S = 20.0
 """Time since a change before which nothing is advised: a burst is not a shift."""
 LEAST_CHANGED = 5
-"""Parts before and after a change, at least."""
+"""Least number of parts before a change, and after it."""
 CHANGED = 4.5
 """Standard errors by which the last seconds must differ from what was before."""
 SURE = 1.0
@@ -81,7 +82,7 @@ TINY_S = 1e-12
 
 
 class Pools(NamedTuple):
-    """Load of both pools: demand over capacity."""
+    """Load of the prefill and the decode pool: demand over capacity."""
 
     prefill: float
     decode: float
@@ -101,12 +102,12 @@ _LEAST, _MOST = attrgetter("least"), attrgetter("most")
 
 
 class RoleAdvice(NamedTuple):
-    """These instances should become `role` instances."""
+    """Advice that these instances should change to the role `role`."""
 
     instance_ids: tuple[InstanceId, ...]
     role: Role
     now: Pools
-    then: Pools  # after all switches
+    then: Pools  # predicted loads after all switches
 
     @property
     def num_switches(self) -> int:
@@ -123,7 +124,7 @@ class RoleAdvice(NamedTuple):
 
 
 class LoadSums:
-    """Sums over requests, from which their demand follows."""
+    """Sums over requests, from which their demand for prefill and decode follows."""
 
     def __init__(self) -> None:
         self.seen_s = 0.0  # time that the sums stand for
@@ -132,7 +133,7 @@ class LoadSums:
         self.sums = [0.0] * 7
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float) -> None:
-        """Adds a request."""
+        """Adds a request to the sums."""
         context_tokens = new_tokens + cached_tokens + answer_tokens / 2
         added = (
             1.0,
@@ -153,7 +154,7 @@ class LoadSums:
         )
 
     def prefill_s(self, table: InstanceTable) -> Floats:
-        """Seconds of prefill per second if the instance did all of it, by row."""
+        """Returns the seconds of prefill per second if the instance of each row did all prefill."""
         number, new, squares, products = self.sums[:4]
         work_s: Floats = (
             table.prefill_base_s * number
@@ -164,8 +165,8 @@ class LoadSums:
         return work_s / max(self.seen_s, TINY_S)
 
     def decode_s(self, table: InstanceTable, tbt_s: float, memory_share: float) -> Floats:
-        """Seconds of decode per second if the instance did all of it, by row. Batches are as large
-        as SLO and memory allow."""
+        """Returns the seconds of decode per second if the instance of each row did all decode.
+        Assumes batches as large as the SLO and the memory allow."""
         tokens, contexts = self.sums[4:6]
         own_s = table.decode_s_per_sequence * tokens + table.decode_s_per_context_token * contexts
         least_s = MIN_DECODE_SHARE * table.decode_base_s + TINY_S
@@ -177,7 +178,7 @@ class LoadSums:
 
 
 class OfferedLoad:
-    """The requests of the last minutes. Older ones fade."""
+    """The requests of the last minutes. Older requests lose weight over time."""
 
     def __init__(self, window_s: float) -> None:
         self.load = LoadSums()
@@ -185,12 +186,12 @@ class OfferedLoad:
         self._step: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, answer_tokens: float, now: float) -> None:
-        """Adds a request."""
+        """Adds a request to the sums."""
         self.advance(now)
         self.load.add(new_tokens, cached_tokens, answer_tokens)
 
     def advance(self, now: float) -> None:
-        """Fades the sums. Multiplies only, because every machine rounds that alike."""
+        """Fades the sums. Uses multiplications only, because every machine rounds these alike."""
         step = int(now / self._step_s)
         if self._step is None:
             self._step = step
@@ -202,8 +203,8 @@ class OfferedLoad:
 
 
 class _Part:
-    """The requests of a short time. Requests whose answers end at their limit have their tokens in
-    `sums`. Of all others, it keeps the number and the prompts' tokens, by kind."""
+    """The requests of one short period. Requests whose answers end at their limit have their tokens
+    in `sums`. Of all other requests, it keeps the number and the prompts' tokens, by kind."""
 
     __slots__ = ("prompts", "requests", "sums")
 
@@ -216,15 +217,15 @@ class _Part:
 class PresentLoad:
     """The requests since the mix last changed, but of at most a window.
 
-    The last seconds are compared with all that was before them, for several numbers of seconds. If
-    one of them differs by `CHANGED` standard errors, what was before is forgotten: a clear change
-    is known after few requests, and where nothing changes the sums are as long and as precise as
-    the window allows.
+    The last seconds are compared with the whole time before them, for several numbers of seconds.
+    If one of the comparisons differs by `CHANGED` standard errors, the time before is forgotten: a
+    clear change is known after few requests, and where nothing changes the sums are as long and as
+    precise as the window allows.
     """
 
     def __init__(self, window_s: float, lengths: RunningLengths) -> None:
         self.load = LoadSums()
-        self.since_s = 0.0  # when the oldest of these requests could have come
+        self.since_s = 0.0  # earliest time at which the oldest of these requests could have come
         self._lengths = lengths
         self._part_s = max(window_s / MOST_PARTS, min(PART_S, window_s / LEAST_PARTS))
         self._most = max(int(window_s / self._part_s), 1)
@@ -233,7 +234,7 @@ class PresentLoad:
         self._part: int | None = None
 
     def add(self, new_tokens: int, cached_tokens: int, most_tokens: float, now: float) -> None:
-        """Adds a request, whose answer has at most this many tokens after the first."""
+        """Adds a request whose answer has at most this many tokens after the first."""
         self.advance(now)
         part, load = self._newest, LoadSums()
         kind = kind_of(new_tokens + cached_tokens, cached_tokens)
@@ -246,7 +247,7 @@ class PresentLoad:
             part.prompts[kind] = part.prompts.get(kind, 0.0) + prompt
 
     def advance(self, now: float) -> None:
-        """Forgets what is too old, or was before a change."""
+        """Forgets requests that are too old, or came before a change."""
         part = int(now / self._part_s)
         if self._part is None:
             self._part, self.since_s = part, now
@@ -263,7 +264,7 @@ class PresentLoad:
         self.load.sums, self.load.seen_s = lately[keep - 1].tolist(), keep * self._part_s
 
     def with_lengths(self, choose: Callable[[LengthRange], float]) -> LoadSums:
-        """Returns the same requests with these lengths of answers."""
+        """Returns the same requests with these predicted lengths of answers."""
         load = LoadSums()
         load.seen_s = self.load.seen_s
         if self._parts:
@@ -271,7 +272,8 @@ class PresentLoad:
         return load
 
     def _lately(self, choose: Callable[[LengthRange], float]) -> Floats:
-        """Sums of the last 1, 2, ... parts. In one order they are the same on every machine."""
+        """Returns the sums of the last 1, 2, ... parts. A fixed order of additions makes the sums
+        the same on every machine."""
         means = [max(choose(self._lengths.of(kind)) - 1.0, 0.0) for kind in range(NUM_KINDS)]
         rows = [_with_means(part, means) for part in reversed(self._parts)]
         lately: Floats = np.cumsum(np.array(rows), axis=0)
@@ -285,8 +287,9 @@ class PresentLoad:
         self.since_s = now - count * self._part_s
 
     def _since_change(self, lately: Floats) -> int:
-        """Parts since the clearest change; all if there is none. The standard error is that of the
-        requests before and after it together, as if nothing had changed."""
+        """Returns the parts since the clearest change, or all parts if there is no change. The
+        standard error is computed from the requests before and after the change together, as if
+        nothing had changed."""
         num = len(lately)
         after = np.arange(LEAST_CHANGED, num - LEAST_CHANGED + 1)
         if not len(after):
@@ -313,13 +316,13 @@ def _with_means(part: _Part, means: Sequence[float]) -> list[float]:
 
 
 class RoleBalance:
-    """Tracks the demand, and advises switches when its ratio surely does not fit."""
+    """Tracks the demand, and advises switches when the ratio of roles surely does not fit it."""
 
     def __init__(
         self, window_s: float, slo: Slo, load_limit: float = 1.0, serves_least: bool = False
     ) -> None:
-        """`load_limit`: share of the SLO and of the memory that may be used. `serves_least`: under
-        overload the requests that need least are served (admission "goodput")."""
+        """`load_limit`: share of the SLO and of the memory that may be used. `serves_least`:
+        whether, under overload, the requests that need least are served (admission "goodput")."""
         self._window_s = window_s
         self._tbt_s = slo.tbt_s * load_limit
         self._load_limit = load_limit
@@ -332,13 +335,13 @@ class RoleBalance:
         self._recent = RecentRequests() if serves_least else None
         self._paused_until_s = 0.0
         self._last: tuple[float, Role] | None = None  # time and role of the last switches
-        self._returned_s = -inf  # when roles last switched back
+        self._returned_s = -inf  # time when roles last switched back
 
     def note_arrival(
         self, num_tokens: int, cached_tokens: int, max_answer_tokens: int, now: float
     ) -> None:
-        """Adds an arrived request, served or not. The prefill produces the first token of its
-        answer."""
+        """Adds a request that has arrived, served or not. The prefill produces the first token of
+        the request's answer."""
         cached_tokens = min(cached_tokens, num_tokens)
         most_tokens = max(max_answer_tokens - 1.0, 0.0)
         expected = self._lengths.of(kind_of(num_tokens, cached_tokens)).mean - 1.0
@@ -352,11 +355,12 @@ class RoleBalance:
             self._recent.add(RecentRequest(now, new_tokens, cached_tokens, most_tokens, kind))
 
     def note_answer(self, num_prompt_tokens: int, cached_tokens: int, num_generated: int) -> None:
-        """Learns from a complete answer."""
+        """Learns the length of a complete answer."""
         self._lengths.note_answer(kind_of(num_prompt_tokens, cached_tokens), num_generated)
 
     def note_running(self, running: Iterable[tuple[int, int, int]]) -> None:
-        """All answers under way: tokens of the prompt, cached ones, and of the answer so far."""
+        """Takes all answers under way: tokens of the prompt, of its cached part, and of the answer
+        so far."""
         self._lengths.look(
             (kind_of(num_tokens, cached_tokens), num_generated)
             for num_tokens, cached_tokens, num_generated in running
@@ -371,8 +375,9 @@ class RoleBalance:
         return self._capacities(table, self._present.load).loads()
 
     def demand(self, table: InstanceTable, now: float) -> Pools | None:
-        """Demand in instances that would always be busy, of the window in which it is higher. None
-        before enough has been seen; infinite for a pool without instances."""
+        """Returns the demand in instances that would always be busy, for the window in which it is
+        higher. Returns None before enough requests have come; infinite for a pool without
+        instances."""
         self._offered.advance(now)
         self._lately.advance(now)
         if self._offered.load.seen_s < self._short_s / 2:
@@ -395,9 +400,9 @@ class RoleBalance:
         now: float,
         movable: Sequence[int] | None = None,
     ) -> RoleAdvice | None:
-        """Returns the advice, if it is certain enough. `losses`: attempts under way and blocks
-        cached, by row; the instances that lose least switch first. `movable`: the rows that may
-        switch, or None for all. The caller follows the advice, or asks again."""
+        """Returns the advice to switch, if it is certain enough. `losses`: attempts under way and
+        blocks cached, by row; the instances that lose least switch first. `movable`: the rows that
+        may switch, or None if all may. The caller follows the advice, or asks again."""
         present = self._present
         present.advance(now)
         if present.load.seen_s < self._least_seen_s:
@@ -411,7 +416,7 @@ class RoleBalance:
         if needs.load(*advice.then) > (1.0 - margin) * needs.load(*advice.now):
             return None
         less, more = present.load.errors()
-        # The ratio of both demands is wrong by the root of the sum of both squares.
+        # The relative error of the ratio of both demands is the root of the sum of both squares.
         whole = max(sqrt(less * less + more * more), TINY_S)
         signs = (-sure, sure) if advice.role is Role.PREFILL else (sure, -sure)
         factors = Pools(
@@ -434,17 +439,18 @@ class RoleBalance:
         )
 
     def note_switch(self, role: Role, now: float) -> None:
-        """Notes that advice is followed."""
+        """Notes that the caller follows the advice."""
         if self._last is not None and self._last[1] is not role:
             self._returned_s = now
         self._last = (now, role)
 
     def _bar(self, role: Role, now: float) -> tuple[float, float]:
-        """How many standard errors the advice must bear, and the least benefit."""
+        """Returns how many standard errors the advice must bear, and its least benefit."""
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
         if self._present.since_s > self._last[0]:
-            return SURE, MARGIN_TO_RETURN  # another mix, whatever was before it
+            # the mix of requests has changed since, whatever it was before
+            return SURE, MARGIN_TO_RETURN
         again = now - self._returned_s < RETURN_S
         return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN
 
@@ -469,8 +475,8 @@ def _judge(
     margin: float,
     needs: Needs,
 ) -> RoleAdvice | None:
-    """The switches that reduce the load of the fuller pool most, or under overload serve most
-    requests."""
+    """Returns the switches that reduce the load of the fuller pool most, or under overload serve
+    most requests."""
     before = capacities.loads()
     if before.worst < LOADED:
         return None
@@ -478,7 +484,7 @@ def _judge(
     best = None
     roles = [before.short_of]
     if len(needs.prefill) and before.worst > 1.0:
-        # More instances of the less loaded pool may serve more requests.
+        # More instances of the less loaded pool may serve more of the requests.
         roles.append(Role.DECODE if roles[0] is Role.PREFILL else Role.PREFILL)
     for role in roles:
         rows, then = _switches(capacities, role, losses, needs)
@@ -491,7 +497,8 @@ def _judge(
 def _switches(
     capacities: _PoolCapacities, role: Role, losses: Sequence[tuple[int, int]], needs: Needs
 ) -> tuple[list[int], Pools]:
-    """Rows that should switch to this role, for as long as each one helps, and the loads then."""
+    """Returns the rows that should switch to this role, for as long as each switch helps, and the
+    loads after that."""
     then = capacities.loads()
     least = needs.load(*then)
     moved: list[int] = []
@@ -512,8 +519,8 @@ def _switches(
 
 
 class _PoolCapacities:
-    """Capacities of both pools: sums over the instances of the inverse of the time that each
-    would take alone."""
+    """Capacities of both pools: sums over the instances of the inverse of the time that each would
+    take for all the work."""
 
     def __init__(
         self,
@@ -554,8 +561,9 @@ class _PoolCapacities:
         self.move(row, Role.DECODE if role is Role.PREFILL else Role.PREFILL)
 
     def donors(self, role: Role, losses: Sequence[tuple[int, int]]) -> list[int]:
-        """Rows that could switch to this role, best first: by the ratio of their costs, then by
-        what they lose. One instance must remain, and so must a single one with the most room."""
+        """Returns the rows that could switch to this role, best first: by the ratio of their costs,
+        then by what they lose. One instance of the present role must remain, and so must one with
+        the most room."""
         own, other = self._prefills, self._decodes
         if role is Role.PREFILL:
             own, other = other, own

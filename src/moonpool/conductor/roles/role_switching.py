@@ -1,15 +1,15 @@
-"""Switches instances between prefill and decode, as `role_balance` advises. It switches all
-instances of one advice together, and no others before these have ended.
+"""Switches instances between prefill and decode, as `role_balance` advises. All instances of one
+advice switch together, and no other instance switches before they have finished.
 
     serving --lasting advice--> draining --prefills over--> SwitchRole --RoleChanged--> new role
                                  \\--time is up, or a pool lost its last instance--> old role
 
-A draining instance gets no new work; its prefills end as usual, which takes seconds. Its answers,
-which may take minutes, are not waited for. They end in the new role: a prefill instance computes
-its prompts beside them in chunks that keep their TBT SLO, and is expected to be slower by that
-(`InstanceTable.remainders`). Its KVCache remains: blocks computed in one role are matched and used
-in the other. This is soft state: an instance joins with its present role, and a drain ends with the
-connection.
+A draining instance gets no new work; its prefills end as usual, which takes seconds. The answers of
+a draining instance, which may take minutes, are not waited for. These answers end in the new role:
+a prefill instance computes its prompts beside them in chunks that keep their TBT SLO, and is
+expected to be slower by that (`InstanceTable.remainders`). The KVCache of the instance remains:
+blocks computed in one role are matched and used in the other. A switch is soft state: an instance
+joins with its present role, and a drain ends with the connection.
 
 Mixed instances that have separate roles (`roles.mixed_split`) switch in any mode, and without a
 command, as they take both kinds of work.
@@ -37,7 +37,7 @@ from moonpool.types import InstanceId, Role, Slo
 LEAST_DRAIN_S = 300.0
 """The limit of a drain is the window, but at least this time: a prompt may take minutes."""
 CHECK_S = 2.0
-"""Time between checks of the ratio, at most; less where the window is short."""
+"""Longest time between checks of the ratio; shorter where the window is short."""
 CHECKS_PER_WINDOW = 32
 
 
@@ -47,7 +47,7 @@ class RoleReport(NamedTuple):
     mode: str
     loads: Pools
     advice: RoleAdvice | None
-    num_switches: dict[Role, int]  # by the new role
+    num_switches: dict[Role, int]  # number of switches, by the new role
     num_given_up: int
 
 
@@ -66,7 +66,7 @@ class RoleSwitching(ClusterObserver):
         self._balance = RoleBalance(config.role_balance_window_s, slo, limit, serves_least)
         self._window_s = config.role_balance_window_s
         self._sizes_chunks, self._tbt_slo_s = config.inline_chunks, slo.tbt_s
-        self._is_split = False  # mixed instances have separate roles
+        self._is_split = False  # whether mixed instances have separate roles
         if config.autoscale:
             self.autoscale = Autoscale(self._balance, config.autoscale_load, self._window_s)
         self._draining: dict[InstanceId, InstanceState] = {}
@@ -77,7 +77,7 @@ class RoleSwitching(ClusterObserver):
         return self.mode != "off" or self._is_split or self.autoscale is not None
 
     def considered(self, tracked: TrackedRequest, now: float) -> None:
-        """Adds a request, placed or rejected."""
+        """Adds a request to the demand, whether it was placed or rejected."""
         if self._tracks:
             request, cached_tokens = tracked.request, tracked.found_tokens
             assert cached_tokens is not None
@@ -95,7 +95,7 @@ class RoleSwitching(ClusterObserver):
             )
 
     def tick(self, now: float) -> list[ConductorAction]:
-        """Checks the ratio, or the drains under way, and how many instances are wanted."""
+        """Checks the ratio of roles or the drains under way, and how many instances are wanted."""
         wanted: list[ConductorAction] = []
         if self.autoscale is not None:
             wanted += self.autoscale.tick(self._cluster_state.instance_table, now)
@@ -114,7 +114,7 @@ class RoleSwitching(ClusterObserver):
         return self._check(now)
 
     def begin(self, instance_id: InstanceId, role: Role, why: str, now: float) -> None:
-        """Drains an instance that will get the role `role`."""
+        """Drains an instance that will switch to the role `role`."""
         state = self._cluster_state.instances[instance_id]
         assert state.drain is None
         until_s = now + max(self._window_s, LEAST_DRAIN_S)
@@ -123,14 +123,14 @@ class RoleSwitching(ClusterObserver):
         self._cluster_state.instance_table.set_role(state.row, prefills=False, decodes=False)
 
     def on_role_changed(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
-        """The instance reports its present role, which is taken over."""
+        """Records the role that an instance reports."""
         state.info = msgspec.structs.replace(state.info, role=role)
         return self._take_role(state, role, now)
 
     def _take_role(self, state: InstanceState, role: Role, now: float) -> list[Announce]:
         drain, state.role = state.drain, role
         if drain is not None and drain.becomes is None:
-            return []  # it leaves, whatever its role
+            return []  # the instance leaves the cluster, whatever its role
         self._return_to_service(state)
         if drain is None or drain.becomes is not role:
             return []
@@ -141,8 +141,8 @@ class RoleSwitching(ClusterObserver):
         ]
 
     def on_lost(self, state: InstanceState, now: float) -> list[Announce]:
-        """Ends the drain of a lost instance. After another loss, gives up the drain if its pool has
-        no instance left."""
+        """Ends the drain of a lost instance. If another instance was lost, gives up the drain when
+        its pool has no instance left."""
         return self._end_drains(state, now) + self.assign_roles()
 
     def _end_drains(self, state: InstanceState, now: float) -> list[Announce]:
@@ -161,7 +161,8 @@ class RoleSwitching(ClusterObserver):
 
     def report(self, now: float) -> RoleReport:
         loads = self._balance.loads(self._cluster_state.instance_table, now)
-        mode = "switch" if self._is_split else self.mode  # mixed instances follow the demand
+        # mixed instances follow the demand in any mode
+        mode = "switch" if self._is_split else self.mode
         return RoleReport(mode, loads, self.advice, dict(self.num_switches), self.num_given_up)
 
     def _check(self, now: float) -> list[ConductorAction]:
@@ -190,13 +191,13 @@ class RoleSwitching(ClusterObserver):
         return [self._announce(f"{text}; to become {advice.role}, these drain: {names}")]
 
     def _mixed(self) -> list[InstanceState]:
-        """The instances that were started as mixed and do not leave."""
+        """Returns the instances that were started as mixed and do not leave."""
         states = self._cluster_state.instances.values()
         return [each for each in states if each.info.role is Role.MIXED and each.drain is None]
 
     def assign_roles(self) -> list[Announce]:
-        """Decides whether mixed instances have separate roles, and gives them to those without.
-        Must be called when instances have joined, were lost or leave."""
+        """Decides whether mixed instances have separate roles, and gives roles to those that have
+        none. Must be called when instances have joined, were lost or leave."""
         if not self._sizes_chunks:
             return []
         table, mixed, was_split = self._cluster_state.instance_table, self._mixed(), self._is_split
@@ -238,7 +239,7 @@ class RoleSwitching(ClusterObserver):
         return [self._give_up(state, "its prompts last too long", now)]
 
     def _give_up_if_needed(self, state: InstanceState, now: float) -> list[Announce]:
-        """Gives up if no other instance has the draining instance's role."""
+        """Gives up a drain if no other instance has the draining instance's role."""
         table = self._cluster_state.instance_table
         if state.drain is None or state.drain.commanded:
             return []

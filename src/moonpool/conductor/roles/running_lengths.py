@@ -1,11 +1,12 @@
 """Mean lengths of answers by kind of prompt, from the answers that have ended and those under way.
 
-The answers that have ended are the short ones, all the more while a kind is new: where answers take
-a minute, none of the usual ones has ended after half of it. An answer under way is at least as long
-as it is now. So the means are those of Kaplan and Meier, over bins of lengths. How far answers
-exceed all known lengths is a guess. A lower and an upper guess show how much depends on it.
+The answers that have ended are the short ones, especially while a kind is new: where answers take a
+minute, no usual answer has ended after half a minute. An answer under way is at least as long as it
+is now. So the means are computed by Kaplan and Meier's method, over bins of lengths. How far
+answers exceed all known lengths can only be guessed. A lower and an upper guess show how much
+depends on this.
 
-A kind of prompt is its length, by octaves, and whether a part of it is cached.
+A kind of prompt is defined by its length, in octaves, and by whether a part of it is cached.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ NUM_BINS = BINS_PER_OCTAVE * 20
 MEMORY_ANSWERS = 256.0
 """When a kind has twice this weight of ended answers, all its weights are halved."""
 LEAST_SEEN = 8.0
-"""Answers of a kind, ended or under way, without which those of all kinds stand in for it."""
+"""With fewer answers of a kind, ended or under way, the answers of all kinds are used instead."""
 RELEARN_EVERY = 16
 LEFT, LEFT_AT_MOST = 2.0, 4.0
-"""Answers that exceed all known lengths end at this multiple of these, as a guess and at most."""
+"""An answer that exceeds all known lengths ends at this multiple of them, as a guess and at
+most."""
 
 
 class LengthRange(NamedTuple):
-    """Mean tokens of answers of a kind."""
+    """Lower and upper mean tokens of answers of a kind."""
 
     least: float
     mean: float
@@ -37,8 +39,8 @@ class LengthRange(NamedTuple):
 
 
 UNKNOWN = LengthRange(0.5 * FIRST_GUESS_TOKENS, FIRST_GUESS_TOKENS, 2.0 * FIRST_GUESS_TOKENS)
-"""The guess until answers have ended. If all requests are refused, none ever ends: the guess must
-not prevent all advice."""
+"""The guess that is used until answers have ended. If all requests are refused, no answer ever
+ends, and the guess must not prevent all advice."""
 
 
 def kind_of(num_prompt_tokens: int, cached_tokens: int) -> int:
@@ -47,7 +49,7 @@ def kind_of(num_prompt_tokens: int, cached_tokens: int) -> int:
 
 
 class RunningLengths:
-    """Learns from each answer that ends, and from looks at those under way."""
+    """Learns from each answer that ends, and from the lengths so far of the answers under way."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, _Lengths] = {}
@@ -81,11 +83,11 @@ class _Lengths:
 
     def __init__(self) -> None:
         self._ended = [0.0] * NUM_BINS
-        self._tokens = [0.0] * NUM_BINS  # of the ended ones
+        self._tokens = [0.0] * NUM_BINS  # weights of ended answers, by bin
         self._running = [0] * NUM_BINS
-        self._faded = [0.0] * NUM_BINS  # of the running ones, by the bins that they have reached
+        self._faded = [0.0] * NUM_BINS  # weights of running answers that have reached each bin
         self._total = 0.0
-        self._num_new = 0  # ended since the range was computed
+        self._num_new = 0  # answers that ended since the range was computed
         self._range = UNKNOWN
 
     @property
@@ -135,7 +137,8 @@ class _Lengths:
         return LengthRange(mean + left, mean + LEFT * left, mean + LEFT_AT_MOST * left)
 
     def _at_risk(self) -> list[float]:
-        """Returns how many answers have reached each bin. An answer within the bin counts half."""
+        """Returns how many answers have reached each bin of lengths. An answer within the bin
+        counts half."""
         at_risk = [0.0] * NUM_BINS
         ended, reached = 0.0, 0.0
         for place in range(NUM_BINS - 1, -1, -1):
@@ -147,7 +150,7 @@ class _Lengths:
 
 
 def _bin(num_tokens: int) -> int:
-    """Four bins from each power of two to the next."""
+    """Returns the bin of a length: there are four bins from each power of two to the next."""
     octave = max(num_tokens, 1).bit_length() - 1
     quarter = (max(num_tokens, 1) << 2 >> octave) & 3
     return min(BINS_PER_OCTAVE * octave + quarter, NUM_BINS - 1)

@@ -1,8 +1,9 @@
-"""The share of the recent requests that pools with these loads could serve.
+"""Estimates the share of the recent requests that pools with these loads could serve.
 
-Under overload some requests are rejected. Admission by expected goodput serves those that need
-least, so that two splits with equal loads may serve different numbers of requests: where a few long
-prompts make most of the prefill load, more prefill instances serve hardly any more requests.
+Under overload some of these requests are rejected. Admission by expected goodput serves the
+requests that need least, so that two splits with equal loads may serve different numbers of
+requests: where a few long prompts make most of the prefill load, more prefill instances serve
+hardly any more requests.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from moonpool.conductor.instance_table import Floats, InstanceTable
 
 MAX_REQUESTS = 512
 WEIGHTS = ((1.0, 0.0), (1.0, 0.3), (1.0, 1.0), (0.3, 1.0), (0.0, 1.0))
-"""Weights of the prefill and decode needs: requests are ordered by the weighted sum. The best order
-counts."""
+"""Weights of the prefill and decode needs: requests are ordered by the weighted sum. The order that
+serves most requests counts."""
 
 
 class RecentRequest(NamedTuple):
     at_s: float
     new_tokens: int
     cached_tokens: int
-    most_tokens: float  # of the answer after its first token
+    most_tokens: float  # most tokens of the answer after its first token
     kind: int
 
 
@@ -41,8 +42,8 @@ class RecentRequests:
     def needs(
         self, table: InstanceTable, since_s: float, mean_tokens: Callable[[int], float]
     ) -> Needs:
-        """What each request since then needs. `mean_tokens`: mean tokens of answers of a kind after
-        their first token."""
+        """Returns what each request since then needs of prefill and decode. `mean_tokens`: mean
+        tokens of answers of a kind, without their first token."""
         recent = [request for request in self._requests if request.at_s >= since_s]
         rows = (table.prefills | table.decodes).nonzero()[0]
         if not recent or not len(rows):
@@ -64,14 +65,15 @@ class RecentRequests:
 
 
 class Needs(NamedTuple):
-    """The share of each request in the demand of all. Empty: nothing is known."""
+    """The share of each request in the demand of all requests. It is empty if no request is
+    known."""
 
     prefill: Floats
     decode: Floats
 
     def load(self, prefill_load: float, decode_load: float) -> float:
-        """The load that stands for these of both pools: the higher one without overload, else the
-        inverse of the share of requests that can be served."""
+        """Returns one load for both pools: the higher one without overload, else the inverse of the
+        share of requests that can be served."""
         worst = max(prefill_load, decode_load)
         if worst <= 1.0 or worst == float("inf") or not len(self.prefill):
             return worst
@@ -86,8 +88,8 @@ def _shares(needs: Floats) -> Floats:
 
 
 def _num_served(prefill: Floats, decode: Floats, weights: tuple[float, float]) -> float:
-    """How many requests are served in this order before a pool is used up; the last one in part, so
-    that the number follows the loads without steps."""
+    """Returns how many requests are served in this order before a pool is used up; the last one
+    counts in part, so that the number follows the loads without steps."""
     order = np.argsort(weights[0] * prefill + weights[1] * decode, kind="stable")
     used = np.maximum(np.cumsum(prefill[order]), np.cumsum(decode[order]))
     num = int(np.searchsorted(used, 1.0, side="right"))

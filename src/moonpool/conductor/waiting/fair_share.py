@@ -1,15 +1,17 @@
-"""Shares an overloaded cluster among tenants by the tokens they have and had lately.
+"""Shares an overloaded cluster among tenants by the tokens that each has and had recently.
 
 A tenant's level is the KVCache that its requests hold now, and the tokens that were computed for it
-lately, over its weight. So an answer counts for as long as it runs, and for some time afterwards.
+recently, over its weight. So an answer counts for as long as it runs, and for some time afterwards.
 Tenants compete while they have requests under way, and for some time after a request. A tenant
 below the mean level of the competitors is owed a place:
 
-* Its requests wait for one instead of being refused, and the others come after them.
-* A tenant far below its share claims it: its requests are not refused for load that others cause,
-  and where others hold the room, their youngest answers give way (`waiting.preemption`).
+* Its requests wait for a place instead of being refused, and the requests of other tenants come
+after them.
+* A tenant far below its share claims a place: its requests are not refused for load that other
+tenants cause, and where other tenants hold the room, their youngest answers give way
+(`waiting.preemption`).
 
-A tenant alone is never affected. The caller supplies the time.
+A tenant without competitors is never affected. The caller supplies the time.
 """
 
 from __future__ import annotations
@@ -25,29 +27,33 @@ ACTIVE_S = 20.0
 """A tenant competes for this long after its last request."""
 MAX_TENANTS = 4096
 MAX_OWED_WAITING = 64
-"""Requests of one tenant that wait because it is owed; further ones are refused as usual."""
+"""Requests of one tenant that may wait because it is owed a place; further requests are refused as
+usual."""
 QUICK_SHARE = 0.5
-"""A tenant claims a place immediately while it has at most this share of the mean, its request
-included."""
+"""A tenant claims a place immediately while it has at most this share of the mean, including the
+request that claims."""
 PATIENT_SHARE = 0.125
 """The share of its TTFT SLO that a request waits before its tenant may claim up to the mean."""
 
 
 class FairShare(ClusterObserver):
-    """The accounts of the tenants."""
+    """The accounts of all tenants that were seen recently."""
 
     def __init__(
         self,
         weights: Mapping[str, float] | None = None,
         caches: Mapping[str, float] | None = None,
     ) -> None:
-        """`weights`: shares of tenants relative to 1, the share of all others. `caches`: most of
-        each instance's cache that a tenant may have; 1 for the others."""
+        """`weights`: shares of tenants relative to 1, which is the share of all tenants without an
+        entry. `caches`: most of each instance's cache that a tenant may have; 1 for tenants without
+        an entry."""
         self._weights = dict(weights or {})
         self._caches = dict(caches or {})
-        self._accounts: dict[str, ShareAccount] = {}  # the last one was seen last
-        self._busy: dict[str, ShareAccount] = {}  # those with requests under way
-        self._num_owed: dict[str, int] = {}  # waiting requests of tenants that are owed
+        # the account of each tenant, ordered by when it was last seen
+        self._accounts: dict[str, ShareAccount] = {}
+        self._busy: dict[str, ShareAccount] = {}  # accounts of tenants with requests under way
+        # number of waiting requests of each tenant that is owed a place
+        self._num_owed: dict[str, int] = {}
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:
         tenant = payer_of(tracked.request.tenant)
@@ -77,7 +83,8 @@ class FairShare(ClusterObserver):
             del self._busy[tenant]
 
     def _forget_one(self) -> None:
-        """Forgets the tenant that has been idle for longest; none that has requests under way."""
+        """Forgets the tenant that has been idle for longest, but never one with requests under
+        way."""
         idle = next((name for name in self._accounts if name not in self._busy), None)
         if idle is not None:
             del self._accounts[idle]
@@ -87,12 +94,12 @@ class FairShare(ClusterObserver):
         return self._weights.get(tenant, 1.0)
 
     def level(self, tenant: str, now: float) -> float:
-        """Returns what the tenant has and had lately, over its weight."""
+        """Returns what the tenant has and had recently, over its weight."""
         account = self._accounts.get(tenant)
         return 0.0 if account is None else account.level(now)
 
     def compete(self, now: float) -> bool:
-        """Whether several tenants have requests under way, or have sent some lately."""
+        """Whether several tenants have requests under way, or have sent some recently."""
         if len(self._busy) > 1:
             return True
         latest = islice(reversed(self._accounts.items()), 2)
@@ -105,7 +112,7 @@ class FairShare(ClusterObserver):
         return mean is not None and self.level(tenant, now) < mean
 
     def must_yield(self, tenant: str, now: float) -> bool:
-        """Whether a request of this tenant would take a place that a waiting one is owed."""
+        """Whether a request of this tenant would take a place that a waiting request is owed."""
         if not self._num_owed or (len(self._num_owed) == 1 and tenant in self._num_owed):
             return False
         mean = self.mean(now)
@@ -115,8 +122,9 @@ class FairShare(ClusterObserver):
         return self._num_owed.get(tenant, 0) < MAX_OWED_WAITING and self.is_owed(tenant, now)
 
     def may_claim(self, tenant: str, num_tokens: int, is_patient: bool, now: float) -> bool:
-        """Whether the tenant's request, which will hold `num_tokens`, is within a part of its share
-        that others must leave to it. `is_patient`: it has waited for `PATIENT_SHARE`."""
+        """Whether the tenant's request, which will hold `num_tokens`, is within the part of its
+        share that other tenants must leave to it. `is_patient`: whether the request has waited for
+        `PATIENT_SHARE`."""
         mean = self.mean(now)
         if mean is None:
             return False
@@ -125,7 +133,7 @@ class FairShare(ClusterObserver):
 
     @property
     def num_owed_waiting(self) -> int:
-        """Waiting requests of tenants that are owed."""
+        """Returns the number of waiting requests of tenants that are owed a place."""
         return sum(self._num_owed.values())
 
     def begin_wait(self, tenant: str) -> None:
@@ -139,14 +147,14 @@ class FairShare(ClusterObserver):
             self._num_owed.pop(tenant, None)
 
     def validate_held(self, held_tokens: Mapping[str, Sequence[int]]) -> None:
-        """Asserts that the accounts have what the requests under way hold, by tenant."""
+        """Asserts that each account has the tokens that the tenant's requests under way hold."""
         assert held_tokens.keys() == self._busy.keys()
         for tenant, tokens in held_tokens.items():
             account = self._busy[tenant]
             assert (len(tokens), sum(tokens)) == (account.num_under_way, account.held_tokens)
 
     def mean(self, now: float) -> float | None:
-        """Returns the mean level of the tenants that compete; None if there are no two."""
+        """Returns the mean level of the tenants that compete, or None if fewer than two compete."""
         levels = [account.level(now) for account in self._competitors(now)]
         return sum(levels) / len(levels) if len(levels) > 1 else None
 

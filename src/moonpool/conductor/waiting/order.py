@@ -1,12 +1,12 @@
 """The order in which requests that wait at the Conductor are placed.
 
-The lowest priority value first; within a priority, the tenant that was given least (`fair_share`);
-within a tenant, the one that has waited longest, and a call of a program as if it had waited since
-its program came. After half of its time a request counts as one of
-the best priority that is there.
+The lowest priority value comes first; within a priority, the tenant that has received least
+(`fair_share`); within a tenant, the request that has waited longest, and a call of a program as if
+it had waited since its program came. After half of its time a request counts as one of the best
+waiting priority.
 
-A request enters and leaves in logarithmic time, and only those that are looked at are sorted: at
-overload an answer ends often, and thousands wait.
+A request enters and leaves in logarithmic time, and only the requests that are looked at are
+sorted: at overload an answer ends often, and thousands of requests wait.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.types import Request, payer_of
 
-_Place = tuple[int, int]  # of its program or itself in the order of arrival, and its number
+# (arrival number of the program or of the request itself, number of the request)
+_Place = tuple[int, int]
 _Queue = list[tuple[_Place, TrackedRequest]]
 _Queues = dict[str, _Queue]  # by tenant
 LOOK_AHEAD = 256
-"""Requests of a tenant and class that one look considers."""
+"""Number of requests of a tenant and class that one look considers."""
 
 
 class WaitingOrder:
@@ -34,12 +35,15 @@ class WaitingOrder:
         self._entered: dict[int, TrackedRequest] = {}
         self._classes: dict[int, _Queues] = {}  # by priority
         self._aged: _Queues = {}
-        self._aged_priorities: Counter[int] = Counter()  # that they had
-        self._aging: list[tuple[float, int]] = []  # a heap: when a request counts as aged
-        self._delayed: dict[int, float] = {}  # number -> not before this time
+        # number of aged requests by the priority that they had
+        self._aged_priorities: Counter[int] = Counter()
+        # a heap of (time when a request counts as aged, its number)
+        self._aging: list[tuple[float, int]] = []
+        # number of the request -> earliest time of its next attempt
+        self._delayed: dict[int, float] = {}
 
     def enter(self, tracked: TrackedRequest, not_before_s: float) -> int:
-        """Adds a request; returns its number, by which it leaves."""
+        """Adds a request; returns the number by which it leaves."""
         number = self.num_entered
         self.num_entered += 1
         self._entered[number] = tracked
@@ -67,8 +71,8 @@ class WaitingOrder:
 
     def due(self, now: float) -> Iterator[TrackedRequest]:
         """Yields the requests that may be placed now. The order takes into account what was placed
-        since the last one was yielded. During the iteration requests may leave, and none may
-        enter."""
+        since the previous request was yielded. Requests may leave during the iteration, but none
+        may enter."""
         self._look(now)
         if not self._aged:
             for priority in sorted(self._classes):
@@ -80,7 +84,7 @@ class WaitingOrder:
             yield from self._by_tenant([self._classes[priority]], now)
 
     def _look(self, now: float) -> None:
-        """Lets requests in whose delay is over, and notes those that have aged."""
+        """Admits requests whose delay is over to the queues, and marks the aged ones."""
         for number in [n for n, not_before_s in self._delayed.items() if not_before_s <= now]:
             del self._delayed[number]
             tracked = self._entered[number]
@@ -121,7 +125,7 @@ def _place(tracked: TrackedRequest, number: int) -> _Place:
 
 
 def _take(queues: _Queues, tenant: str, place: _Place) -> bool:
-    """Removes the request of this place from the queues, if it is there."""
+    """Removes the request with this place from the queues, if it is queued."""
     queue = queues.get(tenant)
     if queue is None:
         return False
@@ -135,5 +139,5 @@ def _take(queues: _Queues, tenant: str, place: _Place) -> bool:
 
 
 def aged_s(request: Request) -> float:
-    """When half of the time until its deadline is over."""
+    """Returns the time when half of the request's time to its deadline is over."""
     return (request.arrived_s + request.deadline_s) / 2

@@ -1,10 +1,10 @@
 """Which answers give way where a tenant claims its share of the room (`fair_share`).
 
-The youngest answer of the tenant farthest above its share goes first. It goes on later with the
-same tokens, so its client sees a pause. No tenant gives up more than what brings it down to the
-level of the claiming tenant, so that two tenants never take the room from each other in turn.
-Answers past half of their time go last: they have been under way for long, and must end. Books
-nothing.
+The first answer to give way is the youngest one of the tenant farthest above its share. The paused
+answer continues later with the same tokens, so its client only sees a pause. No tenant gives up
+more than what brings it down to the level of the claiming tenant, so that two tenants never take
+the room from each other in turn. Answers past half of their time give way last, because they have
+been under way for long and must end. Books nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.conductor.waiting.order import aged_s
 from moonpool.types import payer_of
 
 VLLM = "vllm"
-"""The layout inside blocks of vLLM instances."""
+"""The layout that vLLM instances report for the inside of their blocks."""
 
 
 class Preemption:
@@ -27,8 +27,9 @@ class Preemption:
         self._shares = shares
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
-        """The answers whose end gives this request room for `num_tokens` on one instance: as few
-        tokens as possible. Empty if it has a claim to the room of no answer."""
+        """Returns the answers whose end gives this request room for `num_tokens` on one instance:
+        as few tokens as possible. Returns nothing if the request has no claim to the room of any
+        answer."""
         best: list[TrackedRequest] = []
         least = float("inf")
         for state in self._instances.values():
@@ -43,9 +44,9 @@ class Preemption:
         return best
 
     def overfull(self, now: float) -> list[TrackedRequest]:
-        """The answers that give way on vLLM instances whose answers have outgrown the room there:
-        where tenants compete, vLLM itself would preempt the one that came last. Our own instances
-        preempt by tenant (`scheduler.batching.queue_order`)."""
+        """Returns the answers that must give way on vLLM instances whose answers have outgrown the
+        room: where tenants compete, vLLM itself would preempt the one that came last. Moonpool's
+        own instances preempt by tenant (`scheduler.batching.queue_order`)."""
         found: list[TrackedRequest] = []
         mean = self._shares.mean(now)
         if mean is None:
@@ -71,8 +72,8 @@ class Preemption:
         lacking: float,
         now: float,
     ) -> list[TrackedRequest]:
-        """Returns answers of one instance that together hold the missing room, or none if they hold
-        less. No answer gives way to a request of its own tenant."""
+        """Returns answers of one instance that together hold the missing room, or none if all of
+        them hold less. No answer gives way to a request of its own tenant."""
         shares, tenant = self._shares, payer_of(tracked.request.tenant)
         claimed = shares.level(tenant, now) + num_tokens / shares.weight(tenant)
         queues = _by_tenant(holding, tracked, now)
@@ -110,7 +111,7 @@ def _by_tenant(
 
 
 def _holding(state: InstanceState) -> Iterable[TrackedRequest]:
-    """The answers that hold room on the instance."""
+    """Yields the answers that hold KVCache on the instance."""
     for tracked in {**state.prefills, **state.decodes}.values():
         attempt = tracked.attempt
         assert attempt is not None

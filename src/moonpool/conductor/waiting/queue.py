@@ -1,7 +1,7 @@
-"""Requests that wait for an instance, for room or for their share. They have no attempt while they
-wait.
+"""Requests that wait for an instance, for room or for their share. A waiting request has no
+attempt.
 
-`rules` says who waits. The queue is bounded, and every tenant has a part of it.
+`rules` decides which requests wait. The queue is bounded, and each tenant has a part of it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moonpool.types import InstanceId, RequestId, Role, payer_of
 
 MAX_WAITING = 4096
 MAX_WAITING_TOKENS = 1 << 24
-"""Limits for requests that were not admitted before; the others always wait."""
+"""Limits for requests that were not admitted before; requests that were admitted always wait."""
 MAX_LOST = 256
 RETRIES = RetryDelays((0.0, 0.5, 1.5, 3.0, 5.0))
 """Pauses between attempts after consecutive faults."""
 
 
 class WaitNeed(NamedTuple):
-    """What a request that waits will take."""
+    """The prefill time and KVCache that a waiting request will take."""
 
-    room_tokens: int  # of KVCache where it decodes
+    room_tokens: int  # KVCache tokens that the request needs where it decodes
     prefill_s: float
 
 
@@ -41,12 +41,12 @@ class _Wait(NamedTuple):
     num_tokens: int
     need: WaitNeed
     is_owed: bool
-    number: int  # in the order
+    number: int  # number of the request in the order of placement
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one tenant has in the queue."""
+    """The waiting requests of one tenant."""
 
     num_waiting: int = 0
     num_tokens: int = 0
@@ -69,7 +69,8 @@ class WaitingRequests:
         self._waits: dict[RequestId, _Wait] = {}
         self._num_tokens = 0
         self._parts: dict[str, _Part] = {}  # by tenant
-        self._limits: list[tuple[float, RequestId]] = []  # a heap: how long each may wait
+        # a heap of (time until which a request may wait, the request)
+        self._limits: list[tuple[float, RequestId]] = []
         self.lost: dict[InstanceId, Role] = {}
 
     def __len__(self) -> int:
@@ -84,28 +85,29 @@ class WaitingRequests:
 
     @property
     def line(self) -> int:
-        """The place in the order that a request gets if it comes now."""
+        """Returns the place in the order that a request gets if it comes now."""
         return self._order.num_entered
 
     def expect(self, roles: Mapping[InstanceId, Role]) -> None:
-        """An earlier Conductor had these instances."""
+        """Adds instances that an earlier Conductor had."""
         self.lost.update(roles)
         while len(self.lost) > MAX_LOST:
             del self.lost[next(iter(self.lost))]
 
     def note_lost(self, state: InstanceState) -> None:
-        """Notes that an instance was lost. It is expected back unless it was leaving for good."""
+        """Notes that an instance was lost. The instance is expected back unless it was leaving for
+        good."""
         drain = state.drain
         if drain is not None and drain.becomes is None and not drain.returns:
             return
         self.expect({state.info.instance_id: state.info.role})
 
     def note_joined(self, instance_id: InstanceId) -> None:
-        """Requests no longer wait for it."""
+        """Notes that an instance has joined, so that no request waits for it any longer."""
         self.lost.pop(instance_id, None)
 
     def need(self, tracked: TrackedRequest) -> WaitNeed:
-        """What a request that waits will take."""
+        """Returns the prefill time and KVCache that a waiting request will take."""
         return self._waits[tracked.request.request_id].need
 
     # Who may wait
@@ -121,8 +123,9 @@ class WaitingRequests:
 
     def has_place(self, tracked: TrackedRequest) -> bool:
         """Whether the queue takes this request. A request that was admitted before always has a
-        place, and a waiting one keeps its own. Of the places for others, a tenant gets one part,
-        and leaves one for each other tenant that waits, and one for the next that comes."""
+        place, and a waiting request keeps its place. Of the places for new requests, a tenant gets
+        one part: each other tenant that waits keeps a part, and so does the next tenant that
+        comes."""
         request = tracked.request
         if tracked.num_attempts or self._is_waiting(tracked):
             return True
@@ -158,8 +161,8 @@ class WaitingRequests:
         is_owed: bool = False,
         limit_s: float | None = None,
     ) -> None:
-        """A request that waits already keeps its place. `limit_s`: when `over` checks it again;
-        None if its deadline is the only limit."""
+        """Adds a request; a request that waits already keeps its place. `limit_s`: the time at
+        which `over` checks the request again, or None if its deadline is the only limit."""
         request = tracked.request
         if self._is_waiting(tracked):
             return
@@ -186,7 +189,7 @@ class WaitingRequests:
         self._num_tokens -= wait.num_tokens
         self._parts[tenant].add(wait, -1)
         if not self._parts[tenant].num_waiting:
-            del self._parts[tenant]  # with the rounding error of its sums
+            del self._parts[tenant]  # also removes the rounding error of its sums
         if wait.is_owed:
             self._shares.end_wait(tenant)
 
@@ -198,7 +201,8 @@ class WaitingRequests:
                 yield wait.tracked
 
     def due(self, now: float) -> Iterator[TrackedRequest]:
-        """Yields the requests that may be placed now, in their order; they may leave meanwhile."""
+        """Yields the requests that may be placed now, in their order; requests may leave during the
+        iteration."""
         return self._order.due(now)
 
     def is_due(self, wait: _Wait, now: float) -> bool:
@@ -210,35 +214,37 @@ class WaitingRequests:
 
 
 TTFT_SLO_LATE = "ttft_slo_late"
-"""The reason of a rejection because no room in a decode batch came in time: its prefill was for
-nothing."""
+"""The reason of a rejection because no room in a decode batch came in time, which makes the prefill
+useless."""
 
 
 class Deadlines:
-    """When unanswered requests end: at their deadlines, or when no room came in time."""
+    """Finds the unanswered requests that must end: at their deadlines, or when no room came in
+    time."""
 
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         self._requests = requests
         self._ends: list[tuple[float, RequestId]] = []  # a heap
-        self._joining: list[tuple[float, RequestId]] = []  # a heap: when their TTFT SLO is missed
+        # a heap of (time when the TTFT SLO of a request is missed, the request)
+        self._joining: list[tuple[float, RequestId]] = []
 
     def add(self, tracked: TrackedRequest) -> None:
         heapq.heappush(self._ends, (tracked.request.deadline_s, tracked.request.request_id))
 
     def add_joining(self, tracked: TrackedRequest) -> None:
-        """Adds a request that is computed, and waits for room in a decode batch."""
+        """Adds a request whose prompt is computed and which waits for room in a decode batch."""
         latest_s = tracked.request.arrived_s + tracked.request.slo.ttft_s
         heapq.heappush(self._joining, (latest_s, tracked.request.request_id))
 
     def trim(self) -> None:
-        """Forgets ended requests once they outnumber the others."""
+        """Forgets ended requests once they outnumber the unfinished ones."""
         if len(self._ends) > 2 * len(self._requests) + 64:
             self._ends = [end for end in self._ends if end[1] in self._requests]
             heapq.heapify(self._ends)
 
     def late(self, now: float, answer_s: float) -> Iterator[tuple[TrackedRequest, Rejection]]:
-        """Yields the requests that are to be rejected now. `answer_s`: how long an
-        answer takes, after which there may be room."""
+        """Yields the requests that must be rejected now. `answer_s`: mean duration of an answer,
+        after which there may be room."""
         while self._joining and self._joining[0][0] <= now:
             tracked = self._requests.get(heapq.heappop(self._joining)[1])
             if tracked is None or tracked.attempt is None or tracked.generated:

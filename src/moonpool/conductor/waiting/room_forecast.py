@@ -1,14 +1,15 @@
-"""Forecasts when an instance has room for this many more tokens of KVCache.
+"""Forecasts when an instance has room for a number of KVCache tokens.
 
-The answers that hold the room free it when they end. Each is predicted from its own length so far:
+The answers that hold the room free it when they end. The end of each answer is predicted from its
+length so far:
 
-* An answer that no token ends early (`ignore_eos`) has all of its `max_tokens`.
-* Else its length is one of those of recent answers that were longer than it is now. Of n answers on
-  an instance, the one that has come furthest gets the lowest quantile of them, and so on: some end
-  soon, and some late.
+* An answer that no token ends early (`ignore_eos`) gets all of its `max_tokens`.
+* The length of any other answer is one of the lengths of recent answers that were longer than it is
+now. Of n answers on an instance, the longest one gets the lowest quantile of these lengths, and so
+on, so that some end soon and some late.
 * An answer longer than all recent ones lasts as long again.
 
-Requests that wait already take the room that becomes free before this one does.
+Requests that already wait take the room that becomes free before this request does.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from moonpool.distributions import rank_above
 MEMORY_ANSWERS = 256
 """Recent answers whose lengths are remembered."""
 LEAST_LONGER = 4
-"""With fewer longer answers in memory, an answer is taken to last as long again."""
+"""With fewer longer answers in memory, an answer is assumed to last as long again."""
 UPDATE_EVERY_S = 0.5
-"""The ends are predicted again after this time: overload asks for them at each arrival."""
+"""The ends are predicted again after this time, because under overload each arrival asks for
+them."""
 MOST_LOOKED_AT = 32
-"""Most instances that a forecast looks at: those with the most room."""
+"""Most instances that a forecast considers; it takes those with the most room."""
 
 
 class RecentLengths:
-    """The lengths of the answers that ended lately, in tokens."""
+    """The lengths of the answers that ended recently, in tokens."""
 
     def __init__(self) -> None:
         self._by_age: deque[int] = deque()
@@ -50,8 +52,8 @@ class RecentLengths:
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
 
     def left(self, num_tokens: int, share: float) -> float:
-        """Tokens that an answer of `num_tokens` still gets: the quantile `share` of what those had
-        left that became longer."""
+        """Returns the tokens that an answer of `num_tokens` still gets: the quantile `share` of
+        what longer answers got after that length."""
         first = bisect_right(self._sorted, num_tokens)
         longer = len(self._sorted) - first
         if longer < LEAST_LONGER:
@@ -60,7 +62,7 @@ class RecentLengths:
 
 
 class RoomForecast(ClusterObserver):
-    """Reads the bookings, and changes none."""
+    """Forecasts room from the bookings, and changes none of them."""
 
     def __init__(self, cluster_state: ClusterState) -> None:
         self._table, self._instances = cluster_state.instance_table, cluster_state.instances
@@ -74,9 +76,10 @@ class RoomForecast(ClusterObserver):
     def wait_s(
         self, num_tokens: int, ahead_tokens: float, answer_s: float, now: float, decodes: bool
     ) -> float:
-        """Time until some instance has room for `num_tokens`, after the waiting requests ahead have
-        got their `ahead_tokens`. `answer_s`: how long an answer lasts in the mean. `decodes`:
-        whether the request needs an instance that decodes; else one for its prompt."""
+        """Returns the time until some instance has room for `num_tokens`, after the waiting
+        requests ahead have got their `ahead_tokens`. `answer_s`: mean duration of an answer.
+        `decodes`: whether the request needs an instance that decodes, or only one for its
+        prompt."""
         if not 0.0 <= now - self._updated_s < UPDATE_EVERY_S:
             self._update(now)
         table = self._table
@@ -87,7 +90,7 @@ class RoomForecast(ClusterObserver):
             if table.context_tokens.item(row) >= num_tokens and possible[row]:
                 lacking = num_tokens + ahead - table.room_tokens.item(row)
                 waits_s.append(ends.wait_s(lacking, table.capacity_tokens.item(row), answer_s, now))
-        return min(waits_s, default=answer_s)  # none is known of one that has just joined
+        return min(waits_s, default=answer_s)  # an instance that has just joined has no answers
 
     def _update(self, now: float) -> None:
         self._updated_s = now
@@ -100,7 +103,7 @@ class RoomForecast(ClusterObserver):
         self._ends = {int(row): self._ends_on(states[int(row)], now) for row in rows}
 
     def _ends_on(self, state: InstanceState, now: float) -> _Ends:
-        """The answers of an instance by their predicted ends."""
+        """Returns the answers of an instance, ordered by their predicted ends."""
         holding = {**state.prefills, **state.decodes}.values()
         step_s = _step_s(self._table, state.row)
         ordered = sorted(holding, key=lambda tracked: -len(tracked.generated))
@@ -118,7 +121,7 @@ class RoomForecast(ClusterObserver):
         )
 
     def _left(self, tracked: TrackedRequest, share: float) -> float:
-        """Tokens that the answer still gets."""
+        """Returns the tokens that the answer still gets."""
         sampling, num_tokens = tracked.request.sampling, len(tracked.generated)
         most = float(max(sampling.max_tokens - num_tokens, 0))
         if sampling.ignore_eos and not sampling.stop_token_ids:
@@ -127,13 +130,14 @@ class RoomForecast(ClusterObserver):
 
 
 class _Ends:
-    """When the answers of one instance should end, and how many tokens all have freed by then."""
+    """The predicted ends of the answers of one instance, and how many tokens are free by each of
+    them."""
 
     def __init__(self, ends_s: Floats, freed: Floats) -> None:
         self._ends_s, self._freed = ends_s, freed
 
     def wait_s(self, lacking: float, capacity_tokens: float, answer_s: float, now: float) -> float:
-        """Time until this many tokens are free."""
+        """Returns the time until this many tokens are free."""
         if lacking <= 0.0:
             return 0.0
         place = int(np.searchsorted(self._freed, lacking))
@@ -141,7 +145,7 @@ class _Ends:
             return max(float(self._ends_s[place]) - now, 0.0)
         if not len(self._ends_s):
             return answer_s
-        # The waiting requests fill the instance again, more than once.
+        # The waiting requests would fill the instance more than once.
         last_s = max(float(self._ends_s[-1]) - now, 0.0)
         rounds = (lacking - float(self._freed[-1])) / max(capacity_tokens, 1.0)
         return last_s + rounds * max(answer_s, last_s)
@@ -152,7 +156,7 @@ def _step_s(table: InstanceTable, row: int) -> float:
 
 
 def _begin_s(tracked: TrackedRequest, now: float) -> float:
-    """When its next token should come, at the earliest."""
+    """Returns the earliest time at which the answer's next token should come."""
     attempt, record = tracked.attempt, tracked.record
     assert attempt is not None
     if attempt.phase is AttemptPhase.DECODE or record.placed_s is None:

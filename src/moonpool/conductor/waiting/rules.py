@@ -1,15 +1,16 @@
-"""Which rejections become a wait, and for how long.
+"""Decides which rejections become a wait, and for how long.
 
-* A lost instance is restarted within seconds, while a request has minutes. So a request waits where
-  nothing is missing but an instance that was lost. Instances that left for good are not awaited.
+* A lost instance is restarted within seconds, while a request has minutes. So a request waits if it
+  lacks nothing but an instance that was lost. Instances that left for good are not awaited.
 * A request that was admitted before waits for room.
-* A new one waits for room, for the prompts before it, or for a batch that one more answer would
-  make late, if its first token can still come in time: within its SLO of TTFT, or before its
-  deadline if nobody has stated one. Without admission control the wait for a batch ends with a
-  place.
-* A new program waits for those that began before it, until its deadline.
-* A call of a program that has begun waits: users of agents wait for the last call.
-* A choice waits for other choices of its call: their room becomes free, whatever its TTFT is.
+* A new request waits for room, for the prompts before it, or for a batch that one more answer would
+make late, if its first token can still come in time: within its TTFT SLO, or before its deadline if
+nobody has stated an SLO. Without admission control, the wait for a batch ends when the batch has a
+place.
+* A new program waits for the programs that began before it, until its deadline.
+* A call of a program that has begun waits, because users of agents wait for the program's last
+call.
+* A choice waits for other choices of its call, whose room becomes free, whatever its TTFT.
 * A new request that is refused for the load waits if its tenant is owed a place (`fair_share`), for
   at most half of its SLO of TTFT.
 """
@@ -41,11 +42,11 @@ from moonpool.conductor.waiting.room_forecast import RoomForecast
 from moonpool.types import Request, payer_of
 
 UNSERVABLE_STATUS = 422
-"""Status of a rejection that an idle cluster would make, too."""
+"""HTTP status of a rejection that an idle cluster would make, too."""
 FAIR_SHARE = "fair_share"
 """The reason of a rejection in favour of other tenants' waiting requests."""
 TIME_HELPS = frozenset({*TIMED_REASONS, FAIR_SHARE, PROGRAMS_WAIT})
-"""Reasons that go away while a request waits, without making it late."""
+"""Reasons of rejections that may disappear while a request waits, without making it late."""
 POLICY = "admission_policy"
 """The reason of a rejection by the operator's own admission policy, which time alone does not
 change."""
@@ -64,8 +65,9 @@ MAX_TRIED_PER_TURN = 8
 
 
 class WaitRules:
-    """Reads the bookings, and adds to the queue. Owns what the rules look at: the queue itself, the
-    shares of tenants, when there will be room, and when rejected requests should come back."""
+    """Applies the rules; reads the bookings, and adds requests to the queue. Owns what the rules
+    look at: the queue, the shares of tenants, the forecast of room, and the times at which rejected
+    requests should return."""
 
     def __init__(
         self, cluster_state: ClusterState, shares: FairShare, refuses_for_slo: bool
@@ -76,10 +78,11 @@ class WaitRules:
         self.rooms = RoomForecast(cluster_state)
         self.retries = RetrySchedule()
         self._table: InstanceTable = cluster_state.instance_table
-        self._calls: Counter[str] = Counter()  # attempts of calls with several choices
+        # number of attempts under way, by call with several choices
+        self._calls: Counter[str] = Counter()
 
     def note_attempt(self, request: Request, number: int) -> None:
-        """Counts an attempt that begins (1) or ends (-1)."""
+        """Counts an attempt of a call that begins (1) or ends (-1)."""
         call = request.call
         if call:
             self._calls[call] += number
@@ -89,11 +92,11 @@ class WaitRules:
     def worth_trying(
         self, must_wait: Callable[[TrackedRequest], bool], now: float
     ) -> Iterator[TrackedRequest]:
-        """Yields the waiting requests that may find a place now. A request that finds one leaves
-        the queue before the next one is asked for."""
+        """Yields the waiting requests that may find a place now. A request that finds a place
+        leaves the queue before the next request is asked for."""
         waiting, most_tokens = self.waiting, self._table.most_room_tokens()
         num_failures = 0
-        least_tokens: float = inf  # for which there was no room
+        least_tokens: float = inf  # least number of tokens for which there was no room
         for tracked in islice(waiting.due(now), MAX_PLACED_PER_TURN):
             needed = waiting.need(tracked).room_tokens
             tenant = payer_of(tracked.request.tenant)
@@ -101,7 +104,7 @@ class WaitRules:
                 continue
             if self.shares.must_yield(tenant, now):
                 continue
-            # The first one is always tried: what it needs may have changed.
+            # The first request is always tried, because its needs may have changed.
             lacks_room = num_failures > 0 and needed > most_tokens
             if lacks_room and not self.shares.may_claim(tenant, needed, True, now):
                 continue
@@ -115,12 +118,12 @@ class WaitRules:
     def with_wait(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
     ) -> Rejection:
-        """States how long the request would wait for room, or for the prompts before it.
-        `answer_s`: how long an answer lasts in the mean."""
+        """Adds to the rejection how long the request would wait for room, or for the prompts before
+        it. `answer_s`: mean duration of an answer."""
         if rejection.status == UNSERVABLE_STATUS or rejection.reason not in TIMED_REASONS:
             return rejection
         if rejection.reason == BATCH_FULL:
-            # An answer that ends makes place for one request.
+            # Each answer that ends makes room for one request.
             num_ahead = len(self.waiting) + 1
             wait_s = num_ahead * answer_s / max(self._table.total_decoding, 1)
             return msgspec.structs.replace(rejection, retry_after_s=wait_s)
@@ -139,12 +142,13 @@ class WaitRules:
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
     ) -> bool:
         """Lets the request wait if time alone may remove the reason of its rejection. `answer_s`:
-        as in `with_wait`."""
+        mean duration of an answer, as in `with_wait`."""
         request, waiting = tracked.request, self.waiting
         if not waiting.has_place(tracked):
             return False
         is_owed, latest_s = False, None
-        is_whole = rejection.reason == PROGRAMS_WAIT  # refused, it would only come again later
+        # if it were refused, the program would only come again later
+        is_whole = rejection.reason == PROGRAMS_WAIT
         if is_whole or waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
             tracked.has_waited = True
         elif rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
@@ -166,7 +170,8 @@ class WaitRules:
         return True
 
     def may_claim(self, tracked: TrackedRequest, rejection: Rejection, now: float) -> bool:
-        """Whether the request need not wait for what others have: its tenant is owed it."""
+        """Whether the request need not wait for the room that other tenants have, because its
+        tenant is owed it."""
         request = tracked.request
         if rejection.status not in (429, 503) or rejection.reason not in LOAD_REASONS:
             return False
@@ -177,9 +182,9 @@ class WaitRules:
         return self.shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
-        """Whether the request waits until its deadline for others that hold the room: it was
-        admitted before, or another choice of its call or call of its program was, or nothing is
-        refused for its SLO."""
+        """Whether the request waits until its deadline for room that others hold: it, another
+        choice of its call or another call of its program was admitted before, or nothing is refused
+        for its SLO."""
         if rejection.status == UNSERVABLE_STATUS or rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
@@ -192,8 +197,8 @@ class WaitRules:
     def _is_in_time(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
     ) -> bool:
-        """Whether time removes the reason soon enough. A request that already waits was in time
-        when it came, and its limit is kept."""
+        """Whether time removes the reason of the rejection soon enough. A request that already
+        waits was in time when it came, and its limit is kept."""
         request = tracked.request
         if rejection.reason == POLICY or (
             request.slo.ttft_stated and rejection.reason not in TIME_HELPS
@@ -208,7 +213,7 @@ class WaitRules:
         return now < latest_s and (waits or now + rejection.retry_after_s <= latest_s)
 
     def _is_placed_late(self, rejection: Rejection) -> bool:
-        """Whether the request is placed after its wait, and not refused (`AdmissionCheck`)."""
+        """Whether the request will be placed after its wait, and not refused (`AdmissionCheck`)."""
         return rejection.reason == BATCH_FULL and not self._refuses_for_slo
 
     def _is_owed(self, tracked: TrackedRequest, now: float) -> bool:
@@ -221,8 +226,8 @@ class WaitRules:
 
 
 def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:
-    """When the request must be placed, so that its first token comes in time; where nobody has
-    stated what that is, its last one."""
+    """Returns the latest time to place the request so that its first token is in time; without a
+    stated SLO, so that its last token is in time."""
     if request.slo.ttft_stated:
         share = BATCH_SHARE if rejection.reason == BATCH_FULL else 1.0
         return request.arrived_s + share * request.slo.ttft_s - rejection.prefill_s
@@ -230,20 +235,20 @@ def _latest_s(request: Request, rejection: Rejection, answer_s: float) -> float:
 
 
 WINDOW = 64
-"""Completed requests from which the rate follows."""
+"""Number of completed requests from which the rate follows."""
 STALE_S = 60.0
 """If no request has completed for this long, the rate is unknown."""
 MAX_RETRY_AFTER_S = 120.0
 
 
 class RetrySchedule(ClusterObserver):
-    """Assigns a time of return to each rejected request: one after another, as fast as the cluster
-    completes. If all were told the same time, they would all come back at once, and most would be
-    rejected again."""
+    """Assigns a return time to each rejected request, one after another, as fast as the cluster
+    completes requests. If all rejected requests were told the same time, they would return
+    together, and most would be rejected again."""
 
     def __init__(self) -> None:
         self._completed_s: deque[float] = deque(maxlen=WINDOW)
-        self._next_s = float("-inf")  # no rejected request is due after it
+        self._next_s = float("-inf")  # latest return time that a rejected request was given
 
     def ended(self, tracked: TrackedRequest, is_answered: bool, now: float) -> None:
         if is_answered:
@@ -256,12 +261,12 @@ class RetrySchedule(ClusterObserver):
     def retry_after_s(self, least_s: float, now: float) -> float:
         """Returns the seconds after which the next rejected request should return.
 
-        At least `least_s`, and at least 1 s; one mean time between two completed requests after the
-        rejected request before it; at most MAX_RETRY_AFTER_S.
+        The result is at least `least_s` and at least 1 s, one mean time between two completed
+        requests after the previous rejected request, and at most MAX_RETRY_AFTER_S.
         """
         at_s = max(now + max(least_s, 1.0), min(self._next_s, now + MAX_RETRY_AFTER_S))
         self._next_s = at_s + self._gap_s(now)
-        return min(max(at_s - now, 1.0), MAX_RETRY_AFTER_S)  # the difference is rounded
+        return min(max(at_s - now, 1.0), MAX_RETRY_AFTER_S)  # the difference has a rounding error
 
     def _gap_s(self, now: float) -> float:
         times_s = self._completed_s

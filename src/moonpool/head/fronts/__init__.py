@@ -1,1 +1,1 @@
-"""Front processes: they answer calls on one port, and ask the head, which decides."""
+"""Front processes, which answer calls on one port and ask the head for decisions."""

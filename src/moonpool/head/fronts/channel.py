@@ -1,5 +1,5 @@
 """One connection between a front and the head: frames of a length and a message, over a pair of
-Unix sockets that the supervisor made. So nobody else can be at its other end."""
+Unix sockets that the supervisor made. So no other process can be at the other end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moonpool.types import MALFORMED
 _FRAMES = Framing(">", max_bytes=256 << 20)
 """A forwarded body has up to 48 MB, and a page of metrics less."""
 MAX_UNSENT_BYTES = 256 << 20
-"""The other side does not read: the connection ends."""
+"""Limit of unsent bytes: the connection ends if the other side does not read."""
 
 In = TypeVar("In")
 
 
 class FrontChannel(asyncio.Protocol, Generic[In]):
-    """`send` queues a message; all of one turn of the loop leave in one write.
+    """`send` queues a message; all messages of one turn of the loop leave in one write.
 
     `on_message` gets each message in order. `on_end` is called once with the reason. A malformed
-    message ends the connection. `before_write`: called before each write, and may still `send`.
+    message ends the connection. `before_write`: called before each write; it may still `send`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
         self.wake()
 
     def wake(self) -> None:
-        """Lets `before_write` be called at the end of this turn of the loop."""
+        """Has `before_write` called at the end of this turn of the loop."""
         if not self._is_waiting:
             self._is_waiting = True
             self._loop.call_soon(self._write)
@@ -103,9 +103,9 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
     def _write(self) -> None:
         self._is_waiting = False
         if self._transport is None:
-            return  # written when the connection is made
+            return  # the queued messages are written when the connection is made
         if self._before_write is not None:
-            self._is_waiting = True  # what it sends leaves now
+            self._is_waiting = True  # what `before_write` sends leaves in this write
             try:
                 self._before_write()
             finally:

@@ -27,8 +27,8 @@ _KNOWN = msgspec.msgpack.Decoder(Known)
 
 
 class FrontAnswers(KeptAnswers):
-    """Like `KeptAnswers`. An answer that another front holds moves here when its client comes back
-    here."""
+    """Like `KeptAnswers`. Holds the answers of a front; an answer that another front holds moves
+    here when its client comes back here."""
 
     def __init__(self, head: RemoteHead) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FrontAnswers(KeptAnswers):
 
     def forget_others(self) -> None:
         self._elsewhere.clear()
-        self.copy(False)  # the next head says whether there is a standby
+        self.copy(False)  # the next head tells whether a standby follows
 
     def copy(self, is_wanted: bool) -> None:
         if is_wanted and self._feed is None:
@@ -88,7 +88,8 @@ class FrontAnswers(KeptAnswers):
                 give.add_done_callback(self._gives.discard)
 
     async def _give(self, fetch: FetchAnswer) -> None:
-        """The client has come back at another front, which continues from what is known here."""
+        """Gives an answer away whose client has come back at another front, which continues from
+        what this front knows."""
         name, known = fetch.name, b""
         found = await super().find(name.tenant, name.request_id, name.digest, fetch.displaces)
         if found is not None:
@@ -99,7 +100,7 @@ class FrontAnswers(KeptAnswers):
 
 
 class _CopyChannel:
-    """Copies to a standby, sent by the head."""
+    """Sends copies of answers to a standby by way of the head."""
 
     def __init__(self, head: RemoteHead) -> None:
         self._head = head

@@ -1,4 +1,5 @@
-"""The head's side of its fronts: their requests are the Conductor's, and their tokens go back."""
+"""The head's side of its fronts: passes their requests to the Conductor, and tokens back to
+them."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class FrontAnswer(ResponseStream):
-    """An answer whose client waits at a front. `position`: the tokens that the Conductor knows."""
+    """An answer whose client waits at a front. `position`: number of tokens that the Conductor
+    knows."""
 
     def __init__(self, link: FrontLink, number: int, model: ServedModel, position: int) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class FrontAnswer(ResponseStream):
         self._attempts: list[AttemptId] = []
 
     def deliver(self, action: Deliver) -> None:
-        """The front has got the first tokens of it directly, or none."""
+        """Passes output to the front, which may have got the first tokens of it directly."""
         self.is_silent = False
         num_direct = self._link.num_direct(action.request_id)
         position = self._position + num_direct
@@ -106,7 +108,7 @@ class FrontAnswer(ResponseStream):
         return parts
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """The address to which the tokens of an attempt go directly."""
+        """Returns the address to which the tokens of an attempt go directly."""
         if attempt_id not in self._attempts:
             self._attempts.append(attempt_id)
         return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)
@@ -122,17 +124,19 @@ class FrontLink:
         number: int,
         spawn: Callable[[Any], None],
     ) -> None:
-        """`number`: the front's place among all. `spawn`: runs a coroutine beside the rest."""
+        """`number`: the place of the front among all fronts. `spawn`: runs a coroutine in the
+        background."""
         self.number = number
         self.held: dict[AnswerName, None] = {}
         self.num_tokens = self.num_direct_tokens = 0
-        """Tokens of its answers, and how many of them instances sent to it directly."""
+        """Number of tokens of the front's answers, and how many of them instances sent to it
+        directly."""
         self._head = head
         self._fronts = fronts
         self._spawn = spawn
         self._answers: dict[int, FrontAnswer] = {}
         self._grown: dict[int, FrontAnswer] = {}
-        self._silent: dict[int, FrontAnswer] = {}  # no token yet
+        self._silent: dict[int, FrontAnswer] = {}  # answers that have no token yet
         self._models: list[tuple[object, str]] = []
         self._state: HeadState | None = None
         self._listens: FrontListens | None = None
@@ -156,14 +160,14 @@ class FrontLink:
 
     @property
     def num_calls(self) -> int:
-        """Several answers may be of one call."""
+        """Returns the number of calls, of which each may have several answers."""
         names = (answer.request_id.partition("~")[0] for answer in self._answers.values())
         return len(set(names))
 
-    # What the front is told unasked
+    # Messages that the front gets without asking
 
     def tell_state(self) -> None:
-        """Tells what has changed of the models and the head."""
+        """Tells the front what has changed of the models and the head."""
         for place, model in enumerate(self._head.models()):
             known = model.card, model.why_not_forwarded()
             if place < len(self._models) and self._models[place] == known:
@@ -178,7 +182,7 @@ class FrontLink:
             self.send(state)
 
     def tell_stages(self) -> None:
-        """Tells what requests without a token do now, for streams that say it."""
+        """Tells the front what requests without a token do now, for streams that report it."""
         self._silent = {n: answer for n, answer in self._silent.items() if answer.is_silent}
         for number, answer in self._silent.items():
             stage = answer.model.stage(answer.request_id)
@@ -187,7 +191,7 @@ class FrontLink:
                 self.send(AnswerPlaced(number, stage))
 
     def num_direct(self, request_id: RequestId) -> int:
-        """How many of the tokens that are delivered now the front has got directly."""
+        """Returns how many of the tokens that are delivered now the front has got directly."""
         return self._fronts.num_direct.get(request_id, 0)
 
     def route(self, number: int, attempt: int) -> TokenRoute | None:
@@ -201,7 +205,7 @@ class FrontLink:
         self._channel.wake()
 
     def _send_grown(self) -> None:
-        """Sends what the answers have got in this turn."""
+        """Sends the front what its answers have got in this turn of the loop."""
         if not self._grown:
             return
         grown, self._grown = self._grown, {}
@@ -252,7 +256,7 @@ class FrontLink:
                 self._on_held(message)
 
     def _on_held(self, message: HoldAnswer | ForgetAnswer | FetchAnswer | AnswerFetched) -> None:
-        """What concerns other fronts."""
+        """Handles messages that concern other fronts."""
         match message:
             case HoldAnswer():
                 self.held[message.name] = None
@@ -277,7 +281,7 @@ class FrontLink:
         request = message.request
         answer = FrontAnswer(self, message.number, model, len(message.delivered or ()))
         if request.request_id in self._fronts.names:
-            # Clients of two fronts may give the same X-Request-Id; requests may not share it.
+            # Clients of two fronts may give the same X-Request-Id, but requests may not share it.
             name = f"{request.request_id}-{self.number}.{message.number}"
             request = msgspec.structs.replace(request, request_id=RequestId(name))
         answer.request_id = request.request_id
@@ -336,7 +340,7 @@ class FrontLink:
             self.send(Told(question.number, value))
 
     def _on_end(self, reason: str) -> None:
-        """The front is gone; the next one begins its answers again."""
+        """Handles that the front is gone; the next front begins its answers again."""
         for number in list(self._answers):
             self._close(number)
         self._fronts.on_gone(self)
@@ -353,33 +357,36 @@ if TYPE_CHECKING:
     from moonpool.head.head import ClusterHead
 
 STAGES_S = 1.0
-"""How often fronts are told what silent requests do."""
+"""How often fronts are told what requests without a token do."""
 MAX_FRONTS = 64
 FETCH_S = 5.0
-"""How long another front may take to give an answer away."""
+"""How long another front may take to give up an answer."""
 
 
 class FrontLinks:
-    """All fronts of one head: what they share. `limits`: the limits of tenants, which hold for all
-    fronts together."""
+    """All fronts of one head, with the state that they share. `limits`: the limits of tenants,
+    which apply to all fronts together."""
 
     def __init__(self, head: ClusterHead, limits: Mapping[str, TenantLimits]) -> None:
         self.rates = RateLimits(limits)
         self.names: set[RequestId] = set()
         """The requests of all answers under way."""
         self.num_direct: dict[RequestId, int] = {}
-        """Tokens by request in the report that is handled now."""
+        """Directly sent tokens by request, in the report that is handled now."""
         self._head = head
         self._view = own_view(head)
         self._links: dict[int, FrontLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}  # for answers of other fronts
+        # pending requests for answers of other fronts
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
-        self._copied: dict[int, set[int]] = {}  # what a standby follows, by front
+        # numbers of the answers that a standby follows, by front
+        self._copied: dict[int, set[int]] = {}
         self._stages_s = time.monotonic()
 
     async def add(self, number: int, sock: socket.socket) -> None:
-        """Adds a front. `number`: its place; an earlier one there has ended."""
+        """Adds a front. `number`: the place of the front; an earlier front in that place has
+        ended."""
         link = FrontLink(self._head, self, number, self._spawn)
         before = self._links.get(number)
         if before is not None:
@@ -391,7 +398,7 @@ class FrontLinks:
                 link.send(HoldAnswer(name))
 
     def tick(self) -> None:
-        """Tells the fronts what changes with time."""
+        """Tells the fronts the state that changes with time."""
         self.tell()
         now = time.monotonic()
         if now - self._stages_s >= STAGES_S:
@@ -406,8 +413,8 @@ class FrontLinks:
 
     @contextmanager
     def hears(self, report: Report) -> Iterator[None]:
-        """A context in which the report of an instance is handled: the head does not send what
-        fronts have received directly."""
+        """A context in which the report of an instance is handled, so that the head does not send
+        tokens that fronts have received directly."""
         if isinstance(report, StepTokens):
             self.num_direct = {
                 request_of(work.attempt_id): work.num_direct
@@ -439,7 +446,7 @@ class FrontLinks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # What a front asks
+    # Questions of a front
 
     def on_gone(self, link: FrontLink) -> None:
         if self._links.get(link.number) is link:
@@ -452,7 +459,7 @@ class FrontLinks:
         return next((link for link in self._links.values() if name in link.held), None)
 
     def fetch(self, link: FrontLink, fetch: FetchAnswer) -> None:
-        """Asks the front that holds the answer, or with `displaces` those that may run it."""
+        """Asks the front that holds the answer, or with `displaces` the fronts that may run it."""
         holder = self.holder(fetch.name)
         asked = [holder] if holder is not None else self.others(link) if fetch.displaces else []
         asked = [each for each in asked if each is not link]
@@ -481,7 +488,7 @@ class FrontLinks:
         link.send(AnswerFetched(fetch.number, known))
 
     def copy(self, number: int, copied: AnswersCopied) -> None:
-        """Sends the standby what is new in a front's answers, under numbers of its own."""
+        """Sends the standby what is new in a front's answers, under the head's own numbers."""
 
         def own(answer: int) -> int:
             return answer * MAX_FRONTS + number
@@ -489,7 +496,8 @@ class FrontLinks:
         begun = tuple(replace(each, number=own(each.number)) for each in copied.begun)
         ended = [own(answer) for answer in copied.ended]
         known = self._copied.setdefault(number, set())
-        if copied.is_first:  # of this front: what it does not begin again is over
+        # the first copy of this front: answers that it does not begin again are over
+        if copied.is_first:
             ended += known - {each.number for each in begun}
         known.update(each.number for each in begun)
         known.difference_update(ended)
@@ -502,16 +510,16 @@ class FrontLinks:
             found.set_result(fetched.known)
 
     async def ask(self, question: AskHead) -> Any:
-        """What `ClusterView` says."""
+        """Answers a question of a front as `ClusterView` does."""
         if question.question == "num_calls":
             return sum(link.num_calls for link in self._links.values())
-        answer = getattr(self._view, question.question)  # one of `Question`, as decoded
+        answer = getattr(self._view, question.question)  # the name is one of `Question`, as decoded
         return await answer(*question.arguments)
 
 
 class FrontCalls:
     """The calls of fronts, each from `begin` until `hand_over` or `end`. The supervisor starts and
-    ends the fronts."""
+    ends the front processes."""
 
     def __init__(self, link: SupervisorLink, head: ClusterHead, options: ApiOptions) -> None:
         self._link = link
@@ -529,12 +537,12 @@ class FrontCalls:
         head.on_instances = on_instances
 
     async def begin(self) -> asyncio.Task[None]:
-        """Starts to answer calls, and returns what runs."""
+        """Starts to answer calls, and returns the task that runs."""
         self._adding = asyncio.create_task(self._add_fronts())
         return self._adding
 
     async def hand_over(self, calls_s: float) -> None:
-        """Call it when the fronts have ended."""
+        """Must be called when the fronts have ended."""
 
     async def end(self) -> None:
         self._links.close()

@@ -1,4 +1,4 @@
-"""Runs one front from start to end: the HTTP server of a head in another process."""
+"""Runs one front from start to end: the HTTP server of a head in a separate process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def serve_front(link: SupervisorLink) -> None:
 
 
 async def _listen(direct: DirectServer, config: Config, tls: PeerTls | None) -> FrontListens | None:
-    """Returns None if all tokens come through the head."""
+    """Opens the port for direct tokens; returns None if all tokens come through the head."""
     try:
         port = await direct.listen(config.network.head_host, tls)
     except OSError as error:
@@ -69,14 +69,14 @@ async def _follow_heads(link: SupervisorLink, head: RemoteHead) -> None:
 
 
 MAX_HALF_OPEN = 128
-"""Connections that have not yet proved that they know the secret. A new one beyond that ends the
-oldest."""
+"""Most connections that have not yet proved that they know the secret. A new connection beyond that
+ends the oldest one."""
 
 DirectChannel = Channel[DirectTokens, NothingSaid]
 
 
 class _InstanceConnection:
-    """The channel's listener, of one instance."""
+    """The channel's listener for the connection of one instance."""
 
     def __init__(self, server: DirectServer, secret: bytes) -> None:
         me = Identity(instance_id=InstanceId("front"), service=DIRECT_SERVICE, fingerprint=b"")
@@ -101,7 +101,7 @@ class _InstanceConnection:
 
 class DirectServer:
     """The port at which a front takes tokens from instances that prove the cluster's secret.
-    `on_tokens` gets what they send."""
+    `on_tokens` gets the tokens that instances send."""
 
     def __init__(self, secret: bytes, on_tokens: Callable[[DirectWork], None]) -> None:
         self.on_tokens = on_tokens
@@ -111,7 +111,7 @@ class DirectServer:
         self._open: set[_InstanceConnection] = set()
 
     async def listen(self, host: str, tls: PeerTls | None) -> int:
-        """Returns the port. Raises OSError."""
+        """Returns the number of the port. Raises OSError."""
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _InstanceConnection(self, self._secret).channel,
             host,

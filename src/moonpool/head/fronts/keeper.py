@@ -1,4 +1,5 @@
-"""The supervisor's side of the fronts: keeps each one running, and holds its answers meanwhile."""
+"""The supervisor's side of the fronts: keeps each front running, and holds its answers between two
+processes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from moonpool.protocol.supervision import (
 log = logging.getLogger("moonpool.supervisor")
 
 BUSY_S = 300.0
-"""A front that goes from call to call may be silent for this long."""
+"""A front that goes from call to call may be silent for this long before it counts as hung."""
 FINISH_S = 10.0
 """How long a front may take to end, when no answer is under way."""
 
@@ -36,7 +37,8 @@ Spawn = Callable[[str, socket.socket], Awaitable[ChildProcess]]
 
 
 class Front:
-    """One front and its successors. `connect` returns its end of a connection to the head."""
+    """`Front` is one front process and its successors. `connect` returns the front's end of a
+    connection to the head."""
 
     def __init__(
         self,
@@ -57,18 +59,18 @@ class Front:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs front processes until cancelled."""
         name, held = self.serving.name, self.serving.held
         fronts = Successors(name, self._run_once, self._after, RESTARTS, log)
         await fronts.run(kept=lambda: f", and goes on with {len(held)} answers")
 
     async def _after(self, code: int | None) -> Next:
         if not self._wanted.is_set():
-            return Next.AT_ONCE  # when it is wanted again
+            return Next.AT_ONCE  # the next process starts when a front is wanted again
         return self.serving.after_death()
 
     async def end(self, packet: FinishHead | HandOver, limit_s: float) -> None:
-        """Lets the front end, and starts no other one until `go_on`."""
+        """Lets the front end, and starts no other front until `go_on`."""
         self._wanted.clear()
         await self.serving.end(packet, limit_s)
 
@@ -89,12 +91,12 @@ class Front:
         held.bequeath(packets)
 
     def _on_packet(self, packet: FromHead, fds: Sequence[int]) -> None:
-        if isinstance(packet, HeadFailed):  # fronts load nothing and have no workers
+        if isinstance(packet, HeadFailed):  # fronts load no model and have no workers
             log.error("%s: %s", self.serving.name, packet.message)
 
 
 class Fronts:
-    """All fronts of a cluster; none if the head answers calls itself."""
+    """All fronts of a cluster, or none if the head answers calls itself."""
 
     def __init__(
         self,
@@ -105,8 +107,8 @@ class Fronts:
         states: Sequence[HeldState] = (),
         cut_answers: Mapping[int, int] | None = None,
     ) -> None:
-        """`states`: what an earlier program of this process has left. `cut_answers`: as for
-        `HeldAnswers`; the first front gets them."""
+        """`states`: the fronts that an earlier program of this process has left. `cut_answers`: as
+        for `HeldAnswers`; the first front gets these answers."""
         self._config = config
         self._http = http
         self._spawn = spawn
@@ -146,7 +148,8 @@ class Fronts:
                     front.serving.packets.send(TakeHead(), (to_head.fileno(),))
 
     def _connect(self, number: int) -> socket.socket:
-        """A front's end of a new connection to the head. Without a head, it has ended."""
+        """Returns a front's end of a new connection to the head. Without a head, the connection has
+        already ended."""
         ours, theirs = socket.socketpair()
         with theirs:
             if self._head is not None:
@@ -154,12 +157,12 @@ class Fronts:
         return ours
 
     async def hand_over(self) -> None:
-        """Ends the fronts. Their answers are held for the next ones."""
+        """Ends the fronts. The supervisor holds their answers for the next fronts."""
         limit_s = self._config.api.drain_seconds + FINISH_S
         await asyncio.gather(*[front.end(HandOver(), limit_s) for front in self._fronts])
 
     def go_on(self) -> None:
-        """Starts new fronts when there is no next program."""
+        """Starts new fronts when no next program takes over."""
         for front in self._fronts:
             front.go_on()
 
@@ -180,6 +183,6 @@ class Fronts:
             front.serving.watch(listened_s)
 
     def running(self) -> dict[int, ServingProcess]:
-        """The running processes, by process id."""
+        """Returns the running processes, by process id."""
         serving = [front.serving for front in self._fronts]
         return {each.process.pid: each for each in serving if each.process is not None}

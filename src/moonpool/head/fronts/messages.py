@@ -1,4 +1,4 @@
-"""What crosses the border between a front and the head.
+"""The messages between a front and the head.
 
     front                                                     head
       | <-- ModelKnown (for each model, when it changes) ------ |
@@ -20,13 +20,14 @@
       | -- FetchAnswer (its client came back here) -----------> |  to the front that has it
       | <-- FetchAnswer, -- AnswerFetched --------------------> |
 
-All other tokens come from the instances (`protocol.direct_tokens`), and those of an instance that
-cannot reach the front by the head. A position orders them. The front has the truth: where an
-attempt goes on from other tokens than the client has, the front begins the request again.
+All other tokens come from the instances (`protocol.direct_tokens`); an instance that cannot reach
+the front sends them by the head. Each part's position tells its place in the answer. The front has
+the true state: where an attempt continues after other tokens than the client has, the front begins
+the request again.
 
-The front names an answer by a number of its own. The head forgets all answers of a front that is
-gone; the next front sends them again with the tokens that their clients have. A front whose head is
-gone does the same at the next head.
+The front gives each answer a number. The head forgets all answers of a front that is gone; the next
+front sends them again with the tokens that their clients have. A front whose head is gone sends its
+answers again to the next head.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ class _Message(Struct, frozen=True, array_like=True, tag=True):
     """Encoded as an array, because messages carry tokens."""
 
 
-# To the head
+# Messages to the head
 
 
 class BeginAnswer(_Message, frozen=True, tag=True):
-    """A client waits for an answer. `model`: its key. `delivered`, `call`: as in
-    `ModelBackend.submit` and `forward`."""
+    """A client waits for an answer at the front. `model`: the key of the model. `delivered`,
+    `call`: as in `ModelBackend.submit` and `forward`."""
 
     number: int
     model: str
@@ -77,7 +78,7 @@ class BeginAnswer(_Message, frozen=True, tag=True):
 
 
 class CloseAnswer(_Message, frozen=True, tag=True):
-    """Nobody waits for the answer any more: it is cancelled, if it has not ended."""
+    """No client waits for the answer any more: it is cancelled, if it has not ended."""
 
     number: int
 
@@ -98,14 +99,14 @@ class FinishAnswer(_Message, frozen=True, tag=True):
 
 
 class FrontListens(_Message, frozen=True, tag=True):
-    """Instances may send tokens directly to this port. `front`: names this process."""
+    """Instances may send tokens directly to this port. `front`: the name of this process."""
 
     front: str
     port: int
 
 
 class CountRefused(_Message, frozen=True, tag=True):
-    """The front refused a call. `model`: None before it is known."""
+    """The front refused a call. `model`: the key of the model, or None before it is known."""
 
     model: str | None
     reason: str
@@ -119,7 +120,8 @@ class CountAnswered(_Message, frozen=True, tag=True):
 
 
 class AdmitCall(_Message, frozen=True, tag=True):
-    """May a tenant with limits make a call now? `Told` has why not."""
+    """Asks whether a tenant with limits may make a call now. `Told` has the reason if it may
+    not."""
 
     number: int
     tenant: str
@@ -140,20 +142,20 @@ class AskHead(_Message, frozen=True, tag=True):
     arguments: tuple[Any, ...] = ()
 
 
-# To a standby, by the head
+# Messages to a standby, passed on by the head
 
 
 class CopyAnswers(_Message, frozen=True, tag=True):
-    """What is new of the logs of a front's answers."""
+    """The new bytes of the logs of a front's answers."""
 
     copied: AnswersCopied
 
 
-# To other fronts, by the head
+# Messages to other fronts, passed on by the head
 
 
 class AnswerName(Struct, frozen=True, array_like=True):
-    """The name by which a call is known when it comes again."""
+    """The name by which a call is recognised when it comes again."""
 
     tenant: str
     request_id: str
@@ -173,7 +175,8 @@ class ForgetAnswer(_Message, frozen=True, tag=True):
 
 
 class FetchAnswer(_Message, frozen=True, tag=True):
-    """The client has come back over another front. `displaces`: as in `KeptAnswers.find`."""
+    """Asks for an answer whose client has come back over another front. `displaces`: as in
+    `KeptAnswers.find`."""
 
     number: int
     name: AnswerName
@@ -181,18 +184,19 @@ class FetchAnswer(_Message, frozen=True, tag=True):
 
 
 class AnswerFetched(_Message, frozen=True, tag=True):
-    """What a front knew of the answer, which it has forgotten now; b"": nothing."""
+    """What a front knew of the answer, which it has now forgotten; b"" means nothing."""
 
     number: int
     known: bytes
 
 
-# To the front
+# Messages to the front
 
 
 class ModelKnown(_Message, frozen=True, tag=True):
-    """A model of the head, and its place among them. `offer`: what it is read from, or None if the
-    configuration names it. `no_forwarding`: as `ModelBackend.why_not_forwarded`."""
+    """A model of the head, and its place among the head's models. `offer`: the offer from which the
+    model is read, or None if the configuration names it. `no_forwarding`: as
+    `ModelBackend.why_not_forwarded`."""
 
     model: str
     place: int
@@ -202,8 +206,8 @@ class ModelKnown(_Message, frozen=True, tag=True):
 
 
 class HeadState(_Message, frozen=True, tag=True):
-    """What `ServingBackend.not_ready` and `ServingBackend.is_stopping` say of the head.
-    `wants_copies`: a standby follows the answers under way."""
+    """The values of `ServingBackend.not_ready` and `ServingBackend.is_stopping` at the head.
+    `wants_copies`: whether a standby follows the answers under way."""
 
     not_ready: str
     is_stopping: bool
@@ -211,8 +215,8 @@ class HeadState(_Message, frozen=True, tag=True):
 
 
 class AnswerPart(Struct, frozen=True, array_like=True):
-    """More tokens of one answer; see `Output`. `position`: how many tokens of it come before these,
-    with those that the client has from another head."""
+    """More tokens of one answer; see `Output`. `position`: the number of the answer's tokens before
+    these, including tokens that the client has from another head."""
 
     number: int
     position: int
@@ -229,7 +233,7 @@ class AnswersGrown(_Message, frozen=True, tag=True):
 
 
 class AnswerPlaced(_Message, frozen=True, tag=True):
-    """What a request without a token does now; see `ModelBackend.stage`."""
+    """The stage of a request without a token; see `ModelBackend.stage`."""
 
     number: int
     stage: str
@@ -247,7 +251,7 @@ class AnswerRefused(_Message, frozen=True, tag=True):
 
 
 class Told(_Message, frozen=True, tag=True):
-    """The answer to a question, as msgpack; or why it is refused."""
+    """The answer to a question, as msgpack, or the reason for a refusal."""
 
     number: int
     value: bytes = b""

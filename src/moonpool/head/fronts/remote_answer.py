@@ -1,7 +1,8 @@
 """The answers of one front as they come: from instances directly, and from the head.
 
-A position orders the tokens. The front has the truth of what its client has: where an attempt goes
-on from other tokens, or some are lost, the answer is to begin again, with the tokens that are here.
+Each part's position tells its place in the answer. The front has the true state of its client:
+where an attempt continues after other tokens, or some tokens are lost, the answer must begin again,
+with the tokens that are here.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from moonpool.head.fronts.messages import AnswerPart, BeginAnswer, ToldRefusal
 from moonpool.types import Token
 
 MAX_AHEAD = 4096
-"""Parts of an answer that wait for tokens before them. More begin it again."""
+"""Most parts of an answer that wait for tokens before them. If there are more, the answer begins
+again."""
 
 
 class RemoteAnswer:
-    """The outputs of one request. A slow reader gets several in one."""
+    """The outputs of one request. A slow reader gets several outputs joined in one."""
 
     def __init__(self, begin: BeginAnswer) -> None:
         self.begin = begin
         self.stage = ""
         self.num_lost = 0
-        """Heads that were lost in a row without a token of this answer."""
+        """Number of heads that were lost in a row without a token of this answer."""
         self.timings_s: dict[str, float] | None = None
         self.lacks_since_s: float | None = None
-        """Since when tokens are missing before others that are here."""
+        """Time since which tokens are missing before others that are here."""
         self.is_wrong = False
-        """The answer goes on from tokens that differ from those the client has."""
+        """Whether the answer continues after tokens that differ from those the client has."""
         self._token_ids = list(begin.delivered or ())
         self._tokens: list[Token] = []
         self._attempt = 0
@@ -46,8 +48,8 @@ class RemoteAnswer:
         return self.begin.number
 
     def grow_directly(self, attempt: int, position: int, tokens: Sequence[Token]) -> None:
-        """Adds tokens that came from an instance. Attempts before the newest that was heard are
-        over."""
+        """Adds tokens that an instance sent directly. Tokens of attempts before the newest known
+        one are ignored."""
         if attempt < self._attempt or self.is_complete:
             return
         self._attempt = attempt
@@ -58,7 +60,7 @@ class RemoteAnswer:
         self.grow(AnswerPart(self.number, position, tuple(tokens)))
 
     def grow(self, part: AnswerPart) -> None:
-        """Adds tokens that came from the head; they may come before or after those of instances."""
+        """Adds tokens that came from the head, in any order relative to those of instances."""
         if self.is_wrong or self.is_complete:
             return
         self._ahead.append(part)
@@ -82,8 +84,8 @@ class RemoteAnswer:
         return has_finish or self._refused is not None
 
     def begin_again(self, number: int) -> BeginAnswer:
-        """The request as it is sent to this head, or the next one. It counts the tokens that its
-        client has, even if there are none: the request was admitted."""
+        """Returns the request to send to this head, or to the next one. The request counts the
+        tokens that its client has, even if there are none, because it was admitted."""
         self._ahead.clear()
         self._attempt, self.is_wrong, self.lacks_since_s = 0, False, None
         self.begin = msgspec.structs.replace(
@@ -93,7 +95,7 @@ class RemoteAnswer:
 
     @property
     def has_begun(self) -> bool:
-        """Its client has tokens of this request."""
+        """Whether the client has tokens of this request."""
         return self._last is not None or bool(self._token_ids)
 
     async def next_output(self) -> Output:
@@ -103,7 +105,7 @@ class RemoteAnswer:
         if self._refused is not None and not self._tokens:
             raise RequestRefused.of(self._refused, self._refused.is_counted)
         if self._refused is not None:
-            self._wakeup.set()  # the tokens before it go first
+            self._wakeup.set()  # wakes the reader, so that earlier tokens are sent first
         tokens, self._tokens = tuple(self._tokens), []
         last = self._last
         if last is None:
@@ -111,7 +113,7 @@ class RemoteAnswer:
         return Output(tokens, last.finish, last.cached_tokens, last.timings_s)
 
     def _take(self, part: AnswerPart) -> None:
-        """A part that begins at the end of what is here, or before it."""
+        """Takes a part that begins at the end of the known tokens, or before it."""
         known = self._token_ids[part.position :]
         new = [token.token_id for token in part.tokens[: len(known)]]
         if known[: len(new)] != new or (part.finish is not None and len(known) > len(new)):

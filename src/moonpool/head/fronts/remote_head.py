@@ -1,7 +1,7 @@
 """The head as a front sees it: a process at the other end of a channel, which may be replaced.
 
-Requests whose head is gone begin again at the next one, with the tokens that have come. Questions
-are asked again too. No other part notices.
+Requests whose head is gone begin again at the next head, with the tokens that have come. Questions
+to the head are asked again, too. No other part of a front notices the change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from moonpool.types import FinishReason, Request, RequestId
 log = limited_logger("moonpool.front")
 
 LACK_S = 3.0
-"""How long to wait for missing earlier tokens, which may come over another connection."""
+"""How long to wait for missing earlier tokens, which may arrive over another connection."""
 NO_HEAD = "the head process is being replaced"
 
 
@@ -71,19 +71,19 @@ class AnswersHere(Protocol):
     def on_message(self, message: HoldAnswer | ForgetAnswer | FetchAnswer) -> None: ...
 
     def forget_others(self) -> None:
-        """Forgets what other fronts hold, because it is told again."""
+        """Forgets what other fronts hold, because the next head tells it again."""
         ...
 
     def tell_all(self) -> None: ...
 
     def copy(self, is_wanted: bool) -> None:
-        """Whether a standby follows the answers."""
+        """Sets whether a standby follows the answers."""
         ...
 
 
 class RemoteHead:
-    """The head as `CallBackend` and `ClusterView`, from another process. `models` are those that
-    the head has reported."""
+    """The head, in another process, as `CallBackend` and `ClusterView`. `models` are those that the
+    head has reported."""
 
     def __init__(self, models: RemoteModels) -> None:
         self.is_told = asyncio.Event()
@@ -128,7 +128,7 @@ class RemoteHead:
         if self._channel is not None:
             self._channel.close()
 
-    # What calls need
+    # Methods that calls need
 
     def now(self) -> float:
         return time.monotonic()
@@ -154,7 +154,7 @@ class RemoteHead:
         return 0 if self._channel is None else self._channel.num_unsent_bytes
 
     def send(self, message: Any) -> None:
-        """Messages that are lost with the head need no repetition."""
+        """Sends a message; messages that are lost with the head need no repetition."""
         if self._channel is not None:
             self._channel.send(message)
 
@@ -183,14 +183,15 @@ class RemoteHead:
             self.send(CloseAnswer(answer.number))
 
     def on_tokens(self, work: DirectWork) -> None:
-        """Takes tokens of an answer that an instance sends."""
+        """Takes the tokens of an answer that an instance sends."""
         answer = self._answers.get(work.number)
         if answer is not None:
             answer.grow_directly(work.attempt, work.position, work.tokens)
             self._check(answer)
 
     def _check(self, answer: RemoteAnswer) -> None:
-        """An answer may lack tokens, or go on from others than its client has."""
+        """Begins an answer again that lacks tokens, or continues after others than its client
+        has."""
         if answer.is_wrong:
             self.send(CloseAnswer(answer.number))
             self._restart(answer)
@@ -205,7 +206,7 @@ class RemoteHead:
             self._restart(answer)
 
     def _restart(self, answer: RemoteAnswer) -> None:
-        """Begins a request again with the tokens that are here, at this head or its next one."""
+        """Begins a request again with the known tokens, at this head or its next one."""
         if answer.num_lost > MAX_FRUITLESS:
             poison = poison_error()
             answer.refuse(ToldRefusal(poison.status, "head_failed", str(poison)))
@@ -238,8 +239,8 @@ class RemoteHead:
     # Questions
 
     async def tell(self, make: Any) -> Told:
-        """Asks a question, which `make` forms with its number; again if the head is lost. Raises
-        RequestRefused."""
+        """Asks a question, which `make` builds with its number, and repeats it if the head is lost.
+        Raises RequestRefused."""
         told: Told = await self._ask(make)
         if told.refusal is not None:
             raise RequestRefused.of(told.refusal, told.refusal.is_counted)
@@ -301,7 +302,8 @@ class RemoteHead:
                     self.kept.on_message(message)
 
     async def _follow(self) -> None:
-        """Handles what the head says about itself, in order: a model takes a while to load."""
+        """Handles the head's messages about itself, in order, because loading a model takes a
+        while."""
         while True:
             message = await self._arrivals.get()
             if isinstance(message, HeadState):
@@ -316,7 +318,7 @@ class RemoteHead:
                 log.exception("the model %s cannot be read here", message.card.model_id)
 
     def _begin_again(self) -> None:
-        """Gives a new head what an earlier one had not ended."""
+        """Gives a new head the requests that an earlier head had not ended."""
         if self.listens is not None:
             self.send(self.listens)
         if self.kept is not None:
@@ -330,7 +332,7 @@ class RemoteHead:
 
 
 class RemoteRates(RateLimits):
-    """The head has the buckets, so that they hold for all fronts."""
+    """Rates of tenants: the head has the buckets, so that they apply to all fronts together."""
 
     def __init__(self, limits: Mapping[str, TenantLimits], head: RemoteHead) -> None:
         super().__init__(limits)
@@ -346,7 +348,8 @@ class RemoteRates(RateLimits):
 
 
 class RemoteModel:
-    """As `ModelBackend`. `known` is replaced when the head says so."""
+    """As `ModelBackend`. A model of the head; `known` is replaced when the head reports a
+    change."""
 
     def __init__(
         self, head: RemoteHead, config: Config, known: ModelKnown, loaded: ApiModel
@@ -405,7 +408,7 @@ class RemoteModel:
 
 
 class RemoteModels:
-    """The head's models, in its order."""
+    """The models of the head, in the head's order."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -425,7 +428,7 @@ class RemoteModels:
             found.known = known
 
     async def _load(self, known: ModelKnown) -> ApiModel:
-        """The head has loaded it before."""
+        """Loads a model that the head has already loaded."""
         config = self._config
         if config.engine.kind != "vllm":
             return await load_model(config, is_new=False)

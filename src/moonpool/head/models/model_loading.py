@@ -1,7 +1,7 @@
 """What the HTTP layer needs of a model: its card and its tokenizer, read without its weights.
 
-The files of a model come from elsewhere: a tokenizer, and a chat template, may take any time and
-memory to load. So a process with limits loads them first: `begin_reader`.
+The files of a model come from outside: a tokenizer or a chat template may take any time and memory
+to load. So a process with limits loads them first (`begin_reader`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ log = logging.getLogger("moonpool")
 
 STAND_IN_VOCABULARY = 512
 UNKNOWN_TOKENS = 1 << 30
-"""The context of a model whose files state none. The instances' pools limit it."""
+"""The context length of a model whose files state none. The pools of the instances limit it
+further."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model say, but for the tokenizer.
+    """What the files of a model say, except for the tokenizer.
 
-    `parts`: the parts of a tokenizer that is in no folder. `chat_template`: the source of one that
-    is used in place of the model's own. `drafts`: the draft model, if there is one."""
+    `parts`: the parts of a tokenizer that is not in a folder. `chat_template`: the source of a
+    template that is used in place of the model's own. `drafts`: the draft model, if the
+    configuration names one."""
 
     info: ModelInfo
     parts: TokenizerParts | None = None
@@ -54,7 +56,7 @@ class ModelFiles:
 class ApiModel:
     """`source` names the tokenizer, `parts` are what it is made from if its file is not a folder,
     and `chat_template` is the template to use in place of its own: for processes that read bodies.
-    `reader` is such a process, which has loaded them, or None if there is none yet."""
+    `reader` is such a process, which has loaded both, or None if none runs yet."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -64,7 +66,7 @@ class ApiModel:
     reader: BodyClient | None = None
 
     def options(self, shared: ApiOptions) -> ApiOptions:
-        """Returns the options of this model's endpoints, from those of all."""
+        """Returns the options of this model's endpoints, made from the server's options."""
         return replace(
             shared,
             tokenizer=self.source,
@@ -76,8 +78,9 @@ class ApiModel:
 async def load_model(
     config: Config, is_new: bool = True, forked: ForkedReader | None = None
 ) -> ApiModel:
-    """The model that the configuration names, for Moonpool's own engine. `is_new`: whether no head
-    has loaded it before. `forked`: a process to read its bodies. Raises ClusterError."""
+    """Loads the model that the configuration names, for Moonpool's own engine. `is_new`: whether no
+    earlier head has loaded it. `forked`: a forked process that reads the model's bodies. Raises
+    ClusterError."""
     files = _read_files(config)
     reader = await begin_reader(files, is_new, forked)
     try:
@@ -99,9 +102,9 @@ async def load_model(
 async def load_offered(
     config: Config, offer: ModelOffer, is_first: bool, is_new: bool = True
 ) -> ApiModel:
-    """The model of a server. `is_first`: whether the names, adapters and template of the
-    configuration are meant for it. `is_new`: whether no head has loaded it before. Raises
-    ClusterError."""
+    """Loads the model that a vLLM server offers. `is_first`: whether the names, adapters and
+    template of the configuration apply to it. `is_new`: whether no earlier head has loaded it.
+    Raises ClusterError."""
     settings = _settings_of(config, is_first)
     if offer.takes != "text":
         try:
@@ -135,7 +138,7 @@ async def _load_tokens(
 
 
 def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiModel:
-    """Loads a model whose tokens are unknown here. Its tokenizer, a stand-in, reads no calls."""
+    """Loads a model whose tokens are unknown to the head. Its stand-in tokenizer reads no calls."""
     unknown = ModelInfo(0, (), 0, BYTE_TOKENIZER)
     card = _offered_card(config, offer, settings, unknown)
     card = msgspec.structs.replace(card, forwards_all=True)
@@ -143,16 +146,17 @@ def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiM
 
 
 def named_offer(name: str) -> ModelOffer:
-    """Stands for the servers of a model that the configuration names, before any of them comes."""
+    """Returns an offer in place of the servers of a model that the configuration names, before any
+    of them comes."""
     return ModelOffer(root=name, names=(name,), max_model_tokens=UNKNOWN_TOKENS)
 
 
 async def begin_reader(
     files: ModelFiles, waits: bool, forked: ForkedReader | None = None
 ) -> BodyClient | None:
-    """Starts the process that reads small bodies, where there is one. `waits`: whether to wait
-    until it has loaded the tokenizers for the first time. `forked`: a process that runs already; it
-    ends where there is none. Raises ClusterError."""
+    """Starts the process that reads small bodies, if one is used. `waits`: whether to wait until it
+    has loaded the tokenizers for the first time. `forked`: a process that already runs; it is ended
+    if it is not used. Raises ClusterError."""
     if waits and files.drafts is not None and files.drafts.tokenizer != BYTE_TOKENIZER:
         await _load_apart(files.drafts)
     options = _options(files)
@@ -268,7 +272,7 @@ def _draft_info(config: Config) -> ModelInfo | None:
 
 
 def _tokenizer_parts(source: str) -> TokenizerParts | None:
-    """None if the tokenizer is read from a folder. Raises TokenizerError."""
+    """Returns None if the tokenizer is read from a folder. Raises TokenizerError."""
     path = Path(source)
     return own_engine().gguf_parts(path) if path.suffix == GGUF_SUFFIX else None
 
@@ -292,7 +296,7 @@ def _check_alike(config: Config, found: str) -> None:
 
 
 def _read_template(path: str) -> str:
-    """The source of a template that is given; "" if none is."""
+    """Returns the source of a template that is given, or "" if none is given."""
     try:
         return Path(path).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -351,7 +355,8 @@ def _offered_card(
 
 
 def system_fingerprint(config: Config, root: str) -> str:
-    """Names the release and the model with its number formats, in the form that OpenAI has."""
+    """Returns a text that names the release and the model with its number formats, in OpenAI's
+    form."""
     made = hashlib.blake2b(__version__.encode(), digest_size=5)
     model = msgspec.structs.replace(config.model, name=root)
     made.update(msgspec.json.encode((config.engine.kind, model)))
@@ -359,7 +364,7 @@ def system_fingerprint(config: Config, root: str) -> str:
 
 
 def _why_no_embeddings(config: Config, pooling: Pooling) -> str:
-    """ "" if all instances compute them."""
+    """Returns why some instances compute no embeddings, or "" if all compute them."""
     engine = config.engine
     if config.cluster.attention:
         return "instances with attention workers have no hidden states to pool"
@@ -372,7 +377,7 @@ def _why_no_embeddings(config: Config, pooling: Pooling) -> str:
 
 
 def _computes_here(config: Config) -> bool:
-    """Whether each instance has the final hidden states and the logits in its own process."""
+    """Whether each instance computes the final hidden states and the logits in its own process."""
     engine = config.engine
     degrees = (
         engine.pipeline_parallel_size,

@@ -50,7 +50,7 @@ log = limited_logger("moonpool.head")
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What all models of a head share."""
+    """The settings that all models of a head share."""
 
     config: Config
     incarnation: str
@@ -82,11 +82,11 @@ class ModelHost(Protocol):
         ...
 
     def on_new_model(self, model: ServedModel) -> None:
-        """Called when the model is served from now on."""
+        """Called when the head begins to serve a model."""
         ...
 
     def on_moved(self, instance_id: InstanceId, former: ServedModel) -> None:
-        """Called when an instance that was lost to its former model comes back with another."""
+        """Called when an instance that was lost comes back with another model than before."""
         ...
 
 
@@ -125,10 +125,12 @@ class ServedModel:
         self._settings = settings
         self._loaded = loaded
         self._reader = loaded.reader
-        self._limits: dict[InstanceId, tuple[Role, int, str]] = {}  # of the context, and why
-        self.has_offers = False  # else it is known by the configuration alone
+        # limit of the context by instance, and the reason for it
+        self._limits: dict[InstanceId, tuple[Role, int, str]] = {}
+        self.has_offers = False  # otherwise the model is known by the configuration alone
         self.offer: ModelOffer | None = None
-        """What it was read from; None for the own engine, which is configured."""
+        """The offer from which the model was read, or None for the own engine, which is
+        configured."""
 
     def is_named(self, name: str) -> bool:
         return name in (self.key, self.card.model_id, *self.card.other_names)
@@ -181,7 +183,7 @@ class ServedModel:
         self.observer.prompt_answered(lengths)
 
     def collectors(self) -> list[Collector]:
-        """What `metrics_text` takes, with the present gauges."""
+        """Returns what `metrics_text` takes, with the present gauges."""
         conductor = self.conductor
         unsettled = self._host.unsettled(self)
         self.observer.gauges(conductor, unsettled, self.card.max_model_tokens, self.now())
@@ -197,17 +199,18 @@ class ServedModel:
     # Decisions
 
     def handle(self, event: ConductorEvent) -> list[ConductorAction]:
-        """Passes an event to the Conductor, and notes it."""
+        """Passes an event to the Conductor, and records it in the event log."""
         now = self.now()
         actions: list[ConductorAction] = []
         try:
             actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the one that is needed most
+        finally:  # an event that raises is the one that the log needs most
             self._events.note(event, now, actions)
         return actions
 
     def note_report(self, instance_id: InstanceId, report: Report) -> None:
-        """Counts what an instance reports. Call it before the Conductor handles it."""
+        """Counts the contents of an instance's report. Call this method before the Conductor
+        handles the report."""
         state = self.conductor.instances.get(instance_id)
         if isinstance(report, InstanceLoad) and state is not None:
             self.observer.instance_load(state, report)
@@ -233,13 +236,13 @@ class ServedModel:
 
     @property
     def lack(self) -> str:
-        """Why requests are not served now; "" if they are."""
+        """Returns why requests are not served now, or "" if they are."""
         roles = [state.role for state in self.conductor.instances.values()]
         if not self.card.generates and any(role.prefills for role in roles):
             return ""
         return self.conductor.lack
 
-    # Its vLLM servers
+    # Methods about the model's vLLM servers
 
     def take_offer(self, offer: ModelOffer) -> None:
         """Adds a vLLM server of this model: its names, adapters and endpoints become the model's,
@@ -249,7 +252,7 @@ class ServedModel:
             names: tuple[str, ...] = ()
         elif self.has_offers:
             names = (*card.other_names, *offer.names)
-        else:  # until then the configuration alone describes it
+        else:  # until a server comes, the configuration alone describes the model
             card = msgspec.structs.replace(card, model_id=offer.names[0])
             names = offer.names
         others = dict.fromkeys(name for name in names if name != card.model_id)
@@ -275,8 +278,8 @@ class ServedModel:
         return tuple(path for path in paths if path in known or path in offer.paths)
 
     def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
-        """Leaves to the servers what all of them find in their answers; and all calls, if one of
-        them takes no token ids."""
+        """Leaves tool calls and reasoning to the servers if all of them parse these, and whole
+        calls if one of them takes no token ids."""
         shared: set[Parsing] = set(get_args(Parsing))
         forwards_all = not self.card.knows_tokens
         for offer in offers:
@@ -291,7 +294,7 @@ class ServedModel:
             self.card = msgspec.structs.replace(self.card, parses=parses)
 
     def set_adapters(self, offers: Iterable[ModelOffer]) -> None:
-        """Lists the adapters of the servers that are there, after those of the configuration."""
+        """Lists the adapters of the present servers, after the adapters of the configuration."""
         found = {one.name: one for one in self._loaded.card.adapters}
         for offer in offers:
             for one in offer.adapters:
@@ -302,7 +305,7 @@ class ServedModel:
             self.card = msgspec.structs.replace(self.card, adapters=adapters)
 
     def why_not(self, info: InstanceInfo) -> str | None:
-        """Returns why an instance cannot be one of this model, or None."""
+        """Returns why an instance cannot serve this model, or None if it can."""
         wanted = tuple(card.adapter for card in self.card.adapters)
         if self._settings.config.engine.kind != "vllm" and info.adapters != wanted:
             return "its LoRA adapters differ from the head's: give all machines the same folders"
@@ -315,7 +318,8 @@ class ServedModel:
         return None
 
     def limit_context_to(self, info: InstanceInfo, offer: ModelOffer | None) -> None:
-        """Notes that an instance joins. `offer`: the offer of a vLLM server."""
+        """Notes that an instance joins, whose context limits the model's. `offer`: the offer, if
+        the instance is a vLLM server."""
         room_tokens = (info.largest_blocks or info.num_blocks) * info.layout.block_tokens
         limit = info.role, room_tokens, f"the size of the pool of {info.instance_id}"
         if offer is not None and offer.max_model_tokens <= room_tokens:
@@ -325,16 +329,16 @@ class ServedModel:
         self._limit_context()
 
     def forget_limits(self, present: Collection[InstanceId]) -> None:
-        """Instances other than these have left for good."""
+        """Drops the limits of all instances but these, because the others have left for good."""
         if self._limits.keys() - present:
             self._limits = {name: self._limits[name] for name in self._limits if name in present}
             self._limit_context()
 
     def _limit_context(self) -> None:
-        """No prompt and output may be longer: an instance that prefills and one that decodes must
-        have room for it."""
+        """Limits prompt plus output, because an instance that prefills and an instance that decodes
+        must have room for both."""
         if not self._limits:
-            return  # the last ones that were there are as good a guess as any
+            return  # the limits of the last instances are as good a guess as any
         before, own = self.card.max_model_tokens, self._loaded.card.max_model_tokens
         known = self._limits.values()
         prefilling = [(tokens, why) for role, tokens, why in known if role.prefills]

@@ -1,7 +1,7 @@
-"""The models that one head serves, and which instance serves which.
+"""The models that one head serves, and which instance serves which model.
 
-Moonpool's own engine has one model. In front of vLLM servers there are as many as these serve; each
-is read when the first server that offers it comes, and stays when its last server goes.
+Moonpool's own engine has one model. In front of vLLM servers there are as many models as these
+serve; each is read when the first server that offers it comes, and stays when its last server goes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = limited_logger("moonpool.head")
 MAX_MODELS = 64
 NO_SERVER = "no vLLM server has joined yet"
 FIRST_S = 30.0
-"""How long other servers wait for the first one."""
+"""How long the other servers wait for the first server."""
 
 
 class ServedModels:
-    """`settings.config.model.name` is the only model that is taken, unless it is empty."""
+    """If `settings.config.model.name` is not empty, it is the only model that is accepted."""
 
     def __init__(self, host: ModelHost, settings: HeadSettings) -> None:
         self._host = host
@@ -62,7 +62,7 @@ class ServedModels:
 
     @property
     def default(self) -> ServedModel | None:
-        """The first one, which a call without a model means."""
+        """Returns the first model, which a call without a model means."""
         return self._models[0] if self._models else None
 
     @property
@@ -73,11 +73,11 @@ class ServedModels:
         return self._of.get(instance_id, self.default)
 
     def offer(self, instance_id: InstanceId) -> ModelOffer | None:
-        """What an instance offers, if it is a vLLM server."""
+        """Returns the offer of an instance, if it is a vLLM server."""
         return self._offers.get(instance_id)
 
     def state(self, instance_id: InstanceId) -> InstanceState | None:
-        """The instance, if it is up."""
+        """Returns the state of the instance, if it is up."""
         model = self.of(instance_id)
         return None if model is None else model.conductor.instances.get(instance_id)
 
@@ -87,20 +87,20 @@ class ServedModels:
 
     @property
     def expected(self) -> dict[InstanceId, Role]:
-        """The instances that are up or should soon be."""
+        """Returns the instances that are up or should soon be."""
         return {
             name: role for model in self._models for name, role in model.conductor.expected.items()
         }
 
     @property
     def offers(self) -> dict[InstanceId, ModelOffer]:
-        """What the expected instances offer, with the key of their model as its root."""
+        """Returns the offers of the expected instances, with the key of their model as the root."""
         expected = self.expected
         return {name: offer for name, offer in self._offers.items() if name in expected}
 
     def route(self, event: ConductorEvent) -> Sequence[ServedModel]:
         """Returns the model that an event is about. An event about a request or a lost instance
-        goes to all models: those that do not know it do nothing."""
+        goes to all models; a model that does not know the subject does nothing."""
         if isinstance(event, Reported | DrainRequested | InstanceCrashed):
             model = self.of(event.instance_id)
             return [] if model is None else [model]
@@ -115,7 +115,7 @@ class ServedModels:
         return model
 
     def named(self, name: str | None) -> ServedModel | None:
-        """The model of this name; None means the default."""
+        """Returns the model of this name; None means the default."""
         if name is None:
             return self.default
         return next((model for model in self if model.is_named(name)), None)
@@ -125,7 +125,7 @@ class ServedModels:
 
     @property
     def lack(self) -> str:
-        """Why requests for some model are not served now; "" if all are."""
+        """Returns why requests for some model are not served now, or "" if all are served."""
         if not self._models:
             return NO_SERVER
         found = next((model for model in self._models if model.lack), None)
@@ -136,8 +136,8 @@ class ServedModels:
     # vLLM servers
 
     async def of_offer(self, instance_id: InstanceId, offer: ModelOffer) -> ServedModel:
-        """The model that the server offers, which is read if it is new. Raises ClusterError, also
-        for one that this head does not take, and ConfigError."""
+        """Returns the model that the server offers, and reads it first if it is new. Raises
+        ClusterError, including for a model that this head does not accept, and ConfigError."""
         await self._let_first_come(instance_id)
         async with self._loading:
             model = self._known(offer)
@@ -158,7 +158,7 @@ class ServedModels:
         return model
 
     async def _let_first_come(self, instance_id: InstanceId) -> None:
-        """The model of the first named server is the default, whichever server answers first."""
+        """Makes the model of the first named server the default, whichever server answers first."""
         if self._settings.config.vllm.first in ("", instance_id):
             return
         with suppress(TimeoutError):
@@ -186,20 +186,22 @@ class ServedModels:
             self._follow_present(former)
 
     def note_present(self, instance_id: InstanceId) -> None:
-        """A vLLM server is about to serve: what it cannot parse is parsed here for its model."""
+        """Notes that a vLLM server is about to serve: the head parses for its model what the server
+        cannot parse."""
         model = self._of.get(instance_id)
         if model is not None:
             self._set_offers(model, {*model.conductor.expected, instance_id})
 
     def note_adapters(self, instance_id: InstanceId, adapters: tuple[OfferedAdapter, ...]) -> None:
-        """A vLLM server has loaded or unloaded adapters."""
+        """Notes that a vLLM server has loaded or unloaded adapters."""
         offer = self._offers.get(instance_id)
         if offer is not None:
             self._offers[instance_id] = msgspec.structs.replace(offer, adapters=adapters)
             self.note_present(instance_id)
 
     def note_lost(self, instance_id: InstanceId) -> None:
-        """An instance was lost. If it does not come back, what only it had is gone, too."""
+        """Notes that an instance was lost. If it does not come back, what only this instance had is
+        gone, too."""
         model = self.of(instance_id)
         if model is not None:
             self._follow_present(model)
@@ -217,13 +219,14 @@ class ServedModels:
             for name, offer in self._offers.items()
             if name in present and self._of.get(name) is model
         ]
-        if offers:  # else calls wait for the next server, as they were read
+        # without offers, calls wait for the next server, in the form in which they were read
+        if offers:
             model.set_parsing(offers)
         model.set_adapters(offers)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
         if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):
-            return self.default  # the named folder has what the file's name does not tell
+            return self.default  # the named folder has the information that the file's name lacks
         return next((model for model in self._models if is_same_model(model, offer)), None)
 
     def _check_wanted(self, offer: ModelOffer) -> None:
@@ -238,8 +241,8 @@ class ServedModels:
 
 
 def is_same_model(model: ServedModel, offer: ModelOffer) -> bool:
-    """Whether the server may answer for the model: by what it computes, and by the model's name,
-    its place, or the name of its folder, which may lie elsewhere on another machine."""
+    """Whether the server may answer for the model, judged by what it computes, and by the model's
+    name, its place, or the name of its folder, which may have another path on another machine."""
     card = model.card
     if model.has_offers and card.generates != offer.generates:
         return False
@@ -256,7 +259,7 @@ def _folder_name(root: str) -> str:
 
 
 def _are_two(one: str, other: str) -> bool:
-    """Whether both are folders of this machine, and not the same."""
+    """Whether both are different folders of this machine."""
     first, second = Path(one), Path(other)
     try:
         return first.is_dir() and second.is_dir() and not first.samefile(second)
@@ -268,8 +271,8 @@ NO_OFFER = "it does not say which model it serves: its release is older than the
 
 
 class VllmSetups:
-    """Sets up the workers of vLLM servers: the model that a server offers is read before its worker
-    gets the settings."""
+    """Sets up the workers of vLLM servers: the offered model is read before the worker gets its
+    settings."""
 
     def __init__(
         self,
@@ -283,7 +286,7 @@ class VllmSetups:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, link: WorkerLink, offer: ModelOffer | None) -> None:
-        """Sends the settings to a worker that has applied, or rejects it."""
+        """Sends the settings to a worker that asks to join, or rejects it."""
         task = asyncio.create_task(self._set_up(link, offer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -294,7 +297,7 @@ class VllmSetups:
         except (ClusterError, ConfigError) as error:
             self._turn_away(link, str(error))
             return
-        except Exception as error:  # an error of the files that no check foresaw
+        except Exception as error:  # the model's files have a fault that no check foresaw
             log.exception("the model of %s cannot be read", link.instance_id)
             found = f"{type(error).__name__}: {error}"
             self._turn_away(link, f"its model cannot be read: {found}; the head's log has more")
@@ -318,14 +321,14 @@ class VllmSetups:
 
 
 _OF_MODEL = ("role_balance", "predictions", "longest_gaps_over_mean", "late_ttft_over_predicted")
-"""The parts of the description that are about one model's instances."""
+"""The parts of the description that concern the instances of one model."""
 _OF_EACH = ("lack", "requests_under_way", "requests_waiting", "programs")
 _SUMS = ("answers_paused", "requests_under_way", "requests_waiting", "indexed_blocks")
 
 
 def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]:
-    """Like `describe_cluster`. Parts about one model are those of the first model; `models` has
-    them for each."""
+    """Like `describe_cluster`. Parts that concern one model are those of the first model; `models`
+    has them for each."""
     each = [describe_cluster(model.conductor, now) for model in models]
     described = _together(models, each)
     described["drains"] = {
@@ -333,7 +336,7 @@ def describe_models(models: Sequence[ServedModel], now: float) -> dict[str, Any]
     }
     programs: Counter[str] = Counter()
     for one in each:
-        programs.update(one["programs"])  # keeps those of 0
+        programs.update(one["programs"])  # keeps states with a count of 0
     described["programs"] = dict(programs)
     described |= {name: each[0][name] for name in _OF_MODEL} if each else {}
     described["models"] = [

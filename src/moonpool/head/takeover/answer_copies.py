@@ -22,7 +22,7 @@ MAX_COPIED_BYTES = 128 << 20
 @dataclass
 class _Copy:
     begun: AnswerBegun
-    entries: bytearray = field(default_factory=bytearray)  # of the log, after its opening
+    entries: bytearray = field(default_factory=bytearray)  # the bytes of the log after its opening
     ended_s: float | None = None
 
 
@@ -37,7 +37,7 @@ class AnswerCopies:
         return len(self._copies)
 
     def take(self, frame: AnswersCopied, now: float) -> None:
-        if frame.is_first:  # of this connection: it begins with all answers
+        if frame.is_first:  # the first frame of this connection, which has all answers
             self._copies.clear()
             self._num_bytes = 0
         for begun in frame.begun:

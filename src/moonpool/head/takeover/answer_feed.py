@@ -13,10 +13,10 @@ from moonpool.protocol.frames import AnswerBegun, AnswersCopied
 log = limited_logger("moonpool.head")
 
 COPY_S = 0.05
-"""How many seconds the copies may be behind. The tokens that they lack are computed again."""
+"""How many seconds the copies may be behind. The tokens that the copies lack are computed again."""
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 4 << 20
-"""While the standby has this much to read, no more is sent."""
+"""No more is sent while the standby has this many bytes to read."""
 
 
 class CopyChannel(Protocol):
@@ -34,7 +34,7 @@ class AnswerFeed:
     def __init__(self, answers: KeptAnswers, channel: CopyChannel) -> None:
         self._answers = answers
         self._channel = channel
-        self._sent: dict[int, int] = {}  # number -> bytes of its log
+        self._sent: dict[int, int] = {}  # number of the answer -> bytes of its log that were sent
         self._changed: dict[int, KeptStream] = {}
         self._ended: list[int] = []
         self._is_first = True
@@ -51,10 +51,10 @@ class AnswerFeed:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the feed has begun: what was sent earlier does not count."""
+        """Whether the feed has begun; bytes sent earlier do not count."""
         return not self._is_first
 
-    # The answers' follower
+    # Methods by which it follows the answers
 
     def changed(self, kept: KeptStream) -> None:
         self._changed[kept.number] = kept
@@ -79,7 +79,7 @@ class AnswerFeed:
                 return
 
     def send(self) -> None:
-        """Sends what is new, a frame at most."""
+        """Sends the new bytes, at most one frame."""
         begun: list[AnswerBegun] = []
         grown: list[tuple[int, bytes]] = []
         room = MAX_FRAME_BYTES

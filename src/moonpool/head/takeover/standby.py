@@ -1,7 +1,7 @@
 """A standby: follows the head of a cluster from another machine, and replaces it when it is gone.
 
-The standby has what the head's own supervisor has of the cluster: its settings, the instances to
-wait for and copies of the answers under way. Their connections end with the lost head, and their
+The standby has what the head's own supervisor has: the settings, the instances to wait for and
+copies of the answers under way. The connections of these answers end with the lost head, and their
 clients come back.
 """
 
@@ -31,15 +31,17 @@ from moonpool.types import InstanceId, Role
 log = logging.getLogger("moonpool.standby")
 
 TAKE_OVER_S = 5.0
-"""How long the head must be out of reach. Its own supervisor starts another one sooner."""
+"""How long the head must be out of reach before the standby takes over. The head's own supervisor
+starts another head sooner than this."""
 BEAT_S = 1.0
 WILDCARDS = ("0.0.0.0", "::")  # noqa: S104, nothing binds to them here
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a lost head leaves. `epoch` is the one of the next head. `answers`: the logs of those
-    that were under way, as files in memory, which the next supervisor owns."""
+    """The state that a lost head leaves to the next one. `epoch` is the epoch of the next head.
+    `answers`: the logs of the answers under way, as files in memory, which the next supervisor
+    owns."""
 
     config: Config
     epoch: int
@@ -49,14 +51,14 @@ class Takeover:
 
 
 class Standby:
-    """Made on the running loop. `wait` ends when this machine must run the head."""
+    """`Standby` is made on the running loop. `wait` ends when this machine must run the head."""
 
     def __init__(self, config: Config, secret: bytes, control: socket.socket) -> None:
         """`control`: bound to where workers will find the next head. Raises ClusterError."""
         self._config = config
         self._secret = secret
         self._control = control
-        self._epoch = 0  # of the head that this one has become
+        self._epoch = 0  # epoch of the head that this standby has become
         self._setup: Setup | None = None
         self._link: HeadLink | None = None
         self._answers = AnswerCopies()
@@ -110,7 +112,7 @@ class Standby:
     def _on_answers(self, frame: AnswersCopied) -> None:
         self._answers.take(frame, time.monotonic())
 
-    # The link's follower
+    # Methods by which it follows the link
 
     def on_head(self) -> None:
         assert self._link is not None
@@ -118,7 +120,7 @@ class Standby:
         if host in WILDCARDS:
             host = self._link.local_host
         address = HeadAddress(host=host, port=port)
-        wants = not self._epoch  # else it has replaced the head
+        wants = not self._epoch  # with an epoch, this standby has replaced the head
         self._link.send(
             ApplyStandby(address=address, pid=os.getpid(), epoch=self._epoch, wants_answers=wants)
         )
@@ -129,7 +131,7 @@ class Standby:
             self._setup = frame
 
     def on_lost(self) -> None:
-        """Does nothing: the link tries again."""
+        """Does nothing, because the link tries again."""
 
 
 def settings_of(setup: Setup, own: Config) -> Config:

@@ -1,4 +1,5 @@
-"""The head's side of its standbys: who is there, and what they and the workers are told."""
+"""The head's side of its standbys: which standbys there are, and what they and the workers are
+told."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ BEAT_S = 1.0
 
 
 class StandbyLinks:
-    """`epoch` is that of this head; `replaced` is set once a head of a later one is heard of."""
+    """`epoch` is that of this head; `replaced` is set once a head of a later epoch is known."""
 
     def __init__(self) -> None:
         self.epoch = 1
@@ -40,12 +41,12 @@ class StandbyLinks:
         self._links: dict[WorkerLink, ApplyStandby] = {}
         self._feeds: dict[WorkerLink, AnswerFeed] = {}
         self.answers = KeptAnswers()
-        """Answers under way, and those whose clients may come back. A standby has copies of
-        them."""
+        """Answers under way, and those whose clients may come back. A standby has copies of these
+        answers."""
 
     def note(self, link: WorkerLink, apply: ApplyStandby, workers: Iterable[WorkerLink]) -> bool:
-        """Returns True if the standby is taken, and new. If it has replaced this head, the workers
-        are sent to it."""
+        """Returns True if the standby is accepted, and new. If the standby has replaced this head,
+        the workers are sent to it."""
         if apply.epoch <= self.epoch:
             if self._links and link not in self._links:
                 message = "the cluster has a standby already, and two could take over at a time"
@@ -75,17 +76,17 @@ class StandbyLinks:
         return False
 
     def announce_to(self, link: WorkerLink) -> None:
-        """Tells a worker that applies which head this is."""
+        """Tells a worker that asks to join which head this is."""
         if _understands(link):
             link.channel.send(Leadership(epoch=self.epoch, standbys=self._addresses()))
 
     @property
     def next_due_s(self) -> float:
-        """Longest time until this head must be heard again."""
+        """Returns the longest time until this head must announce itself again."""
         return BEAT_S / 2 if self._links else float("inf")
 
     def are_due(self, listened_s: float) -> bool:
-        """Whether it is time to be heard again. Standbys that are silent are dropped."""
+        """Whether it is time to announce this head again. Standbys that are silent are dropped."""
         if not self._links or listened_s - self._told_s < BEAT_S / 2:
             return False
         self._told_s = listened_s
@@ -113,7 +114,7 @@ class StandbyLinks:
                 link.channel.send(frame)
 
     def drop(self, link: WorkerLink) -> bool:
-        """Returns whether this was a standby."""
+        """Returns whether the link was that of a standby."""
         feed = self._feeds.pop(link, None)
         if feed is not None:
             feed.end()
@@ -125,7 +126,7 @@ class StandbyLinks:
         return any(feed.has_begun for feed in self._feeds.values())
 
     def copy(self, frame: AnswersCopied) -> None:
-        """Sends what is new of the answers of a front."""
+        """Sends the new bytes of a front's answers."""
         for link in self._feeds:
             link.channel.send(frame)
 
@@ -150,7 +151,7 @@ def _understands(link: WorkerLink) -> bool:
 
 
 def setup_of(config: Config) -> Setup:
-    """Returns what all instances of a cluster share."""
+    """Returns the settings that all instances of a cluster share."""
     cluster = config.cluster
     return Setup(
         model=config.model,

@@ -1,1 +1,1 @@
-"""What a running cluster says of itself: metrics, logs of requests, traces, the live page."""
+"""What a running cluster reports about itself: metrics, logs of requests, traces, the live page."""

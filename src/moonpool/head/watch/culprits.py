@@ -12,7 +12,7 @@ from moonpool.api.connection.poison import MarkedStep, WorkMark
 from moonpool.protocol.supervision import HUNG_STATUS, HeadsEnded
 
 LONG_S = 5.0
-"""A head that hangs works on one call for this long: else it hangs with no call of its own."""
+"""A head that hangs works on one call for this long; otherwise no call is the cause."""
 ORDERED = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 MAX_REMEMBERED = 256
 
@@ -24,7 +24,7 @@ class OomKills:
         self._count = self._read()
 
     def is_new(self) -> bool:
-        """Whether there was one since the last check."""
+        """Whether the kernel has killed a process since the last check."""
         before, self._count = self._count, self._read()
         return self._count > before
 
@@ -49,7 +49,7 @@ class Culprits:
     """The calls that ended heads, by their numbers."""
 
     def __init__(self, ended: Mapping[int, tuple[int, int]] | None = None) -> None:
-        """`ended`: what an earlier program of this process knew."""
+        """`ended`: the numbers that an earlier program of this process knew."""
         self.ended: dict[int, tuple[int, int]] = dict(ended or {})
         """By the number of the call: how many heads it has hung or crashed, and how many were
         killed while they worked on it."""
@@ -60,7 +60,7 @@ class Culprits:
         self._oom_kills = OomKills()
 
     def watch(self, fd: int) -> None:
-        """Reads from now on what the present head works on. Owns `fd`."""
+        """Reads from now on which call the present head processes. Owns `fd`."""
         self._begin()
         try:
             self._mark = WorkMark(fd)
@@ -92,8 +92,8 @@ class Culprits:
         self._is_spared = True
 
     def judge(self, status: int | None, present: Iterable[int]) -> int | None:
-        """The head has ended with this status. Returns the number of the call that it ended with,
-        if that is one of the `present`."""
+        """Notes that the head has ended with this status. Returns the number of the call that the
+        head ended with, if that is one of the `present` calls."""
         work = self._hung or (None if self._mark is None else self._mark.read())
         hung, is_spared = self._hung is not None, self._is_spared or status in (0, *ORDERED)
         out_of_memory = self._oom_kills.is_new()

@@ -1,4 +1,5 @@
-"""The ended requests: whoever counts or reports one is told once, when its outcome is final."""
+"""The ended requests: each part that counts or reports them is told once, when an outcome is
+final."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class EndedRequests:
         self._unsettled: dict[RequestId, tuple[RequestRecord, RequestObserver]] = {}
 
     def keep(self, ended: RequestEnded, own: RequestObserver) -> None:
-        """Adds a request that the Conductor has ended. The reader of its answer may still judge
-        otherwise. `own`: the observer of its model."""
+        """Adds a request that the Conductor has ended. The reader of its answer may still change
+        the outcome. `own`: the observer of the request's model."""
         record = ended.record
         self._kept[record.request_id] = ended
         self._unsettled[record.request_id] = record, own
@@ -44,12 +45,12 @@ class EndedRequests:
         record.forget_gaps()
 
     def unsettled(self, own: RequestObserver) -> list[RequestRecord]:
-        """The records of a model's requests whose outcome is not final yet."""
+        """Returns the records of a model's requests whose outcome is not final yet."""
         return [record for record, each in self._unsettled.values() if each is own]
 
     def find(self, request_id: str) -> RequestEnded | None:
         return self._kept.get(request_id)
 
     def newest(self) -> Iterator[RequestRecord]:
-        """The last ended first."""
+        """Yields the requests, the last ended first."""
         return (ended.record for ended in reversed(self._kept.values()))

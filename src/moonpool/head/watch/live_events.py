@@ -1,7 +1,9 @@
-"""What happened to the cluster lately, for the live page: joined, lost, drained, refused, damaged.
+"""What happened to the cluster recently, for the live page: joined, lost, drained, refused,
+damaged.
 
-Nobody reports these events. The head's tick compares what the Conductors know now with what they
-knew a second ago, so no other part has to think of the page. The list is short and bounded.
+No other part reports these events. The head's tick compares what the Conductors know now with what
+they knew a second ago, so no other part has to think of the page. The list of events is short and
+bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class LiveEvent:
     at_s: float
     kind: str
     text: str
-    """What the page writes behind the kind, so it does not repeat it."""
+    """What the page writes after the kind of event, so it does not repeat the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class LiveEvents:
     """The events of one head, the newest last."""
 
     def __init__(self, conductors: Sequence[Conductor]) -> None:
-        """`conductors`, one for each model, may grow."""
+        """`conductors`: one for each model; the list may grow."""
         self._conductors = conductors
         self._events: deque[LiveEvent] = deque(maxlen=MAX_EVENTS)
         self._seen: dict[InstanceId, _Seen] = {}

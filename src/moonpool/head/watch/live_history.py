@@ -24,8 +24,8 @@ from moonpool.types import FinishReason, payer_of
 BIN_S = 10.0
 NUM_BINS = 360
 MAX_TENANTS = 64
-"""Tenants with a history of their own. A new one replaces the one that has had no request for
-longest."""
+"""Most tenants that have a separate history. A new tenant replaces the one that has had no request
+for longest."""
 ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 _COUNTS = ("answered", "effective", "not_answered", "generated_tokens")
 _GAUGES = ("hit", "ttft_p50_s", "ttft_p90_s", "tbt_p50_s", "tbt_p90_s")
@@ -39,9 +39,10 @@ class LiveHistory:
     """The samples of all requests, and those of each tenant."""
 
     def __init__(self, conductors: Sequence[Conductor]) -> None:
-        """`conductors`, one for each model, may grow."""
+        """`conductors`: one for each model; the list may grow."""
         self._all = _Samples(partial(_loads, conductors))
-        self._tenants: OrderedDict[str, _Samples] = OrderedDict()  # the least recent first
+        # the least recently active tenant first
+        self._tenants: OrderedDict[str, _Samples] = OrderedDict()
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         self._all.at(now).add(record)
@@ -93,7 +94,7 @@ class _Samples:
         self._loads = loads
         self._ring = np.full((NUM_BINS, len(_COLUMNS)), _NONE, dtype=np.float32)
         self._open: _Sample | None = None
-        self._number = 0  # of the open sample: its start over `BIN_S`
+        self._number = 0  # number of the open sample: its start divided by `BIN_S`
 
     def at(self, now: float) -> _Sample:
         """Returns the open sample."""
@@ -109,7 +110,7 @@ class _Samples:
         return self._open
 
     def columns(self, now: float) -> dict[str, list[float | None]]:
-        """Returns the closed samples and, as the last, the open one."""
+        """Returns the closed samples, followed by the open one."""
         last = self.at(now).values(self._loads(now))
         oldest_first = np.roll(self._ring, -(self._number + 1) % NUM_BINS, axis=0)
         rows = [*oldest_first[:-1].tolist(), last]

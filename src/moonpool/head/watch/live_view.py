@@ -1,7 +1,7 @@
 """Describes a running cluster for the live page: one frame of plain JSON values a second.
 
-A frame is computed only when somebody looks. Its sums come from the records of ended requests,
-which the head keeps anyway, so they reach back no further than those do.
+A frame is computed only when a page is open. The sums of a frame come from the records of ended
+requests, which the head keeps anyway, so they reach back no further than these records.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from moonpool.types import Slo, payer_of
 
 RECENT_S = 600.0
 NUM_LISTED = 40
-"""Most requests that a frame lists, those under way included."""
+"""Most requests that a frame lists, including those under way."""
 MAX_GROUPS = 20
 """Most tenants, and most programs, that a frame lists."""
 PERCENTILES = (50, 90, 99)
 
 
 class LiveView:
-    """What the frames of one cluster are made of, beside its records."""
+    """The sources of one cluster's frames, besides its records."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LiveView:
         post: Callable[[HotRequested], None],
         now: Callable[[], float],
     ) -> None:
-        """`conductors`, one for each model, may grow."""
+        """`conductors`: one for each model; the list may grow."""
         self._conductors = conductors
         self._now = now
         self.hot = HotList(conductors, post, now)
@@ -53,15 +53,15 @@ class LiveView:
         self.events = LiveEvents(conductors)
         self._moved = MovedBytes()
         self.observers = (self.history, self.events)
-        """They want to hear of each request that has ended."""
+        """Observers that must be told of each request that has ended."""
 
     def tick(self, now: float) -> None:
         self.history.tick(now)
         self.events.tick(now)
 
     def frame(self, newest: Iterable[RequestRecord], tenant: str | None) -> dict[str, Any]:
-        """Returns one frame. Hot prefixes and transfers are the operator's: the key of a block does
-        not tell whose it is."""
+        """Returns one frame. Only operators see hot prefixes and transfers, because the key of a
+        block does not tell whose it is."""
         now = self._now()
         described = describe_live(self._conductors, newest, now, tenant)
         described["history"] = self.history.describe(now, tenant)
@@ -78,8 +78,8 @@ def describe_live(
 ) -> dict[str, Any]:
     """Returns the present state, the sums of the last ten minutes and the last requests.
 
-    `newest`: records of ended requests, the last ended first. `tenant`: only its own requests, and
-    no loads; None means everything.
+    `newest`: records of ended requests, the last ended first. `tenant`: the tenant to whose
+    requests the view is limited, without loads; None means everything.
     """
     own = [
         tracked
@@ -213,8 +213,8 @@ def _totals(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def _program_of(viewer: str | None, record: RequestRecord) -> str:
-    """The name of the request's program, and of its parent; a viewer who sees all tenants sees its
-    tenant too."""
+    """Returns the name of the request's program and of its parent; for a viewer who sees all
+    tenants, also the tenant."""
     payer = payer_of(record.tenant) if viewer is None else ""
     parent = record.parent_program
     name = f"{record.program} (of {parent})" if parent else record.program
@@ -227,7 +227,7 @@ def _describe_groups(
     name_of: Callable[[RequestRecord], str],
 ) -> list[dict[str, Any]]:
     """Returns what each tenant, or each program, had in the last ten minutes, those with most
-    prompt tokens first. Requests without a name are a group, too."""
+    prompt tokens first. Requests without a name form a group, too."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in ended:
         groups.setdefault(name_of(record), []).append(record)
@@ -288,9 +288,9 @@ def _describe_instance(
 
 
 def _loads(conductor: Conductor, state: InstanceState, now: float, slo: Slo) -> tuple[float, float]:
-    """Returns the predicted latency over its SLO: of what runs, and with all that is booked.
+    """Returns the predicted latency over its SLO: for what runs, and for all that is booked.
 
-    The larger of both on an instance that prefills and decodes.
+    On an instance that prefills and decodes, the larger of both counts.
     """
     table, row, role = conductor.instance_table, state.row, state.role
     present = projected = 0.0
@@ -313,15 +313,16 @@ HOT_S = 2.0
 """An instance that does not report its hot prefixes within this time is left out."""
 WATCHED_EVERY_S = 10.0
 WATCHED_BLOCKS = 2048
-"""Blocks that an instance lists for the page. Each list also goes into the event log."""
+"""Most blocks that an instance lists for the page. Each list also goes into the event log."""
 MAX_CACHED_BLOCKS = 50_000
-"""An instance with more blocks is not asked for the page: its steps wait while it ranks them."""
+"""An instance with more blocks is not asked for the page, because its steps wait while it ranks
+them."""
 NUM_WATCHED = 10
 
 
 class HotList:
-    """Asks the instances for their most used prefixes: once for a client, and again and again while
-    an operator watches the live page."""
+    """Asks the instances for their most used prefixes: once for a client, and repeatedly while an
+    operator watches the live page."""
 
     def __init__(
         self,
@@ -347,7 +348,7 @@ class HotList:
         return describe_hot(self._conductors, num_prefixes)
 
     def watched(self) -> list[dict[str, Any]] | None:
-        """Returns the latest reports, and asks for new ones if they are old. Returns None if
+        """Returns the latest reports, and asks for new reports if these are old. Returns None if
         the instances cache too many blocks to be asked again and again."""
         loads = [state.load for state in self._states()]
         if any(load is not None and load.cached_blocks > MAX_CACHED_BLOCKS for load in loads):
@@ -369,9 +370,9 @@ _Bytes = dict[str, float]
 
 
 class MovedBytes:
-    """Bytes that each instance has moved, from the counters of its load reports, and their rates:
-    those of the newest report beside one up to `WINDOW_S` older. Reports are remembered only while
-    an operator watches."""
+    """Bytes that each instance has moved, from the counters of its load reports, and the rates: the
+    newest report compared with one up to `WINDOW_S` older. Reports are remembered only while an
+    operator watches."""
 
     def __init__(self) -> None:
         self._before: deque[tuple[float, dict[tuple[str, int], _Bytes]]] = deque(
@@ -408,10 +409,11 @@ class MovedBytes:
 def moved_bytes(counters: Mapping[str, float], block_bytes: int) -> _Bytes:
     """Returns the bytes of each of `FLOWS` since the process started.
 
-    `handed_over`: received from prefill instances. `fetched`: for a request. `copied`: taken over
-    from a leaving instance, or replicated. `sent`: handed over to decode instances.
+    `handed_over`: bytes received from prefill instances. `fetched`: bytes fetched for a request.
+    `copied`: bytes taken over from a leaving instance, or replicated. `sent`: bytes handed over to
+    decode instances.
     """
-    fetched = counters.get("fetched_bytes", 0.0)  # of requests and of copies
+    fetched = counters.get("fetched_bytes", 0.0)  # bytes of requests and of copies
     copied = min(counters.get("taken_over_blocks", 0.0) * block_bytes, fetched)
     return {
         "handed_over": counters.get("received_bytes", 0.0),

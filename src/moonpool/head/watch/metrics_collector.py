@@ -45,7 +45,7 @@ _LABELLED_BY_INSTANCES = (
     ("moonpool:prefetched_blocks", "used", "used_prefetched_blocks"),
     ("moonpool:prefetched_blocks", "wasted", "wasted_prefetched_blocks"),
 )
-"""Likewise with a label: metric, its value, counter."""
+"""The same for metrics with a label: metric, label value, counter."""
 CLASS_COUNTERS = (
     "moonpool:slo_class_requests",
     "moonpool:slo_class_effective_requests",
@@ -53,13 +53,14 @@ CLASS_COUNTERS = (
 )
 """Counters by SLO class: requests that ended, requests within their SLOs, refused requests."""
 MAX_INSTANCES = 4096
-"""Names of instances that are remembered; beyond that, the one that joined first is dropped."""
+"""Most names of instances that are remembered; beyond that, the instance that joined first is
+dropped."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """One process of an instance, and what was counted of it. `inherited`: whether an earlier head
-    has counted what its first report to this one says."""
+    """One process of an instance, and the numbers that were counted for it. `inherited`: whether an
+    earlier head has counted what the first report to this head says."""
 
     incarnation: int
     inherited: bool = False
@@ -67,16 +68,16 @@ class _Life:
 
 
 class MetricsCollector:
-    """Fills one `ServerMetrics`."""
+    """Fills one `ServerMetrics` object."""
 
     def __init__(self, metrics: ServerMetrics, slo_classes: Sequence[str] = ()) -> None:
-        """`slo_classes`: all names of classes that records may have."""
+        """`slo_classes`: all class names that records may have."""
         self._metrics = metrics
         for name in slo_classes:
             for counter in CLASS_COUNTERS:
                 metrics.add(counter, 0, name)
         self._lives: OrderedDict[InstanceId, _Life] = OrderedDict()
-        self._generated_tokens = 0  # of requests that have ended
+        self._generated_tokens = 0  # tokens of requests that have ended
 
     # Requests
 
@@ -114,18 +115,18 @@ class MetricsCollector:
             self._metrics.add("vllm:admission_rejections", label=reason)
 
     def note_failed(self, reason: str) -> None:
-        """Counts an answer that an earlier head began and that failed, without a record of this
-        head."""
+        """Counts an answer that an earlier head began and that failed, for which this head has no
+        record."""
         self._metrics.add("moonpool:requests_failed", label=reason)
 
     def prompt_answered(self, lengths: Sequence[int]) -> None:
-        """Notes that all choices to a prompt are complete. `lengths`: the length of each in
+        """Notes that all choices to a prompt are complete. `lengths`: the length of each choice in
         tokens."""
         self._metrics.observe("vllm:request_params_n", len(lengths))
         self._metrics.observe("vllm:request_max_num_generation_tokens", max(lengths))
 
     def _note_first_token(self, record: RequestRecord) -> None:
-        """Counts a prompt once, when its first token is there."""
+        """Counts a prompt once, when its first token has come."""
         if record.is_counted or record.first_token_s is None:
             return
         record.is_counted = True
@@ -181,13 +182,14 @@ class MetricsCollector:
     # Instances
 
     def instance_joined(self, info: InstanceInfo, inherited: bool) -> None:
-        """`inherited`: whether an earlier head had this instance, and it is new to this one."""
+        """`inherited`: whether an earlier head had this instance, and it is new to this head."""
         instance_id, incarnation = info.instance_id, info.incarnation
         life = self._lives.get(instance_id)
         restarts = int(life is not None and life.incarnation != incarnation)
         self._metrics.add("moonpool:instance_losses", 0, instance_id)
         self._metrics.add("moonpool:instance_restarts", restarts, instance_id)
-        if life is None or restarts:  # else its connection broke: its counters go on
+        # otherwise only its connection broke, and its counters continue
+        if life is None or restarts:
             self._lives[instance_id] = _Life(incarnation, inherited and life is None)
         if len(self._lives) > MAX_INSTANCES:
             self._lives.popitem(last=False)
@@ -228,7 +230,7 @@ class MetricsCollector:
     # The head
 
     def heads(self, restarts: int, upgrades: int, epoch: int) -> None:
-        """Earlier heads of this cluster, and this one's number."""
+        """Returns the number of earlier heads of this cluster, and of this one."""
         self._metrics.set("moonpool:head_restarts", restarts)
         self._metrics.set("moonpool:head_upgrades", upgrades)
         self._metrics.set("moonpool:head_epoch", epoch)
@@ -244,8 +246,9 @@ class MetricsCollector:
         longest_tokens: int,
         now: float,
     ) -> None:
-        """Sets what is true now. `unsettled`: records of requests that have ended and are not
-        counted yet. `longest_tokens`: prompt and answer of the longest request."""
+        """Sets the gauges to their present values. `unsettled`: records of requests that have ended
+        and are not counted yet. `longest_tokens`: tokens of prompt and answer of the longest
+        request."""
         self._requests(conductor, unsettled)
         self._pool(conductor, longest_tokens)
         self._roles(conductor, now)
@@ -332,7 +335,7 @@ def _generated(record: RequestRecord) -> int:
 
 
 def _num_blocks(state: InstanceState) -> int:
-    """Its present blocks: an instance may have lost an attention worker's."""
+    """Returns the instance's present blocks: it may have lost those of an attention worker."""
     return (0 if state.load is None else state.load.num_blocks) or state.info.num_blocks
 
 

@@ -11,7 +11,7 @@ log = logging.getLogger("moonpool.requests")
 
 
 class RequestLogger:
-    """Writes nothing unless it is enabled."""
+    """`RequestLogger` writes nothing unless it is enabled."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled

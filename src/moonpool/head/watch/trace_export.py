@@ -7,8 +7,9 @@
       handover            kvcache_transfer
       decode
 
-The spans follow from the request's record, which also holds what the workers reported. A thread of
-its own makes and sends them. Its queue is bounded: what does not fit is lost and counted.
+The spans follow from the request's record, which also holds what the workers reported. A separate
+thread makes and sends the spans. The queue of this thread is bounded: spans that do not fit are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _PARTS = {
     "prefill_chunk": "prefill",
     "kvcache_transfer": "handover",
 }
-"""The stage under which a part stands."""
+"""Maps each part to the stage under which it appears."""
 _ON_PREFILL = ("queue_and_fetch", "prefill")
 _ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
@@ -73,7 +74,8 @@ def open_exporter(endpoint: str) -> TraceExporter | None:
 
 
 def _make_exporter(endpoint: str) -> SpanExporter:
-    """OTLP over HTTP, or over gRPC if the environment asks for it, as vLLM does."""
+    """Makes an exporter for OTLP over HTTP, or over gRPC if the environment asks for it, as in
+    vLLM."""
     # Failed exports are counted and logged below, within a limit.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     if os.environ.get(PROTOCOL_VARIABLE, "http/protobuf") == "grpc":
@@ -91,7 +93,7 @@ def _make_exporter(endpoint: str) -> SpanExporter:
 
 
 class TraceExporter:
-    """Owns the queue and the thread. `request_ended` returns at once."""
+    """Owns the queue and the thread. `request_ended` returns immediately."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -150,7 +152,7 @@ class TraceExporter:
 
         try:
             sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception as error:  # a library's mistake must not end the thread
+        except Exception as error:  # a fault in the library must not end the thread
             sent = False
             log.warning("the trace exporter failed: %s: %s", type(error).__name__, error)
         if sent:
@@ -168,10 +170,10 @@ def _num_spans(record: RequestRecord) -> int:
 
 
 def spans_of(record: RequestRecord, offset_s: float, resource: Any) -> Iterator[ReadableSpan]:
-    """Yields the spans of an ended request, its own first.
+    """Yields the spans of an ended request, starting with the request's own span.
 
     `offset_s`: seconds between the record's clock and the epoch. Times of the workers' parts are
-    those of the head, less the way of the report.
+    converted to the head's clock, less the latency of the report.
     """
     from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -197,7 +199,7 @@ def spans_of(record: RequestRecord, offset_s: float, resource: Any) -> Iterator[
         stage_ids[name] = secrets.token_hex(8)
         place = record.prefill_instance if name in _ON_PREFILL else record.decode_instance
         attributes = {} if place is None or name == "placement" else {"moonpool.instance": place}
-        # A request that ends early ends its last stage.
+        # In a request that ends early, the last stage ends with the request.
         times = (begin_s, max(record.finished_s if end_s is None else end_s, begin_s))
         yield make.span(name, stage_ids[name], trace.span_id, times, attributes)
         if end_s is None:
@@ -209,7 +211,7 @@ def spans_of(record: RequestRecord, offset_s: float, resource: Any) -> Iterator[
 
 
 def _request_attributes(record: RequestRecord) -> dict[str, Any]:
-    """vLLM's names where vLLM has the quantity."""
+    """Returns the attributes of a span, with vLLM's names where vLLM has the quantity."""
     assert record.finished_s is not None
     stages_s = record.stages_s()
     found = {

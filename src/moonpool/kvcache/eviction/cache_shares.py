@@ -1,12 +1,13 @@
-"""Evicts blocks of tenants above their share of a pool first, whatever the policy beneath.
+"""Evicts blocks of tenants above their share of a pool first, whatever policy is wrapped.
 
-A tenant with a share may have cached blocks up to that share of the pool. While room is left it may
-have more: they go first when another request needs room, the one released longest ago first, and
-the end of a prompt before its beginning. The wrapped policy orders all other blocks.
+A tenant with a share may have cached blocks up to that share of the pool. While room is left the
+tenant may have more blocks. When another request needs room, these blocks go first: the one
+released longest ago first, and the end of a prompt before its beginning. The wrapped policy orders
+all other blocks.
 
-The pool knows nothing of tenants. `KVCacheManager` says to which tenant a block belongs when a
-request caches or finds it, for tenants with a share only: without any, each call costs one more
-check.
+The pool knows nothing of tenants. `KVCacheManager` tells to which tenant a block belongs when a
+request caches or finds it, for tenants with a share only: without any such tenant, each call costs
+one more check.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from moonpool.kvcache.eviction.policies import EvictionPolicy, WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 MAX_REFUSED = 32
-"""Most blocks that the policy beneath may refuse in one call, so that its time is bounded."""
+"""Most blocks that the wrapped policy may refuse in one call, so that the time of the call is
+bounded."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """The blocks of one tenant."""
+    """The cached blocks of one tenant."""
 
     limit: int
     num_cached: int = 0
@@ -36,14 +38,16 @@ class _Part:
 
 
 class CacheShareEviction(WrappedEviction):
-    """An `EvictionPolicy` around another one, for a pool of `num_blocks` blocks."""
+    """An `EvictionPolicy` that wraps another policy, for a pool of `num_blocks` blocks."""
 
     def __init__(self, policy: EvictionPolicy, num_blocks: int) -> None:
         super().__init__(policy)
         self._num_blocks = num_blocks
         self._parts: dict[str, _Part] = {}
-        self._part_of: dict[BlockId, _Part] = {}  # of cached blocks of tenants with a share
-        self._owner_of: dict[BlockId, tuple[str, float]] = {}  # until the block is stored again
+        # the tenant's part for each cached block of a tenant with a share
+        self._part_of: dict[BlockId, _Part] = {}
+        # owner of each block, kept until the block is stored again
+        self._owner_of: dict[BlockId, tuple[str, float]] = {}
 
     def assign(self, block_ids: Iterable[BlockId], tenant: str, share: float) -> None:
         """Gives these held, cached blocks to the tenant, whose share of the pool is `share`."""
@@ -59,8 +63,8 @@ class CacheShareEviction(WrappedEviction):
             self._owner_of[block_id] = tenant, share
 
     def owner_of(self, block_id: BlockId) -> tuple[str, float] | None:
-        """The tenant of a block and its share, if it has one. A block that lost its key keeps its
-        owner until it has another key."""
+        """Returns the tenant of a block and the tenant's share, if the block has one. A block that
+        lost its key keeps its owner until it has another key."""
         return self._owner_of.get(block_id)
 
     def store(
@@ -94,7 +98,7 @@ class CacheShareEviction(WrappedEviction):
         return gone
 
     def pop(self, num_blocks: int) -> list[BlockId]:
-        """Blocks above a share go first, then those that the wrapped policy chooses. Raises
+        """Evicts blocks above a share first, then those that the wrapped policy chooses. Raises
         KeyError if fewer are evictable."""
         if not self._part_of:
             return self._policy.pop(num_blocks)
@@ -109,7 +113,7 @@ class CacheShareEviction(WrappedEviction):
         return popped + chosen
 
     def validate(self) -> None:
-        """Asserts that the counts are those of the blocks."""
+        """Asserts that the counts match the blocks."""
         for part in self._parts.values():
             own = [block_id for block_id, found in self._part_of.items() if found is part]
             assert part.num_cached == len(own)
@@ -125,7 +129,7 @@ class CacheShareEviction(WrappedEviction):
             if self._policy.evict(block_id):
                 self._end(block_id)
                 popped.append(block_id)
-            else:  # cached blocks continue it
+            else:  # cached blocks continue the block, so it must stay
                 part.evictable[block_id] = None
         return popped
 

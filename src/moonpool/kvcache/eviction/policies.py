@@ -1,8 +1,8 @@
 """Eviction policies: which cached blocks of one pool are dropped first when room is needed.
 
-`EvictionPolicy` is the contract; `LruEviction`, `LfuEviction` and `LengthAwareEviction` stand below
-it, and `PredictiveEviction` has a file of its own. `make_eviction` makes a policy by its name.
-`ReplicaAwareEviction` (replica_aware.py) wraps any of them.
+`EvictionPolicy` is the contract; this file has `LruEviction`, `LfuEviction` and
+`LengthAwareEviction`, and `PredictiveEviction` has a separate file. `make_eviction` makes a policy
+by its name. `ReplicaAwareEviction` (replica_aware.py) wraps any of these policies.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
-        """A request uses these cached blocks once more, in the order of its prompt. They are held
-        now; whether they were evictable before makes no difference."""
+        """A request uses these cached blocks once more, in the order of its prompt. The touched
+        blocks are held now; whether they were evictable before makes no difference."""
         ...
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
@@ -122,10 +122,10 @@ class LruEviction:
     def store(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
     ) -> None:
-        """Does nothing: only the moment of release counts."""
+        """Does nothing, because only the moment of release counts."""
 
     def touch(self, block_ids: Sequence[BlockId]) -> None:
-        """Does nothing, for the same reason."""
+        """Does nothing, because only the moment of release counts."""
 
     def add(self, block_ids: Sequence[BlockId], parent: BlockId | None) -> None:
         order = self._order
@@ -159,7 +159,8 @@ class LruEviction:
 
 class LfuEviction:
     """Least frequently used: evicts the block with the fewest uses since it was stored; among
-    equals, the one released longest ago. Counts end with the block."""
+    equals, the one released longest ago. The uses of a block are counted until the block is
+    evicted."""
 
     def __init__(self) -> None:
         self._num_uses: dict[BlockId, int] = {}
@@ -206,7 +207,7 @@ class LfuEviction:
         return block_id in self._blocks
 
     def _rank(self, block_id: BlockId) -> Rank:
-        """Low ranks are evicted first."""
+        """Returns the block's rank; low ranks are evicted first."""
         return self._num_uses[block_id], 0
 
     def _drop(self, block_id: BlockId) -> None:
@@ -245,8 +246,8 @@ Rank = tuple[int, int]
 
 
 class RankedBlocks:
-    """Blocks ordered by rank, the lowest first, and by insertion within a rank. One queue for each
-    rank in use, and a heap of those ranks."""
+    """Blocks ordered by rank, the lowest first, and by insertion within a rank. There is one queue
+    for each rank in use, and a heap of the ranks in use."""
 
     def __init__(self) -> None:
         self._queues: dict[Rank, OrderedDict[BlockId, None]] = {}
@@ -290,7 +291,8 @@ class RankedBlocks:
 
 
 class WrappedEviction(ABC):
-    """An `EvictionPolicy` that passes on to another one what it does not decide itself."""
+    """An `EvictionPolicy` that passes all calls that it does not decide itself to another
+    policy."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy

@@ -31,16 +31,16 @@ EPOCHS_PER_TURNOVER = 16
 ages."""
 MIN_EPOCH_TOUCHES = 32
 LEVELS_PER_OCTAVE = 3
-"""Worths of one level are equal: they differ by less than a third, which noise does too. Among
-equals the older block goes first, as with LRU."""
+"""Worths of one level count as equal, because they differ by less than a third, which is within the
+noise. Among equal worths the older block goes first, as with LRU."""
 MIN_LESSON_TOUCHES = 1024
-"""Touches between two updates of the order of eviction, at least: an update costs about a
-millisecond."""
+"""Least number of touches between two updates of the order of eviction, because an update costs
+about a millisecond."""
 MEMORY_TURNOVERS = 16
 MIN_MEMORY_TOUCHES = 1 << 15
 """How far back the statistics reach: in turnovers of the pool, but at least this many touches."""
 
-LEFT_BEHIND = -1  # in place of a number of uses
+LEFT_BEHIND = -1  # stands in place of a number of uses
 CELL_BITS = 24
 CELL_MASK = (1 << CELL_BITS) - 1
 LEAST_RANK = -(1 << 62)
@@ -60,11 +60,12 @@ class _Segment:
         self.parent = parent
         self.class_id = class_id
         self.released_at = released_at
-        self.cell = -1  # the cell whose queue it is in; -1 means none, because others continue it
+        # the cell whose queue the segment is in; -1 means none, because other segments continue it
+        self.cell = -1
 
 
 class PredictiveEviction:
-    """An `EvictionPolicy`; see there for what each method does."""
+    """An `EvictionPolicy`; see that class for what each method does."""
 
     def __init__(self, num_blocks: int) -> None:
         self._epoch_touches = max(MIN_EPOCH_TOUCHES, num_blocks // EPOCHS_PER_TURNOVER)
@@ -75,19 +76,22 @@ class PredictiveEviction:
         self._clock = 0  # touches
         self._epoch_ends = self._epoch_touches
         self._size = 0
-        # By block, grown with the blocks ever used.
+        # Lists indexed by block, which grow with the blocks ever used.
         self._keys: list[BlockKey | None] = []
         self._num_uses: list[int] = []
         self._depth: list[int] = []
         self._segment_of: list[_Segment | None] = []
-        self._num_continuing: dict[BlockId, int] = {}  # number of segments with this parent
+        # number of segments whose parent is this block
+        self._num_continuing: dict[BlockId, int] = {}
         self._ghosts: OrderedDict[BlockKey, tuple[int, int, int]] = OrderedDict()
         self._class_ids: dict[tuple[int, int, int], int] = {}
-        self._queues: list[OrderedDict[_Segment, None]] = []  # by class and range of ages
+        # queues of segments, by class and range of ages
+        self._queues: list[OrderedDict[_Segment, None]] = []
         self._ranks: list[int] = []  # by cell
-        self._order: list[int] = []  # the ranks of all cells, least first
-        self._ordered = True  # whether both are up to date with what was learned
-        self._first = LEAST_RANK  # no cell with a smaller rank has a segment
+        self._order: list[int] = []  # ranks of all cells, the least first
+        self._ordered = True  # whether both lists are up to date with what was learned
+        # lowest rank that may have a segment: no cell with a smaller rank has one
+        self._first = LEAST_RANK
 
     def store(
         self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depths: Sequence[int]
@@ -135,7 +139,7 @@ class PredictiveEviction:
         self._size += len(block_ids)
 
     def remove(self, block_ids: Sequence[BlockId]) -> None:
-        """Raises KeyError, which holds the block, if one is not evictable."""
+        """Raises KeyError, whose argument is the block, if a block is not evictable."""
         done = 0
         while done < len(block_ids):
             first = block_ids[done]
@@ -162,7 +166,7 @@ class PredictiveEviction:
                 continue
             self._first = order[place]
             self._pop_end(next(iter(queue)), num_blocks - len(popped), popped)
-            if self._first < order[place]:  # a segment that was continued is an end now
+            if self._first < order[place]:  # a segment that other segments continued is an end now
                 place = bisect_left(order, self._first)
         self._size -= num_blocks
         while len(self._ghosts) > self._max_ghosts:
@@ -175,7 +179,7 @@ class PredictiveEviction:
         if segment is None:
             raise KeyError(block_id)
         if segment.blocks[segment.end - 1] != block_id or block_id in self._num_continuing:
-            return False  # others continue it
+            return False  # other segments continue this one
         self._pop_end(segment, 1, [])
         self._size -= 1
         return True
@@ -185,7 +189,8 @@ class PredictiveEviction:
             self.remove([block_id])
         self._keys[block_id] = None
         if self._num_continuing.pop(block_id, 0):
-            # The block id is used again, and its next content must not wait for these. Rare.
+            # The block id is used again, and its next content must not wait for the old followers.
+            # Rare.
             for segment in set(self._segment_of):
                 if segment is not None and segment.parent == block_id:
                     segment.parent = None
@@ -199,7 +204,7 @@ class PredictiveEviction:
         try:
             return self._segment_of[block_id] is not None  # type: ignore[call-overload]
         except (IndexError, TypeError):
-            return False  # not a block, or never used
+            return False  # not a block of the pool, or never used
 
     # Segments
 
@@ -218,8 +223,8 @@ class PredictiveEviction:
         return parts
 
     def _pop_end(self, segment: _Segment, num_wanted: int, popped: list[BlockId]) -> None:
-        """Moves up to `num_wanted` blocks from the segment's end to `popped`, but none that others
-        continue."""
+        """Moves up to `num_wanted` blocks from the segment's end to `popped`, but no block that
+        other segments continue."""
         keys = self._keys
         # All blocks of a segment were used equally often, so they share one ghost.
         num_uses = self._num_uses[segment.blocks[segment.start]]
@@ -252,7 +257,8 @@ class PredictiveEviction:
             self._segment_of[blocks[place + count]] = None
             count += 1
         self._size -= count
-        if segment.released_at != self._clock:  # else it was released only to change its owner
+        # otherwise the segment was released only to change its owner
+        if segment.released_at != self._clock:
             self._model.note_reuse(segment.class_id, self._age_range(segment.released_at), count)
         parent = segment.parent
         segment.start += count
@@ -266,8 +272,8 @@ class PredictiveEviction:
         return count
 
     def _leave_behind(self, segment: _Segment) -> None:
-        """The prompt came back, but ended or went on differently: the rest gets a class of its
-        own."""
+        """The prompt came back, but ended or continued differently, so the rest of the segment gets
+        a separate class."""
         queued = segment.cell >= 0
         self._dequeue(segment)
         num_left = segment.end - segment.start
@@ -296,12 +302,12 @@ class PredictiveEviction:
     def _link(self, segment: _Segment) -> None:
         """Enters a new segment into the tables."""
         parent, first = segment.parent, segment.blocks[0]
-        # Rising depths guarantee that some segment is continued by no other.
+        # Because depths rise along a prompt, some segment is always continued by no other.
         if parent is not None and self._depth[parent] + 1 == self._depth[first]:
             self._num_continuing[parent] = self._num_continuing.get(parent, 0) + 1
             before = self._segment_of[parent]
             if before is not None and before.blocks[before.end - 1] == parent:
-                self._dequeue(before)  # it was the end of a prompt until now
+                self._dequeue(before)  # the segment before was the end of a prompt until now
         else:
             segment.parent = None
         for block_id in segment.blocks:
@@ -320,7 +326,7 @@ class PredictiveEviction:
             self._enqueue(segment)
 
     def _enqueue(self, segment: _Segment) -> None:
-        """Puts the segment into its queue, unless others continue it."""
+        """Puts the segment into its queue, unless other segments continue it."""
         if segment.blocks[segment.end - 1] in self._num_continuing:
             return
         cell = segment.class_id * NUM_AGES + self._age_range(segment.released_at)
@@ -375,11 +381,11 @@ class PredictiveEviction:
         self._first = LEAST_RANK
 
     def _rank(self) -> None:
-        """Orders the cells by what was learned: by their worth; among equals, the older blocks come
-        first. Many pools evict nothing for long, so this waits until a block must go."""
+        """Orders the cells by their learned worth; among equals, the older blocks come first. Many
+        pools evict nothing for long, so this waits until a block must go."""
         levels = _levels(np.array(self._model.worths()).reshape(-1, NUM_AGES))
         cells = np.arange(levels.size).reshape(levels.shape)
-        # One whole number for level, age and cell is compared faster than three.
+        # One whole number for level, age and cell is compared faster than three numbers.
         ranks = (levels * NUM_AGES - np.arange(NUM_AGES) << CELL_BITS) + cells
         self._ranks = ranks.ravel().tolist()
         self._order = sorted(self._ranks)
@@ -394,7 +400,8 @@ class PredictiveEviction:
 
 
 def _levels(worths: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Made from the bits of each float: a logarithm may differ from machine to machine."""
+    """Computes levels from the bits of each float, because a logarithm may differ from machine to
+    machine."""
     mantissas, exponents = np.frexp(worths)
     parts = ((2 * mantissas - 1) * LEVELS_PER_OCTAVE).astype(np.int64)
     levels = exponents.astype(np.int64) * LEVELS_PER_OCTAVE + parts

@@ -1,4 +1,4 @@
-"""Evicts blocks that another instance keeps a replica of first, whatever the policy beneath.
+"""Evicts blocks that another instance keeps a replica of first, whatever policy is wrapped.
 
 The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM and
 owns it, so it keeps it longest (`kvcache.eviction.replicas`). A prefix is matched as a whole on one
@@ -7,8 +7,8 @@ replicas elsewhere. A spare block is therefore *loose*, and may go first, only i
 continues it here is loose too. All other blocks are *tight*.
 
 Loose blocks are evicted before all others: the one released longest ago first, and the end of a
-prompt before its beginning. So a hot block keeps its replicas for as long as there are colder ones.
-The wrapped policy orders all other blocks.
+prompt before its beginning. So a hot block keeps its replicas for as long as there are colder
+blocks. The wrapped policy orders all other blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_LIFE = -1
 
 
 class ReplicaAwareEviction(WrappedEviction):
-    """An `EvictionPolicy` around another one."""
+    """An `EvictionPolicy` that wraps another policy."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__(policy)
@@ -36,9 +36,10 @@ class ReplicaAwareEviction(WrappedEviction):
         self._loose: OrderedDict[BlockId, None] = OrderedDict()  # evictable ones
         # By block, grown with the blocks ever used.
         self._lives: list[int] = []
-        self._parent: list[int] = []  # the life of the block before it in its prompt
+        self._parent: list[int] = []  # life of the block before this one in its prompt
         self._let_go_at: list[int] = []
-        self._num_tight: list[int] = []  # blocks that continue it here and are tight
+        # number of tight blocks that continue this block in this pool
+        self._num_tight: list[int] = []
 
     def mark(self, block_ids: Iterable[BlockId], spare: bool) -> None:
         """Marks cached blocks as spare, or removes the marks, as the Conductor reports."""
@@ -55,12 +56,12 @@ class ReplicaAwareEviction(WrappedEviction):
         self.mark(sorted(self._spare), spare=False)
 
     def assign(self, block_ids: Sequence[BlockId], tenant: str, share: float) -> None:
-        """`CacheShareEviction.assign`, if such a policy is beneath."""
+        """Calls `CacheShareEviction.assign`, if such a policy is wrapped."""
         if isinstance(self._policy, CacheShareEviction):
             self._policy.assign(block_ids, tenant, share)
 
     def owner_of(self, block_id: BlockId) -> tuple[str, float] | None:
-        """`CacheShareEviction.owner_of`; None if there is no such policy."""
+        """Calls `CacheShareEviction.owner_of`, or returns None if no such policy is wrapped."""
         shared = self._policy
         return shared.owner_of(block_id) if isinstance(shared, CacheShareEviction) else None
 
@@ -69,14 +70,15 @@ class ReplicaAwareEviction(WrappedEviction):
         return block_id in self._spare
 
     def parent_of(self, block_id: BlockId) -> BlockId | None:
-        """The cached block before this cached block in its prompt; None if it is gone or
+        """Returns the cached block before this cached block in its prompt, or None if it is gone or
         unknown."""
         life = self._parent[block_id]
         parent = BlockId(life % LIFE)
         return parent if life != NO_LIFE and self._lives[parent] == life else None
 
     def let_go_at(self, block_id: BlockId) -> int:
-        """When a cached block was last released, counted in blocks released since the start."""
+        """Returns when a cached block was last released, counted in blocks released since the
+        start."""
         return self._let_go_at[block_id]
 
     def store(
@@ -130,7 +132,7 @@ class ReplicaAwareEviction(WrappedEviction):
         self._policy.remove(block_ids)
 
     def pop(self, num_blocks: int) -> list[BlockId]:
-        """Loose blocks go first, then those that the wrapped policy chooses. Raises KeyError if
+        """Evicts loose blocks first, then those that the wrapped policy chooses. Raises KeyError if
         fewer are evictable."""
         if num_blocks > len(self._policy):
             raise KeyError("fewer blocks are evictable")
@@ -140,7 +142,8 @@ class ReplicaAwareEviction(WrappedEviction):
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if evict(block_id):
-                # As `_end_all`: a loose block is in no count, and no tight block continues it.
+                # Does what `_end_all` does: a loose block is in no count, and no tight block
+                # continues it.
                 self._parent[block_id] = NO_LIFE
                 self._lives[block_id] += LIFE
                 popped.append(block_id)
@@ -148,7 +151,7 @@ class ReplicaAwareEviction(WrappedEviction):
                 refused.append(block_id)
         chosen = self._policy.pop(num_blocks - len(popped))
         self._end_all(chosen)
-        for block_id in reversed(refused):  # they are still loose, and still first
+        for block_id in reversed(refused):  # refused blocks are still loose, and still first
             if block_id in self._policy and self._is_loose(block_id):
                 self._loose[block_id] = None
                 self._loose.move_to_end(block_id, last=False)
@@ -182,7 +185,8 @@ class ReplicaAwareEviction(WrappedEviction):
             self._count_tight(block_id, 1)
 
     def _turn(self, block_id: BlockId, loose: bool) -> None:
-        """Enters that a block became loose, or tight; its predecessors may follow."""
+        """Records that a block became loose or tight; the blocks before it in the prompt may
+        follow."""
         spare, parents, lives, num_tight = self._spare, self._parent, self._lives, self._num_tight
         while True:
             if not loose:

@@ -8,9 +8,9 @@ replica first, those with the most traffic for their pool (a lone decode instanc
 whose other replicas are gone already. Consecutive blocks of a prompt with the same holders have the
 same owner, because a prefix is matched as a whole on one instance.
 
-Stores nothing about blocks that one instance holds alone, and sends nothing itself. A notification
-that is lost makes an instance keep a replica too long; one that is late can let it drop a last
-copy.
+`ReplicaOwners` stores nothing about blocks that one instance holds alone, and sends no message
+itself. A lost notification makes an instance keep a replica too long; a late one can let it drop a
+last copy.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from moonpool.types import BlockKey
 class ReplicaChanges(NamedTuple):
     """Changes for one instance, of blocks in its DRAM."""
 
-    spare: list[BlockKey]  # another instance owns a replica from now on
-    last: list[BlockKey]  # no other instance owns one any more
+    spare: list[BlockKey]  # blocks of which another instance owns a replica from now on
+    last: list[BlockKey]  # blocks of which no other instance owns a replica any more
 
 
 class ReplicaOwners:
     """Chooses the owners of replicated blocks, block after block of each prompt. An instance is one
-    bit of an int, a set of instances their sum."""
+    bit of an int, and a set of instances is the sum of their bits."""
 
     def __init__(self, capacities: Mapping[int, int]) -> None:
-        """`capacities`: blocks of each instance's pool, by its bit."""
+        """`capacities`: number of blocks of each instance's pool, by the instance's bit."""
         self._capacities = capacities
-        self._holders = 0  # of the block before
+        self._holders = 0  # holders of the block before
         self._owner = 0
 
     def of(self, key: BlockKey, holders: int) -> int:
-        """The bit of the block's owner, one of `holders`."""
+        """Returns the bit of the block's owner, which is one of `holders`."""
         if holders != self._holders:
             both = holders & self._holders
             same_prompt = both == holders or both == self._holders
@@ -76,14 +76,16 @@ class ReplicaTracker:
 
     def __init__(self) -> None:
         self._changed: dict[BlockKey, None] = {}
-        self._notified: dict[BlockKey, int] = {}  # instances that know that the block is spare
+        # instances that know that the block is spare, by key
+        self._notified: dict[BlockKey, int] = {}
 
     def note(self, keys: Iterable[BlockKey]) -> None:
         """Notes that the holders of these blocks changed, and are or were more than one."""
         self._changed.update(dict.fromkeys(keys))
 
     def note_dropped(self, keys: Iterable[BlockKey], bit: int) -> None:
-        """Notes that one of several holders lost these blocks, and with them its marks."""
+        """Notes that one of several holders lost these blocks, and with them the marks that it
+        had."""
         notified_of = self._notified
         for key in keys:
             self._changed[key] = None
@@ -103,7 +105,8 @@ class ReplicaTracker:
         num_keys: int,
         capacities: Mapping[int, int],
     ) -> dict[int, ReplicaChanges]:
-        """Returns, by instance, what follows from the oldest changes of up to `num_keys` blocks.
+        """Returns each instance's new replica states, from the oldest changes of up to `num_keys`
+        blocks.
         `holders` and `demoted` are those of `PrefixIndex`; `capacities` is the number of
         blocks that each instance can hold."""
         owners = ReplicaOwners(capacities)
@@ -116,10 +119,11 @@ class ReplicaTracker:
             taken = dict.fromkeys(islice(changed, num_keys))
             for key in taken:
                 del changed[key]
-        # Most blocks have the holders of the one before, and then its owner: what follows is equal.
+        # Most blocks have the holders of the block before, and then its owner, so their lists are
+        # equal.
         here_before = notified_before = -1
         spare_at = 0
-        told: list[list[BlockKey]] = []  # the lists of the block before
+        told: list[list[BlockKey]] = []  # the lists that got the block before
         for key in taken:
             here = holders.get(key, 0)
             if demoted:

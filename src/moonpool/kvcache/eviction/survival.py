@@ -2,15 +2,15 @@
 
 Time is counted in touches (blocks that went through the cache), grouped in epochs. For each class
 and range of ages the model keeps two decaying counts: blocks released, and blocks of these used
-again at that age, whether still cached or not. They give the survival curve of the class, and with
-it the worth of a block that has reached an age unused:
+again at that age, whether still cached or not. The counts give the survival curve of the class, and
+with it the worth of a block that has reached an age unused:
 
     worth(age) = max over t of  P(used within t | age) / E[cache space x time until then | age]
 
-It is the number of hits per unit of cache if the block is kept for the best time from now on: the
-Gittins index of the block (LHD's hit density is the same with a fixed t). With a falling hazard,
-worth equals the hazard and the order is that of LRU. With a hazard that rises first, middle-aged
-blocks are worth more than new ones.
+The worth is the number of hits per unit of cache if the block is kept for the best time from now
+on: the Gittins index of the block (LHD's hit density is the same with a fixed t). With a falling
+hazard, worth equals the hazard and the order is that of LRU. With a hazard that rises first,
+middle-aged blocks are worth more than new ones.
 
 A class with little history uses its family's curve, scaled to what was observed of the class. A
 family with little history is drawn towards the curve of all blocks.
@@ -30,8 +30,8 @@ PRIOR_BLOCKS = 4000.0
 PRIOR_HITS = 100.0
 """Weight of the family in the height of a class's curve, in hits of the class's own history."""
 PRIOR_REUSE = 0.03
-"""Prior without any history: the share of blocks used again before the first limit, and between
-each age and its double. This hazard falls with age, so the order is that of LRU."""
+"""Prior without any history: the share of blocks that are used again before the first limit, and
+between each age and its double. This hazard falls with age, so the order is that of LRU."""
 
 
 def _age_table() -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class ReuseModel:
         assert period > 0 and 0 < decay < 1
         self._period = period
         self._decay = decay
-        self._epoch = 0  # since the last lesson
+        self._epoch = 0  # epochs since the last lesson
         self._families: list[int] = []  # by class
         # Since the last lesson, by class: blocks released by epoch, and used again by age.
         self._released_now: list[list[int]] = []
@@ -80,7 +80,7 @@ class ReuseModel:
         self._reused: Floats = np.zeros((0, NUM_AGES - 1))
 
     def add_class(self, family: int) -> int:
-        """Adds a class of a family and returns its number."""
+        """Adds a class to a family and returns the number of the class."""
         self._families.append(family)
         self._released_now.append([0] * self._period)
         self._reused_now.append([0] * NUM_AGES)
@@ -105,8 +105,8 @@ class ReuseModel:
         return True
 
     def worths(self) -> list[list[float]]:
-        """The worths of all classes by range of ages, as of the last lesson. A class that came
-        after it has its family's curve."""
+        """Returns the worths of all classes by range of ages, as of the last lesson. A class that
+        was added after the last lesson has the curve of its family."""
         num_learned, num_ages = self._exposed.shape
         families = self._families
         exposed, reused = np.zeros((2, len(families), num_ages))
@@ -145,19 +145,20 @@ class ReuseModel:
 
 
 def _total(counts: Floats) -> Floats:
-    """The sum over all rows, the first to the last."""
+    """Returns the sum over all rows, from the first to the last."""
     total: Floats = np.cumsum(counts, axis=0)[-1]
     return total
 
 
 def _shares(reused: Floats, exposed: Floats, prior: Floats) -> Floats:
-    """The share of all released blocks that is used again in each range of ages."""
+    """Returns the share of all released blocks that is used again in each range of ages."""
     return (reused + PRIOR_BLOCKS * prior) / (exposed + PRIOR_BLOCKS)
 
 
 def _own_shares(reused: Floats, exposed: Floats, families: Floats) -> Floats:
-    """The shares of each class: its family's curve, scaled, where the class has little history, and
-    its own curve where it has much. All by class and range of ages."""
+    """Returns the shares of each class: its family's curve, scaled, where the class has little
+    history, and its own curve where it has much. Both arrays are indexed by class and range of
+    ages."""
     expected = np.cumsum(exposed * families, axis=1)[:, -1:]
     total = np.cumsum(reused, axis=1)[:, -1:]
     factor = (total + PRIOR_HITS) / (expected + PRIOR_HITS)
@@ -165,18 +166,19 @@ def _own_shares(reused: Floats, exposed: Floats, families: Floats) -> Floats:
 
 
 def _worths(shares: list[float]) -> list[float]:
-    """The worth at the beginning of each range: the steepest slope from there on of the curve of
-    hits over cache space x time, which is the slope of its concave hull."""
+    """Returns the worth at the beginning of each range: the steepest slope from there on of the
+    curve of hits over cache space x time, which is the slope of the curve's concave hull."""
     survivors = 1.0
     costs, gains = [], []
     for share, width in zip(shares, WIDTHS, strict=True):
         most = 0.98 * survivors
-        gain = most if most < share else share  # as `min`, without a call
+        gain = most if most < share else share  # same as `min`, without a call
         costs.append((survivors - gain / 2) * width)
         gains.append(gain)
         survivors -= gain
     worths = [0.0] * NUM_AGES
-    hull: list[tuple[float, float]] = []  # of the later ranges: (gain, cost), steepest last
+    # hull of the later ranges: (gain, cost), the steepest last
+    hull: list[tuple[float, float]] = []
     for age in range(len(shares) - 1, -1, -1):
         gain, cost = gains[age], costs[age]
         while hull and hull[-1][0] * cost > gain * hull[-1][1]:

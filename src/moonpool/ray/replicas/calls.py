@@ -31,8 +31,8 @@ class ReplicaCall(Struct, frozen=True):
 def read_call(
     call_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], model: str = ""
 ) -> ReplicaCall:
-    """Reads a call of a handle: the first argument that has a prompt, whatever its kind. Of one
-    without, such as a raw HTTP request, only that it is there is known."""
+    """Reads a call of a handle: the first argument that has a prompt, whatever its kind. Of a call
+    without a body, such as a raw HTTP request, only its presence is known."""
     for value in (*args, *kwargs.values()):
         fields = _fields_of(value)
         prompts = [fields[name] for name in TEXT_FIELDS if fields.get(name)]

@@ -1,8 +1,9 @@
 """A Conductor whose instances are the replicas of a Serve deployment.
 
-It decides as for vLLM servers: each replica is a `VllmInstance`, which turns the Conductor's
-commands into calls to send, and what routers see of the answers into reports. It reads no clock and
-waits for nothing: its driver passes the time, and takes the decisions.
+`ReplicaConductor` decides as for vLLM servers: each replica is a `VllmInstance`, which turns the
+Conductor's commands into calls to send, and what routers see of the answers into reports.
+`ReplicaConductor` reads no clock and waits for nothing: its driver passes the time, and takes the
+decisions.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class ReplicaConductor:
     # Replicas
 
     def set_replicas(self, names: Iterable[str], now: float) -> None:
-        """These replicas, and no others, can be called."""
+        """Sets the replicas that can be called; no others can."""
         wanted = set(names)
         for name in [name for name in self._replicas if name not in wanted]:
             self._lose(name, now)

@@ -4,7 +4,7 @@ There is a `BlockPool` for each arena, under one numbering: arena 0 has the firs
 the next, and so on. All blocks of a sequence lie in one arena, so that its attention is computed in
 one place. A cached prefix therefore ends where the next block lies in another arena. An arena may
 be lost with all its content, and come back with the blocks that its attention worker still has.
-Bookkeeping only: no bytes here.
+This module does bookkeeping only and touches no bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SequenceAllocator(Protocol):
 
 
 class OneArena:
-    """The `SequenceAllocator` of a plain `BlockPool`."""
+    """Makes a plain `BlockPool` a `SequenceAllocator`."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -75,10 +75,11 @@ CachedBlocks = Sequence[tuple[BlockId, BlockKey]]
 
 
 class PartitionedPool(BlockPool):
-    """A `BlockPool` over several arenas, and the `SequenceAllocator` for it.
+    """A `BlockPool` over several arenas, and the `SequenceAllocator` that uses them.
 
-    Methods without a docstring do what those classes say. `share`, `hand_over` and `has_content`
-    are not supported: they serve SSD tiers and overlapped loads, which need a single arena.
+    Methods without a docstring do what their docstrings in those two classes say. `share`,
+    `hand_over` and `has_content` are not supported: they serve SSD tiers and overlapped loads,
+    which need a single arena.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class PartitionedPool(BlockPool):
         sizes: Sequence[int],
         make_eviction: Callable[[int], ReplicaAwareEviction] | None = None,
     ) -> None:
-        """`sizes`: blocks of each arena. `make_eviction(size)` makes the policy of one arena; LRU
-        by default."""
+        """`sizes`: number of blocks of each arena. `make_eviction(size)` makes the policy of one
+        arena; LRU by default."""
         assert sizes
         super().__init__(sum(sizes))
         self.sizes = tuple(sizes)
@@ -100,7 +101,7 @@ class PartitionedPool(BlockPool):
             self._policies.append(policy)
             self._pools.append(pool)
         self._lost = [False] * len(sizes)
-        self._pending = PoolChanges()  # of the pools that `restore` has replaced
+        self._pending = PoolChanges()  # changes of the pools that `restore` has replaced
 
     def _new_arena(self, size: int) -> tuple[ReplicaAwareEviction, BlockPool]:
         make = self._make_eviction
@@ -110,12 +111,12 @@ class PartitionedPool(BlockPool):
     # Arenas
 
     def arena_of(self, block_id: BlockId) -> int:
-        """The arena in which the block lies."""
+        """Returns the arena in which the block lies."""
         return bisect_right(self._starts, block_id) - 1
 
     def lose(self, arena: int) -> None:
-        """Notes that the arena is gone with all its content: takes all keys. The owners of its
-        blocks must release them."""
+        """Notes that the arena and all its content are gone: takes all of its keys away. The owners
+        of its blocks must release them."""
         pool = self._pools[arena]
         pool.uncache(pool.cached_blocks())
         self._lost[arena] = True
@@ -161,14 +162,14 @@ class PartitionedPool(BlockPool):
 
     @property
     def max_sequence_blocks(self) -> int:
-        return max(self.sizes)  # even while that arena is lost, because it comes back
+        return max(self.sizes)  # lost arenas count, because they come back
 
     def allocate(
         self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
         """A new sequence goes to the arena with the least held blocks that has room. Evictable
-        blocks count as room only between equals, and of several equal arenas the last one is
-        chosen: it is the local one, if there is one."""
+        blocks only decide between arenas with equally few held blocks; of several equal arenas the
+        last one is chosen, which is the local one if there is one."""
         if not num_blocks:
             return []
         if sequence:
@@ -198,12 +199,13 @@ class PartitionedPool(BlockPool):
         return self.arena_of(victim[-1]) == self.arena_of(sequence[-1])
 
     def _room(self, arena: int, num_blocks: int) -> tuple[bool, int, int, int]:
-        """How well a new sequence of `num_blocks` fits the arena, larger is better."""
+        """Returns a rank of how well a new sequence of `num_blocks` fits the arena; larger is
+        better."""
         pool = self._pools[arena]
         fits = not self._lost[arena] and pool.num_available >= num_blocks
         return fits, min(pool.num_free, num_blocks), -pool.num_held, arena
 
-    # As in BlockPool
+    # Methods with the meaning that they have in `BlockPool`
 
     @property
     def num_free(self) -> int:
@@ -290,7 +292,7 @@ class PartitionedPool(BlockPool):
             return False
         found = self.find(key)
         if found is not None and self.arena_of(found) != self.arena_of(block_id):
-            return False  # another arena has that key already
+            return False  # another arena already has a block with that key
         return pool.cache_block(own, key, depth)
 
     def cache_run(self, block_ids: Sequence[BlockId], keys: Sequence[BlockKey], depth: int) -> None:
@@ -341,7 +343,7 @@ class PartitionedPool(BlockPool):
         for pool in self._pools:
             self._note_changes(pool)
         changes, self._pending = self._pending, PoolChanges()
-        # Keys that an arena lost may have come back with it.
+        # Keys that an arena lost may have come back with that arena.
         both = {*changes.stored} & {*changes.removed}
         if both:
             changes.stored = [k for k in changes.stored if k not in both]
@@ -427,7 +429,7 @@ class BlockUser(Protocol):
 
     @property
     def target(self) -> object | None:
-        """The target to which its KVCache is streamed, or None."""
+        """The instance to which the request's KVCache is streamed, or None."""
         ...
 
     @property
@@ -438,9 +440,10 @@ UserT = TypeVar("UserT", bound=BlockUser)
 
 
 class ArenaTracker(Generic[UserT]):
-    """Keeps track of which arenas of an instance are lost, and when a returned arena can be used:
-    once no request holds blocks of the lost one. Requests that no other instance can take wait for
-    it. Does nothing if `pool` has one arena only: that arena is lost with the instance."""
+    """Tracks which arenas of an instance are lost, and when a returned arena can be used, which is
+    once no request holds blocks of the lost arena. Requests that no other instance can take wait
+    for the arena. Does nothing if `pool` has one arena only: that arena is lost with the
+    instance."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool if isinstance(pool, PartitionedPool) else None
@@ -448,7 +451,7 @@ class ArenaTracker(Generic[UserT]):
         self._parked: list[UserT] = []
 
     def lose(self, arena: int) -> bool:
-        """Takes the keys of all blocks in the arena. Returns False if it was lost
+        """Takes the keys of all blocks in the arena. Returns False if the arena was lost
         already."""
         self._returning.pop(arena, None)
         if self._pool is None or self._pool.is_lost(arena):
@@ -460,12 +463,13 @@ class ArenaTracker(Generic[UserT]):
         """Notes that the arena is reachable again and still has these full blocks."""
         if self._pool is not None:
             if not self._pool.is_lost(arena):
-                self._pool.lose(arena)  # the loss was never reported: another arena took its place
+                # the loss was never reported, and another arena took the place of this one
+                self._pool.lose(arena)
             self._returning[arena] = cached
 
     def run(self) -> None:
-        """Restores what can be restored. Call it after each event: holds may have
-        ended."""
+        """Makes returned arenas usable once nobody holds blocks of the lost ones. Call this method
+        after each event, because holds may have ended."""
         pool = self._pool
         if pool is None:
             return
@@ -474,7 +478,7 @@ class ArenaTracker(Generic[UserT]):
                 del self._returning[arena]
 
     def park(self, user: UserT) -> bool:
-        """Lets the request wait until no arena is lost. Returns False if none is."""
+        """Lets the request wait until no arena is lost. Returns False if no arena is lost."""
         pool = self._pool
         if pool is None or not pool.any_lost:
             return False

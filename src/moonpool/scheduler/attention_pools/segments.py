@@ -1,9 +1,9 @@
 """One instance's blocks in several arenas, where a sequence may lie in many: each segment in one.
 
-Attention over a segment is computed where the segment lies, so a long sequence has the memory and
-the bandwidth of all arenas. A segment is the run of tokens after which attention starts a new
+Attention over a segment is computed in the arena that holds it, so a long sequence has the memory
+and the bandwidth of all arenas. A segment is the run of tokens after which attention starts a new
 partial result (`engine.ops.SEGMENT`). A new segment goes to the arena with the most room.
-Bookkeeping only: no bytes here.
+This module does bookkeeping only and touches no bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from moonpool.types import BlockId, BlockKey
 
 @dataclass(slots=True)
 class _Room:
-    """Free and available blocks of one arena."""
+    """Number of free and of available blocks in one arena."""
 
     num_free: int
     num_available: int
 
     def rank(self, size: int, segment_blocks: int) -> tuple[bool, bool, int, int]:
-        """How well `size` blocks fit, larger is better. A segment that is only begun prefers an
-        arena with room for all of it; evictable blocks count as room only between equals."""
+        """Returns a rank of how well `size` blocks fit; larger is better. A segment that is not
+        complete yet prefers an arena with room for all of it; evictable blocks only decide between
+        arenas that are otherwise equal."""
         free = min(self.num_free, size)
         available = self.num_available
         return available >= size, available >= segment_blocks, free, available
@@ -51,7 +52,8 @@ class SegmentedPool(PartitionedPool):
 
     @property
     def max_sequence_blocks(self) -> int:
-        """The whole segments of all arenas, and the largest remainder of one arena."""
+        """Returns the blocks of the whole segments of all arenas, plus the largest remainder of one
+        arena."""
         rests = [size % self.segment_blocks for size in self.sizes]
         return sum(self.sizes) - sum(rests) + max(rests)
 
@@ -96,8 +98,9 @@ class SegmentedPool(PartitionedPool):
     def _places(
         self, sequence: Sequence[BlockId], num_blocks: int, room: list[_Room]
     ) -> list[tuple[int, int]] | None:
-        """Arena and number of blocks for each segment that the new blocks begin or continue, in
-        order; subtracts them from `room`. Returns None if they do not fit."""
+        """Returns the arena and number of blocks for each segment that the new blocks begin or
+        continue, in order, and subtracts these blocks from `room`. Returns None if the blocks do
+        not fit."""
         begun = min(num_blocks, self._left_of_segment(sequence))
         whole, rest = divmod(num_blocks - begun, self.segment_blocks)
         wanted = [(self.arena_of(sequence[-1]), begun)] if begun else []
@@ -120,5 +123,5 @@ class SegmentedPool(PartitionedPool):
         ]
 
     def _left_of_segment(self, sequence: Sequence[BlockId]) -> int:
-        """Blocks by which the last segment of the sequence is short."""
+        """Returns how many blocks the last segment of the sequence lacks."""
         return -len(sequence) % self.segment_blocks

@@ -1,12 +1,12 @@
-"""How many tokens the next step may have, so that its decodes meet their SLO on TBT.
+"""Computes how many tokens the next step may have, so that its decodes meet their TBT SLO.
 
 SARATHI aligns a chunk together with the decodes to the device's tile: one token more than a tile
 costs a whole tile (section 4.3). Sarathi-Serve takes the largest budget whose step meets the SLO on
 the time between tokens (section 4.3), once, from a profile. This module computes the budget for
 every step, because contexts grow and batches change.
 
-It learns by what factor steps with both chunks and decodes take longer than the cost model
-predicts, for each size of step. It does not choose what runs.
+The module learns by what factor steps with both chunks and decodes take longer than the cost model
+predicts, for each size of step. The module does not choose which requests run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ tenth of an answer's gaps, and under load every gap is such a step."""
 
 
 class ExpectedStep(NamedTuple):
-    """What the cost model predicts for a step of chunks and decodes."""
+    """The cost model's prediction for a step of chunks and decodes."""
 
     tiles: int
     seconds: float
@@ -44,7 +44,8 @@ class ChunkBudget:
     def budget(
         self, decodes: Sequence[Share[RequestState]], prefills: Sequence[Share[RequestState]]
     ) -> int:
-        """Tokens of a step with all these decodes and, in their order, some of the prefills."""
+        """Returns the tokens of a step with all these decodes and, in their order, some of the
+        prefills."""
         most_tokens = self._config.chunk_tokens
         levels_s = {request.attempt.slo.tbt_s for request, _ in decodes}
         usual_s = self._config.tbt_slo_s
@@ -64,9 +65,9 @@ class ChunkBudget:
         return token_budget(step_s, batch, limit_s, self._cost.tile_tokens, most_tokens)
 
     def expect(self, step: Sequence[Share[RequestState]]) -> ExpectedStep | None:
-        """What the cost model predicts for a step of chunks and decodes, whose last tile counts as
-        full; None for other steps. Callers must ask before they count the step's tokens as
-        scheduled."""
+        """Returns the cost model's prediction for a step of chunks and decodes, whose last tile
+        counts as full, or None for other steps. Callers must ask before they count the step's
+        tokens as scheduled."""
         chunks: list[Chunk] = []
         context_tokens = 0
         for request, num in step:
@@ -92,8 +93,8 @@ class ChunkBudget:
         return -(-num_tokens // self._cost.tile_tokens)
 
     def _step_s(self, chunks: list[Chunk], batch: int, context_tokens: int) -> float:
-        """Seconds from start to end. The cost model gives the time of prompts in one stage (see
-        `cost.fitted`); a step passes all stages."""
+        """Returns the predicted seconds of a step from start to end. The cost model gives the time
+        of prompts in one stage (see `cost.fitted`); a step passes all stages."""
         seconds = self._cost.step_s(chunks, batch, context_tokens)
         further = self._config.micro_batches - 1
         return seconds + further * self._cost.step_s(chunks, 0, 0) if further else seconds
@@ -109,12 +110,13 @@ def token_budget(
 ) -> int:
     """Returns the tokens of the next step, decodes included.
 
-    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. It is at
-    most `most_tokens`. It is never less than the smallest number of tiles that gives a chunk
-    `least_chunk_tokens`.
+    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. The budget
+    is at most `most_tokens`. The budget is never less than the smallest number of tiles that gives
+    a chunk `least_chunk_tokens`.
 
-    `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where it decreases with
-    n, the result meets the limit, but need not be the largest: this function searches by bisection.
+    `step_s(n)` is the time of a step of n prefill tokens and all decodes. If that time decreases
+    with n, the result meets the limit, but need not be the largest number, because this function
+    searches by bisection.
     """
     assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
     least = -(-(num_decodes + least_chunk_tokens) // tile_tokens)
@@ -122,7 +124,8 @@ def token_budget(
         return most_tokens
     if step_s(most_tokens - num_decodes) <= limit_s:
         return most_tokens
-    low, high = least, most_tokens // tile_tokens  # all above `high` are known to be too many
+    # all numbers above `high` are known to be too many
+    low, high = least, most_tokens // tile_tokens
     while low < high:
         middle = (low + high + 1) // 2
         if step_s(middle * tile_tokens - num_decodes) <= limit_s:
@@ -133,7 +136,7 @@ def token_budget(
 
 
 def _chunks(prefills: Sequence[Share[RequestState]], num_tokens: int) -> list[Chunk]:
-    """The chunks of these prompts that a chunked batch makes of `num_tokens`."""
+    """Returns the chunks of these prompts in a chunked batch of `num_tokens`."""
     chunks: list[Chunk] = []
     for request, num_uncomputed in prefills:
         if num_tokens <= 0:

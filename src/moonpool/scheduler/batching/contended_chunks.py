@@ -1,8 +1,8 @@
 """Makes chunks shorter while another tenant's prompt may come that would be served first.
 
-A prompt that comes waits for the step under way, for half of it on average. So a step of one tenant
-takes at most a share of the time that the other's last prompts take alone. Nor does the new prompt
-share its step with more of the others' tokens than that.
+A prompt that arrives waits for the step under way, for half of it on average. So a step of one
+tenant takes at most a share of the time that recent prompts of the other tenant take alone. The new
+prompt also shares its step with no more tokens of other tenants than that.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from moonpool.types import payer_of
 WINDOW_S = 15.0
 """A tenant that has sent no prompt for this long is not waited for."""
 STEP_SHARE = 0.35
-"""The longest step of others, relative to the time that a tenant's prompt takes alone. Half of it
-is the prompt's mean delay."""
+"""The longest step of other tenants, relative to the time that a tenant's prompt takes alone. Half
+of such a step is the prompt's mean delay."""
 FLOOD = 4
-"""Prompts of others that together are at most this many times as long are computed without limit:
-they are not a flood, and each extra step delays them more."""
+"""Prompts of other tenants that together are at most this many times as long are computed without
+limit: they are not a flood, and each extra step delays them more."""
 LEAST_TOKENS = 32
-"""A step has at least this many tokens: shorter ones would make all tenants wait for the fixed time
-of steps."""
+"""A step has at least this many tokens, because shorter steps would make all tenants wait for the
+fixed time of steps."""
 MAX_TENANTS = 256
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The prompts of one tenant."""
+    """The recent prompts of one tenant."""
 
-    tokens: int  # of the shortest one lately, without what was cached
+    tokens: int  # tokens of the shortest recent prompt, without its cached part
     shortest_s: float
     last_s: float
     priority: int
@@ -48,7 +48,8 @@ class ContendedChunks:
     def __init__(self, chunk_tokens: int, cost: CostModel) -> None:
         self._chunk_tokens = chunk_tokens
         self._cost = cost
-        self._seen: dict[str, _Seen] = {}  # ordered by when they were last seen, the oldest first
+        # tenants by the time when they were last seen, the oldest first
+        self._seen: dict[str, _Seen] = {}
 
     def budget(
         self,
@@ -58,8 +59,8 @@ class ContendedChunks:
         order: QueueOrder,
         most: int,
     ) -> int:
-        """Tokens of a step with some of these prefills, in their order: `most` or less. `waiting`:
-        requests that wait for blocks."""
+        """Returns the tokens of a step with some of these prefills, in their order: `most` or less.
+        `waiting`: requests that wait for blocks."""
         self._note(prefills, order.now_s)
         if len(self._seen) < 2:
             return most
@@ -80,7 +81,7 @@ class ContendedChunks:
     def _note(self, prefills: Sequence[Share[RequestState]], now: float) -> None:
         for request, num_tokens in prefills:
             if request.num_scheduled > request.num_reused:
-                continue  # it was noted when it began
+                continue  # the prompt was noted when its prefill began
             tenant = payer_of(request.attempt.tenant)
             seen = self._seen.pop(tenant, None)
             if seen is None or num_tokens <= seen.tokens or now - seen.shortest_s > WINDOW_S:
@@ -94,8 +95,8 @@ class ContendedChunks:
             del self._seen[tenant]
 
     def _shortest(self, request: RequestState, order: QueueOrder) -> int:
-        """Tokens of the shortest prompt that would go before this request; 0 means that there is
-        none."""
+        """Returns the tokens of the shortest prompt that would go before this request, or 0 if
+        there is no such prompt."""
         assert request.account is not None
         tenant, priority = payer_of(request.attempt.tenant), order.priority(request)
         return min(

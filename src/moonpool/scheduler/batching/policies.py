@@ -1,8 +1,8 @@
 """Batching policies: which requests share the next step, and with how many tokens each.
 
 A policy takes two lists of (request, tokens left to compute), those that decode and those in
-prefill, and returns the step as a list of (request, tokens to compute). It knows nothing else of a
-request, so it is pure and its tests use plain names as requests.
+prefill, and returns the step as a list of (request, tokens to compute). The policy knows nothing
+else about a request, so it is pure and its tests use plain names as requests.
 
 `chunked` is SARATHI's and the default; the others are baselines to compare with.
 """
@@ -20,9 +20,9 @@ Share = tuple[RequestT, int]
 
 
 class BatchPlanner(Protocol):
-    """The signature of a policy. Decodes come with 1 token each; both lists are in order of
-    priority. The step has at most `max_sequences` entries; `token_budget` limits its tokens as far
-    as the policy says."""
+    """The signature of a batching policy. Decodes come with 1 token each; both lists are in order
+    of priority. The step has at most `max_sequences` entries; `token_budget` limits its tokens as
+    far as the policy says."""
 
     def __call__(
         self,
@@ -106,8 +106,9 @@ def plan_whole_prompts(
 
 
 class AlternatingPlanner:
-    """Chunks and decodes in turns, never in one step: chunking without hybrid batches, which
-    Sarathi-Serve's ablation calls chunked prefills only. A side with nothing to run loses its turn.
+    """Runs chunks and decodes in turns, never in one step: chunking without hybrid batches, which
+    Sarathi-Serve's ablation calls chunked prefills only. If one of the two has nothing to run, its
+    turn goes to the other.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class AlternatingPlanner:
 
 PLANNERS: dict[Batching, Callable[[], BatchPlanner]] = {
     "chunked": lambda: plan_chunked,
-    "fixed-chunks": lambda: plan_chunked,  # vLLM's way: the budget ignores the TBT SLO
+    "fixed-chunks": lambda: plan_chunked,  # like vLLM: the token budget ignores the TBT SLO
     "prefill-first": lambda: plan_prefill_first,
     "whole-prompts": lambda: plan_whole_prompts,
     "alternating": AlternatingPlanner,

@@ -4,8 +4,8 @@ The lower priority value is first; within a priority, the tenant with the least 
 (`TenantAccounts`); within a tenant, the older request. After half of its time a request counts as
 one of the best priority here, so none waits forever.
 
-With one tenant and one priority, the order is that of arrival. `is_plain` says so, and spares the
-scheduler the comparisons.
+With one tenant and one priority, requests are served in the order of arrival. `is_plain` returns
+True in that case, and spares the scheduler the comparisons.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.scheduler.request_state import RequestState, TenantAccount
 from moonpool.types import payer_of
 
 CREDIT_TOKENS = 16_384
-"""A tenant that was idle is at most this many tokens ahead of, or behind, those that were not: that
+"""A tenant that was idle is at most this many tokens ahead of, or behind, the other tenants: that
 many tokens of its next prompts do not wait for other tenants."""
 MAX_ABSENT = 1024
 """Tenants without requests whose counters are kept; beyond that, the tenant that left first is
@@ -29,27 +29,28 @@ class TenantAccounts:
     """How many tokens of each tenant an instance has computed, as virtual counters.
 
     A counter is that of the Virtual Token Counter of Sheng et al. (OSDI'24): prompt and output
-    tokens over the tenant's weight. The tenant with the least is next. A tenant that returns after
-    a pause is moved to within `credit_tokens` of those that were present, so that no tenant saves
-    up service while idle, or pays for what was served long ago.
+    tokens over the tenant's weight. The tenant with the smallest counter is next. The counter of a
+    tenant that returns after a pause is moved to within `credit_tokens` of the present tenants'
+    counters, so that no tenant saves up service while idle, or pays for service of long ago.
     """
 
     def __init__(self, credit_tokens: float) -> None:
         self._credit_tokens = credit_tokens
         self._present: dict[str, TenantAccount] = {}
-        self._absent: dict[str, TenantAccount] = {}  # the first one left first
+        # accounts of absent tenants, in the order in which they left
+        self._absent: dict[str, TenantAccount] = {}
         self._last = 0.0  # `served` of the last tenant that left
 
     @property
     def num_present(self) -> int:
-        """Tenants with requests."""
+        """Number of tenants that have requests at this instance."""
         return len(self._present)
 
     def is_present(self, tenant: str) -> bool:
         return tenant in self._present
 
     def served(self, tenant: str) -> float:
-        """Returns what was served to a tenant, as it would count if the tenant came now; 0 if it is
+        """Returns the counter that a tenant would have if it came now, or 0 if the tenant is
         unknown."""
         account = self._present.get(tenant) or self._absent.get(tenant)
         return 0.0 if account is None else account.served
@@ -89,7 +90,7 @@ class QueueOrder:
         self._priorities: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        """The requests that have not left."""
+        """Returns the number of requests that have not left."""
         return sum(self._priorities.values())
 
     def enter(self, request: RequestState) -> None:
@@ -99,7 +100,7 @@ class QueueOrder:
         self._priorities[attempt.priority] += 1
 
     def leave(self, request: RequestState) -> None:
-        """Takes a request out; it may have left before."""
+        """Removes a request, which may have left before."""
         if request.account is None:
             return
         request.account = None
@@ -111,32 +112,35 @@ class QueueOrder:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the order is that of arrival."""
+        """Whether requests are served in the order of arrival."""
         return len(self._priorities) <= 1 and self._accounts.num_present <= 1
 
     def priority(self, request: RequestState) -> int:
-        """Returns the request's priority, or the best one here if it has waited for long."""
+        """Returns the request's priority, or the best priority at this instance if the request has
+        waited for long."""
         if self.now_s >= request.aged_s:
             return min(self._priorities)
         return request.attempt.priority
 
     def is_present(self, attempt: AttemptSpec) -> bool:
-        """Whether the tenant of an attempt has other requests here."""
+        """Whether the tenant of an attempt has other requests at this instance."""
         return self._accounts.is_present(payer_of(attempt.tenant))
 
     def served(self, tenant: str) -> float:
-        """Returns the tokens served to a tenant that has requests here, or had some lately."""
+        """Returns the tokens served to a tenant that has requests at this instance, or had some
+        recently."""
         return self._accounts.served(tenant)
 
     def key(self, request: RequestState) -> tuple[int, float]:
-        """Returns what to sort by; a request with the lower key is served first."""
+        """Returns the sort key of a request; the request with the lowest key is served first."""
         assert request.account is not None
         return self.priority(request), request.account.served
 
     def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
         """Whether another request, which is no more urgent, should give way to an attempt that
-        needs room. It should if the attempt's tenant was served less by more tokens than both
-        requests have, so that two tenants do not take the room from each other in turn."""
+        needs room. The other request gives way if the attempt's tenant was served less by more
+        tokens than both requests have, so that two tenants do not take the room from each other in
+        turn."""
         if self.priority(other) < attempt.priority or other.account is None:
             return False
         lead = other.account.served - self.served(payer_of(attempt.tenant))
@@ -144,9 +148,9 @@ class QueueOrder:
         return lead > cost
 
     def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
-        """Returns the request to preempt, or None if there are none: among those of the worst
-        priority, the first one of the tenant with the most tokens served. `requests`: the youngest
-        first."""
+        """Returns the request to preempt, or None if there is no request: among the requests of the
+        worst priority, the first one of the tenant with the most tokens served. `requests`: the
+        requests to choose from, the youngest first."""
         if self.is_plain:
             return next(iter(requests), None)
         return max(requests, key=self.key, default=None)

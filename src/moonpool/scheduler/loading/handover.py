@@ -2,7 +2,8 @@
 
 `hottest` lists the most used prefixes of the leaving instance. `KvHandover` runs at the receiving
 instance: it fetches a prefix into free blocks, or in place of blocks that are used less. No request
-waits for such a fetch. It ends with one `PrefixTakenOver`, and the blocks that arrived are cached.
+waits for such a fetch. The fetch ends with one `PrefixTakenOver` report, and the blocks that
+arrived are cached.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from moonpool.scheduler.kv_cache_manager import KVCacheManager
 from moonpool.types import BlockId, BlockKey
 
 MAX_SHARE = 4
-"""A takeover uses at most one in this many of the pool's blocks."""
+"""A takeover uses at most this fraction (1 / MAX_SHARE) of the pool's blocks."""
 
 
 def hottest(
     kv_cache: KVCacheManager, num_blocks: int, lost_with_it: bool = False
 ) -> tuple[HotPrefix, ...]:
-    """Returns the most used prefixes, of `num_blocks` blocks in total. Among equals, the one used
-    last comes first. A continuation that is used as often is part of the same entry.
+    """Returns the most used prefixes, of `num_blocks` blocks in total. Among equally used prefixes,
+    the one used last comes first. A continuation that is used as often is part of the same entry.
 
     With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Changes nothing.
     """
@@ -53,7 +54,8 @@ def hottest(
 
 
 def _chain(kv_cache: KVCacheManager, block_id: BlockId) -> list[BlockId]:
-    """The blocks from the prompt's first block to this one; empty if one is missing or unknown."""
+    """Returns the blocks from the prompt's first block to this one, or none if one of them is
+    missing or unknown."""
     chain: dict[BlockId, None] = {}
     place: BlockId | None = block_id
     while place is not None:
@@ -73,11 +75,11 @@ def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class _Takeover:
-    owner: BlockOwner  # whose name is also the id of the fetch; no attempt has such an id
+    owner: BlockOwner  # its name is also the id of the fetch; no attempt has such an id
     command: TakeOverPrefix
-    keys: tuple[BlockKey, ...]  # the blocks to fetch
+    keys: tuple[BlockKey, ...]  # keys of the blocks to fetch
     blocks: tuple[BlockId, ...]
-    depth: int  # position in the prompt of the first of them
+    depth: int  # position of the first fetched block in the prompt
     full: bool
 
 
@@ -92,7 +94,7 @@ class KvHandover:
 
     @property
     def owners(self) -> set[BlockOwner]:
-        """All owners of holds for takeovers."""
+        """Returns all owners of holds for takeovers."""
         return {takeover.owner for takeover in self._takeovers.values()}
 
     def has(self, fetch_id: str) -> bool:
@@ -110,7 +112,7 @@ class KvHandover:
         num_blocks = min(len(missing), pool.num_blocks // MAX_SHARE)
         num_blocks = min(num_blocks, self._make_room(num_blocks, command.num_uses))
         blocks = self._kv_cache.sequences.allocate(owner, num_blocks, held)
-        while num_blocks and not blocks:  # the free blocks are not all in one arena
+        while num_blocks and not blocks:  # the free blocks may lie in several arenas
             num_blocks //= 2
             blocks = self._kv_cache.sequences.allocate(owner, num_blocks, held)
         full = num_blocks < len(missing)
@@ -158,7 +160,7 @@ class KvHandover:
             if not victims:
                 break
             if pool.num_uses(victims[0]) >= num_uses:
-                pool.acquire(EVICTION, victims)  # it then stays cached
+                pool.acquire(EVICTION, victims)  # the block stays cached after this hold
                 pool.release(EVICTION)
                 break
             pool.release(EVICTION)

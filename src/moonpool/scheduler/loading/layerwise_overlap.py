@@ -22,13 +22,13 @@ from moonpool.scheduler.ssd_tiering import Promotion
 from moonpool.types import BlockId
 
 PATIENCE = 2.0
-"""A step waits for its prefix up to this multiple of the expected time, plus GRACE_S."""
+"""A step waits for its prefix for up to this multiple of the expected time, plus GRACE_S."""
 GRACE_S = 0.1
 
 
 class LayerwiseOverlap:
-    """The rules for requests that compute while their prefix arrives. The scheduler starts them
-    (`try_allocate`, `arriving`); ends of steps and transfers come from the instance."""
+    """The rules for requests that compute while their prefix arrives. The scheduler starts requests
+    early (`try_allocate`, `arriving`); the instance reports the ends of steps and transfers."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class LayerwiseOverlap:
         return self._config.layer_wise_load
 
     def arriving(self, request: RequestState) -> Arriving | None:
-        """The transfers that a step of the request waits for; None if there are none."""
+        """Returns the transfers that a step of the request waits for, or None if there are none."""
         if not request.arriving:
             return None
         left_s = max((eta.left_s for eta in self._etas(request)), default=0.0)
@@ -77,7 +77,7 @@ class LayerwiseOverlap:
         return Arriving(fetch_id, timeout_s, tuple(sorted(request.load_ids)))
 
     def _etas(self, request: RequestState) -> list[TransferEta]:
-        """Estimates for all transfers that the request waits for. Empty if one of them has no
+        """Estimates for all transfers that the request waits for. Returns none if a transfer has no
         estimate: its source has not answered, has nothing, or does not send layer by layer."""
         etas = []
         if request.fetching:
@@ -93,7 +93,7 @@ class LayerwiseOverlap:
         return etas
 
     def _usable_run(self, request: RequestState) -> list[BlockId]:
-        """The longest run of blocks of the prefix of which each is present or arriving."""
+        """Returns the longest run of the prefix's blocks of which each is present or arriving."""
         run: list[BlockId] = []
         granted = request.num_granted_blocks or 0
         for index, key in enumerate(request.keys[: self._kv_cache.max_cached_blocks(request)]):
@@ -109,7 +109,7 @@ class LayerwiseOverlap:
         return run
 
     def _first_step_s(self, request: RequestState, num_blocks: int) -> float:
-        """Seconds of the request's first step after a prefix of `num_blocks`."""
+        """Returns the seconds of the request's first step after a prefix of `num_blocks`."""
         start = num_blocks * self._kv_cache.layout.block_tokens
         num_tokens = min(len(request.tokens) - start, self._config.chunk_tokens)
         last = start + num_tokens == len(request.tokens)
@@ -171,7 +171,7 @@ class LayerwiseOverlap:
         return requests
 
     def _num_valid(self, request: RequestState) -> int:
-        """Leading blocks of the request's overlap that have the expected content."""
+        """Returns how many leading blocks of the request's overlap have the expected content."""
         has_content = self._pool.has_content
         for index in range(request.num_overlap_blocks):
             if not has_content(request.block_ids[index], request.keys[index]):
@@ -180,7 +180,7 @@ class LayerwiseOverlap:
 
     def _settle(self, request: RequestState, num_valid: int) -> None:
         """Called when all transfers and steps of the request have ended. The request continues
-        after its valid blocks, with new blocks in place of the others."""
+        after its valid blocks, with new blocks in place of the invalid ones."""
         invalid = request.block_ids[num_valid : request.num_overlap_blocks]
         if invalid:
             self._pool.release_some(request.owner, invalid)

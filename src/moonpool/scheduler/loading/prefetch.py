@@ -2,8 +2,8 @@
 
 Requests have priority. A prefetch reads `BATCH_BLOCKS` at a time, so a load that a request starts
 shares the disk with one batch at most. No batch begins while another load runs, nor without blocks
-that are free: what a prefetch displaces is demoted first, like all that leaves DRAM. At most one in
-`MAX_SHARE` of the pool's blocks is prefetched and not used yet.
+that are free: what a prefetch displaces is demoted first, like all that leaves DRAM. Prefetched
+blocks that no request has used yet are at most 1 / `MAX_SHARE` of the pool's blocks.
 
 A prefetch counts as a use of its blocks, so they are as safe from eviction as those of a request
 that has just ended.
@@ -25,13 +25,13 @@ from moonpool.types import BlockKey
 BATCH_BLOCKS = 16
 MAX_SHARE = 4
 MAX_COMMANDS = 64
-"""Commands that wait for their turn; the oldest are dropped."""
+"""Most commands that wait for their turn; the oldest are dropped."""
 _TOUCH = BlockOwner("touch")
 
 
 class Prefetch:
-    """The prefetches of one instance. Counters: `prefetched_blocks`; `used_prefetched_blocks` (a
-    request needed them); `wasted_prefetched_blocks` (they left DRAM before)."""
+    """Runs the prefetches of one instance. Counters: `prefetched_blocks`; `used_prefetched_blocks`
+    (a request needed them); `wasted_prefetched_blocks` (they left DRAM before)."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Prefetch:
         self._promotion = promotion
         self._actions_out = actions_out
         self._commands: deque[Sequence[BlockKey]] = deque(maxlen=MAX_COMMANDS)
-        self._load_id = ""  # of the batch in progress
+        self._load_id = ""  # id of the load of the batch in progress
         self._batch: Sequence[BlockKey] = ()
         self._unused: dict[BlockKey, None] = {}
 
@@ -108,7 +108,8 @@ class Prefetch:
         return before - len(self._unused)
 
     def _pays(self, num_blocks: int, num_absent: int) -> bool:
-        """Whether the disk is faster than computing: otherwise a request would not read it."""
+        """Whether the disk is faster than computing; if it is not, a request would not read these
+        blocks."""
         layout = self._kv_cache.layout
         num_tokens = num_blocks * layout.block_tokens
         present_tokens = num_tokens - num_absent * layout.block_tokens
@@ -116,11 +117,11 @@ class Prefetch:
         return load_s < self._cost.prefill_s(num_tokens, present_tokens)
 
     def _refresh(self, keys: Sequence[BlockKey]) -> None:
-        """Counts a use of the whole prefix: without its beginning, the rest would be worthless."""
+        """Counts a use of the whole prefix, whose blocks are worthless without its beginning."""
         self._pool.acquire(_TOUCH, self._pool.find_all(keys))
         self._pool.release(_TOUCH)
 
     def validate(self) -> None:
-        """Asserts that what is unused lies in DRAM, and within its bound."""
+        """Asserts that the unused prefetched blocks lie in DRAM, and are no more than the bound."""
         assert len(self._unused) <= self._pool.num_blocks // MAX_SHARE
         assert all(self._pool.find(key) is not None for key in self._unused)

@@ -1,7 +1,8 @@
-"""What came next after a chain of cached blocks: the tokens of the block that followed it.
+"""Remembers what came next after a chain of cached blocks: the tokens of the block that followed
+it.
 
 A block's name is the hash of its tokens and of all tokens before it, rooted in the tenant's salt.
-So a request finds here only what followed its own text exactly, and only in requests of its tenant.
+So a request only finds what followed its own text exactly, and only in requests of its tenant.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Continuations:
             self._next.popitem(last=False)
 
     def draft(self, keys: Sequence[BlockKey], tokens: Tokens, num_tokens: int) -> tuple[int, ...]:
-        """Up to `num_tokens` tokens that followed this text before; () if none are known. `keys`
-        are those of its full blocks."""
-        index = (tokens.size - 1) // self._block_tokens  # the block of the newest token
+        """Returns up to `num_tokens` tokens that followed this text before, or () if none are
+        known. `keys`: the keys of the text's full blocks."""
+        index = (tokens.size - 1) // self._block_tokens  # index of the block with the newest token
         if not 0 < index <= len(keys):
             return ()
         own = tuple(tokens.between(index * self._block_tokens, tokens.size))
@@ -48,7 +49,7 @@ class Continuations:
                 break
             after, text = entry
             if self._pool.find(after) is None:
-                del self._next[key]  # it was evicted
+                del self._next[key]  # the following block was evicted
                 break
             if text[: len(own)] != own:
                 break

@@ -1,10 +1,10 @@
 """A draft model beside an instance's model: which requests it keeps KVCache of, and at what price.
 
-It runs in the instance's own process, before the step that verifies its guesses. Its KVCache is its
-own, of a fixed size and in blocks that no other instance sees. A request that comes from a prefill
-instance, that was preempted, or whose blocks were taken, lacks part of it. The draft model then
-computes it from the request's tokens, in chunks that share steps with decodes, if the answer is
-expected to gain more than that.
+The draft model runs in the instance's own process, before the step that verifies its guesses. The
+KVCache of the draft model is separate, of a fixed size and in blocks that no other instance sees.
+If a request comes from a prefill instance, was preempted, or lost its blocks, the draft model lacks
+part of its KVCache. The draft model then computes that part from the request's tokens, in chunks
+that share steps with decodes, if the answer is expected to gain more than this costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READY_TOKENS = 8
 """A draft model that lacks no more than this many tokens computes them together with its first
 guess."""
 EXPECTED_TOKENS = 64
-"""An answer is expected to go on for as many tokens as it has, and for at least this many."""
+"""An answer is expected to get as many more tokens as it has, and at least this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,17 @@ class DraftModelPlace:
     cost: CostModel
     num_blocks: int
     block_tokens: int
-    max_positions: int  # longer texts get no drafts
+    max_positions: int  # longest text, in tokens, that gets drafts
 
 
 class DraftModel:
-    """The draft model's KVCache, and the work that it is given."""
+    """Manages the draft model's KVCache, and the work that it is given."""
 
     def __init__(self, place: DraftModelPlace, chunk_tokens: int) -> None:
-        """`chunk_tokens`: most tokens that one step computes into its KVCache."""
+        """`chunk_tokens`: most tokens that one step adds to the draft model's KVCache."""
         self.cost = place.cost
-        self.failed = False  # it has answered with an error, and gets no more work
+        # whether the draft model has answered with an error, after which it gets no more work
+        self.failed = False
         self._place = place
         self._chunk_tokens = chunk_tokens
         self._free = list(range(place.num_blocks - 1, -1, -1))
@@ -52,7 +53,7 @@ class DraftModel:
 
     @property
     def num_held(self) -> int:
-        """Blocks that requests hold."""
+        """Number of blocks that requests hold."""
         return self._place.num_blocks - len(self._free)
 
     def takes(self, request: RequestState, num_drafts: int) -> bool:
@@ -62,27 +63,28 @@ class DraftModel:
         return not self.failed and size <= most
 
     def num_lacking(self, request: RequestState) -> int:
-        """Tokens of which it has no KVCache; the newest is always one of them."""
+        """Returns how many of the request's tokens have no draft KVCache; the newest token is
+        always one of them."""
         return request.tokens.size - _state(request).num_computed
 
     def is_ready(self, request: RequestState) -> bool:
-        """Whether it can guess at once."""
+        """Whether the draft model can guess for the request at once."""
         return self.num_lacking(request) <= READY_TOKENS
 
     def chunk_s(self, request: RequestState, num_tokens: int) -> float:
-        """Time to compute the next `num_tokens` tokens that it lacks."""
+        """Returns the time to compute the next `num_tokens` tokens of missing KVCache."""
         start = _state(request).num_computed
         return self.cost.step_s([Chunk(num_tokens, start, start, True)], 0, 0)
 
     def pays(self, request: RequestState, saved_s: float) -> bool:
-        """Whether computing what it lacks costs less than drafts will bring. `saved_s`: what they
-        save per token."""
+        """Whether computing the missing KVCache costs less than drafts will save. `saved_s`: the
+        time that drafts save per token."""
         left = request.attempt.sampling.max_tokens - request.tokens.num_generated
         expected = min(left, max(EXPECTED_TOKENS, request.tokens.num_generated))
         return self.lacking_s(request) < expected * saved_s
 
     def lacking_s(self, request: RequestState) -> float:
-        """Time to compute all tokens that it lacks, in chunks."""
+        """Returns the time to compute all missing KVCache of the request, in chunks."""
         start, end = _state(request).num_computed, request.tokens.size
         seconds = 0.0
         for begin in range(start, end, self._chunk_tokens):
@@ -96,9 +98,9 @@ class DraftModel:
         wanted: Collection[AttemptId],
         limit_s: float,
     ) -> tuple[dict[AttemptId, int], float]:
-        """Chooses whose KVCache it computes further. `requests`: each with the most drafts that it
-        may have. Requests that are not ready are served if they are in `wanted`, until the step's
-        time `limit_s` is used up.
+        """Chooses the requests whose draft KVCache is extended in the next step. `requests`: each
+        request with the most drafts that it may have. Requests that are not ready are served if
+        they are in `wanted`, until the step's time `limit_s` is used up.
 
         Returns the requests that can have drafts in this step or get at least a chunk, each with
         the position up to which its KVCache will then be complete, and the time for the chunks.
@@ -131,7 +133,8 @@ class DraftModel:
     def task(
         self, request: RequestState, until: int, num_drafts: int, ends: frozenset[int]
     ) -> DraftTask:
-        """Its work for a request in the next step. The request must be one that `prepare` chose."""
+        """Returns the draft model's task for a request in the next step. The request must be one
+        that `prepare` chose."""
         state = _state(request)
         tokens = request.tokens.between(state.num_computed, until)
         return DraftTask(tokens, state.num_computed, state.block_ids, num_drafts, ends)
@@ -143,7 +146,8 @@ class DraftModel:
         if drafted is None:
             self.failed = True
             return
-        guessed = min(num_right, max(len(drafted) - 1, 0))  # the last one was not computed
+        # the KVCache of the last guess was not computed
+        guessed = min(num_right, max(len(drafted) - 1, 0))
         _state(request).num_computed = task.start + len(task.token_ids) + guessed
 
     def forget(self, request: RequestState) -> None:
@@ -154,8 +158,8 @@ class DraftModel:
             state.block_ids, state.num_computed = [], 0
 
     def _extend(self, request: RequestState, num_tokens: int, keep: Collection[AttemptId]) -> bool:
-        """Gives the request blocks for `num_tokens`, at the cost of requests that have fallen
-        behind, but not of those to `keep`."""
+        """Gives the request blocks for `num_tokens`, taking them from requests that have fallen
+        behind, but not from those to `keep`."""
         state = _state(request)
         lacking = -(-num_tokens // self._place.block_tokens) - len(state.block_ids)
         if lacking <= 0:
@@ -171,8 +175,8 @@ class DraftModel:
         self, request: RequestState, num_blocks: int, keep: Collection[AttemptId]
     ) -> bool:
         """Makes `num_blocks` free. Takes them from requests that lack more than this one, so that
-        no two take from each other in turn. Returns False, having taken nothing, if they have too
-        few."""
+        no two requests take blocks from each other in turn. Returns False, having taken nothing, if
+        those requests have too few blocks."""
         least = max(READY_TOKENS, self.num_lacking(request))
         others = [
             other

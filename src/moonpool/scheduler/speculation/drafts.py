@@ -14,7 +14,7 @@ UNKNOWN = -1
 
 
 class Source(IntEnum):
-    """The source of a draft."""
+    """The part that guessed a draft: cached blocks, the request's text, or the draft model."""
 
     OWN_TEXT = 0
     CACHED_BLOCKS = 1
@@ -27,17 +27,17 @@ class AcceptanceRate:
     __slots__ = ("_keep", "_right", "_seen")
 
     def __init__(self, first: float = FIRST_RATE, keep: float = 0.95) -> None:
-        """It begins at `first`, as if that had been seen in three drafts. Each observation
-        leaves `keep` of the weight of those before it."""
+        """The rate starts at `first`, as if that share had been seen in three drafts. Each
+        observation leaves `keep` of the weight of those before it."""
         self._right, self._seen, self._keep = first * FIRST_DRAFTS, FIRST_DRAFTS, keep
 
     @property
     def value(self) -> float:
-        """From 0 to 1."""
+        """Returns the rate, from 0 to 1."""
         return self._right / self._seen
 
     def observe(self, num_right: int, wrong: bool) -> None:
-        """`num_right` drafts were right; `wrong`: the one after them was not."""
+        """Records that `num_right` drafts were right; `wrong`: whether the next one was wrong."""
         for right in (1.0,) * num_right + (0.0,) * wrong:
             self._right = self._right * self._keep + right
             self._seen = self._seen * self._keep + 1.0
@@ -45,7 +45,8 @@ class AcceptanceRate:
 
 @dataclass(slots=True)
 class DraftState:
-    """One request's drafts. `rates`: the rates by source; `source` is that of the offered draft.
+    """The drafts of one request. `rates`: the acceptance rates by source; `source` is the source of
+    the offered draft.
 
     The draft model's KVCache of the first `num_computed` tokens is in `block_ids`.
     """
@@ -53,7 +54,8 @@ class DraftState:
     lookup: PromptLookup
     rates: list[AcceptanceRate]
     source: Source = Source.OWN_TEXT
-    offered: tuple[int, ...] = ()  # for the step in progress, whether or not it computes them
-    passed_over: tuple[Source, int] | None = None  # the first token of another source's draft
+    # drafts for the step in progress, whether or not the step computes them
+    offered: tuple[int, ...] = ()
+    passed_over: tuple[Source, int] | None = None  # (another source, the first token of its draft)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -19,8 +19,9 @@ class PromptLookup:
     """
 
     def __init__(self, least: int, most: int) -> None:
-        """A place counts if its last `least` tokens are the newest ones. Of several, the one that
-        agrees in most tokens is taken, where `most` are enough, and of equals the newest."""
+        """An earlier place counts if its last `least` tokens equal the newest ones. Of several
+        places, the one that agrees in most tokens is taken, where `most` are enough, and among
+        equals the newest."""
         assert 0 < least <= most
         self._least, self._most = least, most
         self._begin = -1  # position of the first token read; -1 means that none was
@@ -29,7 +30,7 @@ class PromptLookup:
         self._end_before: dict[int, int] = {}  # end of a run -> end of the same run before it
 
     def draft(self, tokens: Tokens, num_tokens: int) -> tuple[int, ...]:
-        """Up to `num_tokens` tokens that may follow the text; () if nothing is found."""
+        """Returns up to `num_tokens` tokens that may follow the text, or () if nothing is found."""
         self._index(tokens)
         size = tokens.size
         if self._read < size or num_tokens < 1:
@@ -39,12 +40,13 @@ class PromptLookup:
             return ()
         found = list(tokens.between(end, min(end + num_tokens, size)))
         period = size - end
-        while len(found) < num_tokens:  # the text repeats itself: so does what follows
+        while len(found) < num_tokens:  # the text repeats itself, so the draft repeats it, too
             found.append(found[-period])
         return tuple(found)
 
     def _index(self, tokens: Tokens) -> None:
-        """Enters the runs that end before the last token: the text goes on after each of them."""
+        """Adds the runs that end before the last token to the index: the text goes on after each of
+        them."""
         if self._begin < 0:
             self._begin = max(0, tokens.size - REMEMBERED_TOKENS)
             self._read = self._begin + self._least

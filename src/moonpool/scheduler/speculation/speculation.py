@@ -1,17 +1,18 @@
 """Drafts: guessed tokens that a step computes after a decode's newest token, to verify them.
 
-A decode with k drafts is a chunk of 1 + k tokens. The engine draws a token from each of its rows
-and keeps those up to the first that is not the draft after it. Rows depend neither on their batch
-nor on chunks, and a draw is keyed by (seed, position): the tokens are those of plain decoding, and
-right drafts only bring them earlier.
+A decode with k drafts is a chunk of 1 + k tokens. The engine draws a token from each row and keeps
+those up to the first that differs from the draft. Rows depend neither on their batch nor on chunks,
+and a draw is keyed by (seed, position): the tokens are those of plain decoding, and right drafts
+only bring them earlier.
 
-Drafts come from what other requests' cached blocks say came next after this very text, else from an
-earlier place of the request's own text. A draft model (`draft_model`) guesses where these find
-nothing, or are right less often than it is; its own time counts as that of the step. Drafts run
-where they pay: where the tokens that they should bring, by the share of earlier drafts that were
-right, save more decoding than their rows cost by the cost model. A full step has no room for them.
-Found drafts that do not run are still compared with the token that comes, so a request whose text
-becomes predictable gets drafts again. A draft model that is off is tried out rarely.
+Drafts come from what followed exactly this text in other requests' cached blocks, or else from an
+earlier place in the request's own text. A draft model (`draft_model`) guesses where both find
+nothing, or are right less often than the model; its time counts as part of the step. Drafts run
+where they pay: the tokens that they are expected to bring, by the share of earlier drafts that were
+right, must save more decoding than their rows cost by the cost model. A step whose budget is used
+up has no room for drafts. Found drafts that do not run are still compared with the token that
+comes, so a request whose text becomes predictable gets drafts again. A draft model that does not
+pay is rarely tried out.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from moonpool.scheduler.speculation.drafts import (
 from moonpool.scheduler.speculation.prompt_lookup import PromptLookup
 
 LEAST_GAIN = 1.05
-"""A step with drafts must promise this many times the tokens per second of one without: what they
-cost beside the engine's time is not in the cost model."""
+"""A step with drafts must promise this many times the tokens per second of a step without drafts,
+because the cost model only has the engine's time."""
 TRIAL_STEPS = 200
-"""After this many steps for which only the learned factor spoke against drafts, one step has them:
-the factor may stem from a time when the machine was busy."""
+"""After this many steps for which only the learned factor spoke against drafts, one step has
+drafts: the factor may stem from a time when the machine was busy."""
 FIRST_MODEL_RATE = 0.7
 """The share of a draft model's guesses that is expected to be right before any is known."""
 TRIAL_SHARE = 0.05
-"""A trial of a draft model may first compute what it lacks, for this share of the time between two
-trials."""
+"""A trial of a draft model may first compute missing KVCache, for this share of the time between
+two trials."""
 TBT_SHARE = 0.85
 """A step with drafts is planned for at most this share of the SLO on the time between tokens."""
 
@@ -79,8 +80,8 @@ class DraftedStep(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """How many drafts each attempt gets, the draft model's time for them, and how many times the
-    work per second of a plain step this does."""
+    """How many drafts each attempt gets, the draft model's time for them, and the work per second
+    of such a step relative to a plain one."""
 
     counts: dict[AttemptId, int]
     drafting_s: float = 0.0
@@ -117,25 +118,29 @@ class Speculation:
         self._cost = cost
         self._eos = eos_token_ids
         self._model = model
-        self._factor = LearnedFactor()  # of steps with drafts, beyond that of decodes
+        # factor by which steps with drafts are slower, beyond the factor of decodes
+        self._factor = LearnedFactor()
         self._pooled = [
             AcceptanceRate(FIRST_MODEL_RATE if source is Source.MODEL else FIRST_RATE, keep=0.99)
             for source in Source
         ]
-        self._steps_without = 0  # because of the factor alone
-        self._tried: AttemptId | None = None  # whose guesses were not expected to pay
-        self._steps_without_model = TRIAL_STEPS  # because its guesses do not pay
+        # number of steps that had no drafts because of the learned factor alone
+        self._steps_without = 0
+        # the attempt whose guesses are tried out although they were not expected to pay
+        self._tried: AttemptId | None = None
+        # number of steps without the draft model because its guesses do not pay
+        self._steps_without_model = TRIAL_STEPS
 
     def add_drafts(self, step: list[Share[RequestState]], budget_tokens: int) -> DraftedStep | None:
-        """Returns the step with drafts within the budget; None if it has none. Sets `drafts` and
-        `draft_task` of the requests that have some."""
+        """Returns the step with drafts within the budget, or None if no draft pays. Sets `drafts`
+        and `draft_task` of the requests that get drafts."""
         spare = budget_tokens - sum(num_tokens for _, num_tokens in step)
         decodes = [request for request, _ in step if request.decoding]
         if not decodes or spare <= 0:
             return None
         times = StepTimes(self._cost, step, decodes)
         if times.rate(1, 1.0) <= 1.0:
-            return None  # not even a certain draft would pay
+            return None  # even a draft that is certainly right would not pay
         offers, limit_s = [self._offer(request) for request in decodes], self._limit_s(decodes)
         prepared = _Prepared(offers)
         if self._model is not None and any(offer.by_model for offer in offers):
@@ -159,7 +164,7 @@ class Speculation:
         self, request: RequestState, drafted: Sequence[int] | None, num_right: int
     ) -> None:
         """Takes the draft model's guesses for a request, or None if it has failed. Must be called
-        before `judge`."""
+        before `judge` for the same step."""
         task, request.draft_task = request.draft_task, None
         if task is None or self._model is None:
             return
@@ -167,7 +172,7 @@ class Speculation:
         if self._tried == request.attempt_id:
             self._tried = None
             if drafted and num_right == len(drafted):
-                self._steps_without_model = TRIAL_STEPS  # it goes on until a guess is wrong
+                self._steps_without_model = TRIAL_STEPS  # the trial goes on until a guess is wrong
         request.drafts = tuple(drafted or ())
 
     def forget(self, request: RequestState) -> None:
@@ -189,7 +194,7 @@ class Speculation:
         if not num_drafts and state.source is Source.MODEL:
             state.offered = ()
             return
-        if not num_drafts:  # they did not run, so only the first can be compared
+        if not num_drafts:  # the drafts did not run, so only the first one can be compared
             num_right = int(state.offered[0] == token_ids[0])
             wrong = not num_right
         else:
@@ -204,7 +209,7 @@ class Speculation:
         self._pooled[source].observe(num_right, wrong)
 
     def learn(self, expected_s: float, seconds: float) -> None:
-        """Learns from a step with drafts that took `seconds` of which `expected_s` were predicted,
+        """Learns from a step with drafts that took `seconds` where `expected_s` were predicted,
         both without what slows all decodes."""
         if self._config.learning and self._config.micro_batches == 1:
             self._factor.observe(seconds, expected_s)
@@ -225,7 +230,8 @@ class Speculation:
             return _Offer(request, (), ())
         draft = self._look_up(request, state, most)
         by_model = self._model is not None and self._model.takes(request, most)
-        if by_model and draft:  # a draft that costs nothing is taken if it is right as often
+        # a found draft costs nothing, so it is taken if it is right as often
+        if by_model and draft:
             by_model = state.rates[state.source].value < state.rates[Source.MODEL].value
             if by_model:
                 state.passed_over = state.source, draft[0]
@@ -237,9 +243,11 @@ class Speculation:
         return _Offer(request, draft, gains, by_model)
 
     def _look_up(self, request: RequestState, state: DraftState, most: int) -> tuple[int, ...]:
-        """The draft from cached blocks, else from the request's own text; sets its source."""
+        """Returns the draft from cached blocks, or else from the request's own text; sets its
+        source."""
         state.source, tokens = Source.OWN_TEXT, request.tokens
-        if request.attempt.keys is not None:  # no tokens in a simulation: its engine knows
+        # a simulated request has no tokens: the simulated engine knows which drafts are right
+        if request.attempt.keys is not None:
             return () if self._settings.method == "draft_model" else (0,) * most
         known = self._kv_cache.continuations
         if known is not None and self._kv_cache.caches(request):
@@ -250,7 +258,8 @@ class Speculation:
         return self._before_end(request, state.lookup.draft(tokens, most))
 
     def _before_end(self, request: RequestState, draft: tuple[int, ...]) -> tuple[int, ...]:
-        """The draft without tokens that may end the answer: nothing comes after them."""
+        """Returns the draft without tokens that may end the answer, because nothing follows
+        them."""
         ends = self._ends(request)
         for index, token_id in enumerate(draft):
             if token_id in ends:
@@ -258,7 +267,7 @@ class Speculation:
         return draft
 
     def _ends(self, request: RequestState) -> frozenset[int]:
-        """The tokens that may end the answer."""
+        """Returns the tokens that may end the answer."""
         sampling = request.attempt.sampling
         eos: frozenset[int] = frozenset() if sampling.ignore_eos else self._eos
         return eos.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos
@@ -273,7 +282,7 @@ class Speculation:
         spare: int,
         limit_s: float,
     ) -> _Prepared:
-        """Lets the draft model compute what it lacks, where its guesses will pay for that."""
+        """Lets the draft model compute missing KVCache where its guesses will pay for that."""
         by_model = [offer for offer in offers if offer.by_model]
         aim = self._best(offers, times, spare, limit_s, self._factor.value)
         saved_s = times.saved_s * (1.0 - 1.0 / aim.rate)
@@ -300,15 +309,16 @@ class Speculation:
         settled: list[_Offer] = []
         for offer in offers:
             if offer.by_model and until.get(offer.attempt_id) != offer.request.tokens.size:
-                offer = replace(offer, gains=())  # it lacks more than this step can compute
+                # the draft model lacks more KVCache than this step can compute
+                offer = replace(offer, gains=())
             settled.append(offer)
             if trial is not None and trial.attempt_id == offer.attempt_id:
                 trial = offer if offer.gains else None
         return _Prepared(settled, until, seconds, trial)
 
     def _try_out(self, offer: _Offer, times: StepTimes, spare: int, limit_s: float) -> _Choice:
-        """Drafts of a request although they are not expected to pay: the model's guesses are only
-        known when it has made them."""
+        """Tries drafts of a request that are not expected to pay, because the model's guesses are
+        only known after it has made them."""
         number = min(len(offer.draft), spare)
         while number:
             drafting = self._drafting([(offer, i) for i in range(number)])
@@ -326,7 +336,8 @@ class Speculation:
 
     def _add_guess(self, times: DraftingTimes, offer: _Offer, number: int) -> None:
         if self._model is not None and offer.by_model:
-            # Without its KVCache, it computes what it lacks in a chunk of its own before.
+            # Without KVCache for the request, the draft model first computes it in a separate
+            # chunk.
             ready = self._model.is_ready(offer.request)
             lacking = self._model.num_lacking(offer.request) if ready else 1
             times.add(offer.request, number, lacking)
@@ -336,7 +347,8 @@ class Speculation:
     def _choose(
         self, offers: Sequence[_Offer], times: StepTimes, spare: int, limit_s: float
     ) -> _Choice:
-        """How many drafts each attempt gets, so that the step yields the most tokens per second."""
+        """Returns how many drafts each attempt gets, so that the step yields the most tokens per
+        second."""
         best = self._best(offers, times, spare, limit_s, self._factor.value)
         if best.counts:
             self._steps_without = 0
@@ -357,11 +369,12 @@ class Speculation:
         limit_s: float,
         slower: float,
     ) -> _Choice:
-        """The best choice, if steps with drafts take `slower` times as long as predicted."""
+        """Returns the best choice if steps with drafts take `slower` times as long as predicted."""
         guesses = [
             (gain, offer, number) for offer in offers for number, gain in enumerate(offer.gains)
         ]
-        guesses.sort(key=lambda each: -each[0])  # of one request, the first draft comes first
+        # of one request, the first draft is considered first
+        guesses.sort(key=lambda each: -each[0])
         best, best_rate, best_s, gained = 0, LEAST_GAIN, 0.0, 0.0
         drafting = self._drafting()
         for number, (gain, offer, place) in enumerate(guesses[:spare], 1):
@@ -378,7 +391,7 @@ class Speculation:
         return _Choice(counts, best_s, best_rate)
 
     def _give(self, offer: _Offer, number: int, until: Mapping[AttemptId, int]) -> None:
-        """Sets a request's drafts, and its task of the draft model."""
+        """Sets a request's drafts and its task for the draft model."""
         request, draft = offer.request, offer.draft[:number]
         request.drafts = draft[: self._room(request, len(draft))]
         end = until.get(offer.attempt_id)
@@ -394,7 +407,8 @@ class Speculation:
         return TBT_SHARE * min(self._config.tbt_slo_s if tbt_s == inf else tbt_s for tbt_s in own)
 
     def _room(self, request: RequestState, num_drafts: int) -> int:
-        """How many drafts the request's blocks have room for; takes more blocks if there are."""
+        """Returns how many drafts the request's blocks have room for; holds more blocks if some are
+        free."""
         size = request.tokens.size
         if num_drafts and not self._kv_cache.grow(request, size + num_drafts):
             held = len(request.block_ids) * self._kv_cache.layout.block_tokens
@@ -403,7 +417,8 @@ class Speculation:
 
 
 class StepTimes:
-    """Times of one step with any number of drafts. A draft costs a decode's row."""
+    """Times of one step with any number of drafts. Each draft adds one row of a decode to the
+    step."""
 
     def __init__(
         self,
@@ -424,20 +439,21 @@ class StepTimes:
         self.saved_s = cost.decode_step_s(self._batch, self._context_tokens) / self._batch
 
     def seconds(self, num_drafts: int) -> float:
-        """The step's time with this many drafts."""
+        """Returns the time of the step with this many drafts."""
         batch = self._batch + num_drafts
         return self._cost.step_s(self._chunks, batch, self._context_tokens)
 
     def rate(self, num_drafts: int, gained_tokens: float, drafting_s: float = 0.0) -> float:
-        """How many times the work per second of a step without drafts this one does, if they bring
+        """Returns the work per second relative to a step without drafts, if the drafts bring
         `gained_tokens` and a draft model takes `drafting_s`."""
         seconds = self.seconds(num_drafts) + drafting_s
         return (self._base_s + gained_tokens * self.saved_s) / seconds if seconds else 1.0
 
 
 class DraftingTimes:
-    """The time of a draft model, as guesses are added one by one. It guesses in rounds: each round
-    is a step of its own, and adds one token to every request that wants another."""
+    """The time of a draft model, as guesses are added one by one. The draft model guesses in
+    rounds: each round is a step of its own, and adds one token to every request that wants
+    another."""
 
     def __init__(self, cost: CostModel | None) -> None:
         self.seconds = 0.0
@@ -447,8 +463,8 @@ class DraftingTimes:
         self._round_s: list[float] = []
 
     def add(self, request: RequestState, number: int, num_lacking: int) -> None:
-        """Adds the request's guess `number`, counted from 0. Before its first, the draft model
-        computes `num_lacking` tokens."""
+        """Adds the request's guess `number`, counted from 0. Before the request's first guess, the
+        draft model computes `num_lacking` tokens."""
         assert self._cost is not None
         if number == len(self._rows):
             self._rows.append(0)

@@ -3,8 +3,8 @@
 The renderer is our own because importing transformers' AutoTokenizer takes 1.7 s, where Jinja and
 the `tokenizers` library take 0.04 s. Tests compare its results with transformers. A template comes
 from a model's folder and is untrusted: it runs in Jinja's sandbox, and nothing of it is computed
-before it is rendered. It may still take any time and memory: `api.body_process` renders within
-limits. Clients cannot supply templates.
+before it is rendered. A template may still take any time and memory: `api.body_process` renders
+within limits. Clients cannot supply templates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MAX_ERROR_CHARS = 500
 
 
 class ChatTemplate:
-    """One template, and the special tokens it may use by name. It is compiled when it is needed."""
+    """One template, and the special tokens it may use by name. The template is compiled when it is
+    needed."""
 
     def __init__(
         self,

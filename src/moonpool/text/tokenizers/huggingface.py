@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint in a Hugging Face folder.
 
-It reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and the chat template,
-and gives the results of transformers without its import time. As in transformers, `tokenizer.json`
-alone decides which special tokens `encode` adds, regardless of `add_bos_token`.
+The tokenizer reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json` and the chat
+template, and gives the results of transformers without its import time. As in transformers,
+`tokenizer.json` alone decides which special tokens `encode` adds, regardless of `add_bos_token`.
 
 The bytes of each token follow from the decoder in `tokenizer.json`. Two families cover the
 supported models: byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece
@@ -41,7 +41,7 @@ MAX_TOKEN_CHARS = 4096
 """Longest token that is read: a stream may send one for each step."""
 MAX_GROWTH = 16
 MAX_SOURCE_BYTES = 256 << 20
-"""Largest `tokenizer.json` that is read. That of Gemma 3 has 33 MB."""
+"""Largest `tokenizer.json` that is read. The `tokenizer.json` of Gemma 3 has 33 MB."""
 
 
 class _Source(msgspec.Struct):

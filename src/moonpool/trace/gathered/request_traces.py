@@ -1,9 +1,9 @@
-"""Dynamo's own request traces, as `DYN_REQUEST_TRACE` writes them: a line at each answer's end.
+"""Dynamo's request traces, as `DYN_REQUEST_TRACE` writes them: a line at the end of each answer.
 
 A line without a session is a standalone request. Of a session, a request waits for the one before
 it if that had ended, for the last request of its parent that came before its session began, and for
-sub-agents that ended since the request before it. It starts as long after them as it did in the
-file. Lines about tools are left out: their time is in between.
+sub-agents that ended since the request before it. A request starts as long after those requests as
+it did in the file. Lines about tools are left out: their time is in between.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _WrappedLine(msgspec.Struct, gc=False):
 
 
 def is_request_trace(first: dict[str, Any]) -> bool:
-    """Whether a file's first object is a line of such a trace, as it is or in a wrapper."""
+    """Whether a file's first object is a line of such a trace, with or without a wrapper."""
     inner = first.get("event")
     return SCHEMA in (first.get("schema"), inner.get("schema") if isinstance(inner, dict) else None)
 
@@ -149,7 +149,7 @@ class RequestTrace(Gatherer):
 
 
 class _Sessions:
-    """The sessions so far: their last requests, and those of their sub-agents."""
+    """The sessions so far, with their last requests and the last ones of their sub-agents."""
 
     def __init__(self) -> None:
         self._last: dict[str, _Answer] = {}
@@ -164,7 +164,7 @@ class _Sessions:
         self._last[row.session] = answer
         if before is None:
             return row
-        if before.ended > begun:  # it did not wait for that one
+        if before.ended > begun:  # the request did not wait for the previous one
             delay_s = (begun - before.row.time) / 1000.0
             return row._replace(time=UNTIMED, alongside=(before.row.call,), delay_s=delay_s)
         waits_for = [before, *self._joined(row.session, begun)]

@@ -1,4 +1,5 @@
-"""Forms in which no single line tells what a call waits for. Their rows are kept in memory.
+"""Forms in which no single line tells what a call waits for. The rows of such files are kept in
+memory.
 
 * AIPerf's `dag_jsonl`: sessions that fork and spawn others, which stand in other lines.
 * Dynamo's own request traces (`dynamo.request.trace.v1`): a line for each answer, at its end.
@@ -24,7 +25,7 @@ class Gatherer(ABC):
 
     _num_kept = 0
     format: str
-    block_tokens: int  # 0: no hashes; known when all lines are
+    block_tokens: int  # 0 means no hashes; known after the last line
     units_per_s: float
     other_lines: int
     """Lines that are not requests."""
@@ -41,7 +42,7 @@ class Gatherer(ABC):
 
     @abstractmethod
     def rows(self) -> Iterable[ParsedRow]:
-        """The rows, each after those that it waits for. Raises LineError."""
+        """Yields the rows, each after the rows that it waits for. Raises LineError."""
 
 
 class GatheredRows:

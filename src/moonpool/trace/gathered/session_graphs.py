@@ -1,9 +1,10 @@
 """AIPerf's `dag_jsonl`: a session on each line, whose turns fork and spawn others.
 
-A turn adds its `messages` to the prompt and the answer before it, and starts `delay` milliseconds
-after what it waits for. A forked session goes on from its parent's prompt and answer, a spawned one
-begins afresh; both start when the turn that names them has ended. The turn after a spawn, or the
-one at `join_at`, waits for the spawned sessions. Sessions that no turn names begin at once.
+A turn adds its `messages` to the preceding prompt and answer, and starts `delay` milliseconds after
+the calls that it waits for. A forked session continues its parent's prompt and answer, and a
+spawned session begins without them; both start when the turn that names them has ended. The turn
+after a spawn, or the one at `join_at`, waits for the spawned sessions. Sessions that no turn names
+begin at once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def is_session_graph(first: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class _Context:
-    """What a session's next prompt begins with."""
+    """The context with which a session's next prompt begins."""
 
     num_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -170,8 +171,8 @@ class SessionGraph(Gatherer):
 
 
 def _children(turn: dict[str, Any], key: str, number: int) -> Iterator[tuple[list[str], int]]:
-    """Sessions that a turn forks or spawns, and the turn that waits for them; -1 means that none
-    does."""
+    """Returns the sessions that a turn forks or spawns, and the turn that waits for them, or -1 if
+    none does."""
     found = turn.get(key) or []
     if not isinstance(found, list):
         raise LineError(f"{key} of a turn is {found!r:.40}; it must be a list of sessions")

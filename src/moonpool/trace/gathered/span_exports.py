@@ -82,7 +82,7 @@ class SpanExport(Gatherer):
             yield from session_rows(program, calls, exact=True)
 
     def _around_calls(self) -> set[str]:
-        """Spans within which a call is: what they have is the sum of their calls'."""
+        """Returns the spans that contain a call, whose figures are sums over their calls."""
         found: set[str] = set()
         for calls in self._calls.values():
             for call in calls:
@@ -108,5 +108,5 @@ def _first(fields: dict[str, Any], names: tuple[str, ...]) -> str:
 
 
 def _kept(attributes: dict[str, Any]) -> dict[str, Any]:
-    """What the rows are made of: a file's spans are kept, but for the rest of them."""
+    """Returns the part of a file's spans from which the rows are made."""
     return {name: value for name, value in attributes.items() if name.startswith(_KEPT)}

@@ -1,4 +1,4 @@
-"""Which endpoints a server has, if no document of it says."""
+"""Finds out which endpoints a server has, if no document of the server says so."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ async def takes_body(client: VllmClient, path: str) -> bool:
         return bool(await client.post(path, {}, optional=True))
     except VllmError as error:
         if error.status in REFUSALS or error.status >= 500:
-            return True  # some answer 500 to a body that lacks all
+            return True  # some servers answer 500 to a body that lacks all fields
         raise

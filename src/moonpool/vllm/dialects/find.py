@@ -47,12 +47,12 @@ async def find_dialect(client: VllmClient) -> ServerDialect:
 
 
 async def _unwell(client: VllmClient) -> VllmError:
-    """What is wrong with a server that answers, and whose health is not well."""
+    """Returns what is wrong with a server that answers, but whose health is not good."""
     try:
         await client.get("/v1/models")
     except VllmError as error:
         if error.status not in LACKS:
-            return error  # such as a missing key
+            return error  # an error such as a missing key
         return VllmError(
             "it serves neither /health nor /v1/models: give the URL of a model server, such as"
             " http://127.0.0.1:8100"
@@ -76,7 +76,7 @@ def _is_version(found: bytes) -> bool:
 
 
 async def _asked(client: VllmClient, path: str) -> bytes:
-    """b"": it does not answer that. Raises VllmError if it is gone."""
+    """Returns b"" if the server does not answer that path. Raises VllmError if it is gone."""
     try:
         return await client.get(path, optional=True)
     except VllmError as error:

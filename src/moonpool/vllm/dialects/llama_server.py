@@ -1,7 +1,8 @@
-"""llama-server of llama.cpp: prompts as token ids at `/completion`, each in a slot of its own.
+"""llama-server of llama.cpp: prompts are sent as token ids to `/completion`, each in a separate
+slot.
 
-A stream of it leaves out the ids of tokens that end within a character, and sends their text with
-the next one. The ids of such a text are asked for at `/tokenize`.
+A stream leaves out the ids of tokens that end within a character, and sends their text with the
+next token. The ids of such a text are requested at `/tokenize`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from moonpool.vllm.forwarded import forwarded_body
 from moonpool.vllm.known_cache import PrefixCounts
 
 BLOCK_TOKENS = 16
-"""It has no blocks; keys are made of this many tokens."""
+"""The server has no blocks; keys are made of this many tokens."""
 COMPUTE = "/completion"
 SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
 """Samplers in vLLM's order. Any other sampler that a server was started with is switched off."""
 AS_TEXT = {"logit_bias": [["a", 200.0]]}
-"""Makes an answer text, whatever the model says to a prompt of no sense: newer servers end one that
-is no UTF-8 in an error. Log-probabilities are those without it."""
+"""Makes an answer text, whatever the model says to a meaningless prompt: newer servers answer with
+an error if the text is not UTF-8. Log-probabilities are those without this constraint."""
 UNFINISHED, UNFINISHED_BYTES = "\ufffd", 3
-"""Stands for a character that is not whole."""
+"""Text that stands for an incomplete character."""
 _SEED_MASK = (1 << 31) - 1
 _FINISHES = {"eos": FinishReason.STOP, "word": FinishReason.STOP, "limit": FinishReason.LENGTH}
 
@@ -157,7 +158,7 @@ class LlamaDialect(ServerDialect):
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
         work, use = asked.work, asked.use
         fields = compute_fields(work, asked.facts.offer.max_model_tokens)
-        if not asked.fingerprint:  # it is measured
+        if not asked.fingerprint:  # the server is being measured
             fields |= AS_TEXT
         body = msgspec.json.encode(fields | self._own_fields(work, use))
         reader = _Reader(self, work, use)
@@ -168,14 +169,14 @@ class LlamaDialect(ServerDialect):
             async for event in events:
                 yield await reader.read(event)
                 if reader.is_cut:
-                    return  # which ends the request at the server
+                    return  # leaving ends the request at the server
 
     def call_body(self, asked: Asked) -> bytes:
         own, model = self._own_fields(asked.work, asked.use), asked.facts.model_id
         return forwarded_body(asked.work, model, asked.fingerprint, False, own)
 
     async def counts(self) -> PrefixCounts | None:
-        """Counts of the answers to us: the server counts no hits itself."""
+        """Returns counts of the answers to moonpool, because the server counts no hits itself."""
         return PrefixCounts(self._queries, self._hits)
 
     def note_hits(self, num_tokens: int, num_cached: int) -> None:
@@ -199,8 +200,8 @@ class LlamaDialect(ServerDialect):
 
 
 def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
-    """The body for one attempt, but for its slot. `context`: tokens of a slot. Raises DialectError
-    for what such a server cannot do."""
+    """The body for one attempt, but for its slot. `context`: the number of tokens of a slot. Raises
+    DialectError for what such a server cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     lacks = _why_not(sampling, num_done)
@@ -237,7 +238,7 @@ def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
 
 
 def _why_not(sampling: SamplingParams, num_done: int) -> str:
-    """Returns what of a request such a server cannot do; "" if it can do all."""
+    """Returns which part of a request such a server cannot do, or "" if it can do all."""
     if sampling.prompt_logprobs is not None:
         return "has no log-probabilities of a prompt"
     if sampling.logprob_token_ids:
@@ -298,12 +299,13 @@ class _Reader:
         self._seen = found.tokens_predicted
         if missing <= 0:
             return found.tokens
-        if found.stop:  # an answer that ends within a character: nobody knows of which
+        if found.stop:  # an answer that ends within a character, of which the tokens are unknown
             stand_in = (await self._server.tokenize(UNFINISHED))[-UNFINISHED_BYTES:]
             return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
         if token_ids and token_ids[-1] == found.tokens[-1]:
-            token_ids = token_ids[-missing - 1 :]  # and one: some begin a text with a space
+            # one more token: some tokenizers begin a text with a space
+            token_ids = token_ids[-missing - 1 :]
         return token_ids or found.tokens
 
     def _tokens(self, token_ids: Sequence[int], drawn: Sequence[_Drawn]) -> tuple[Token, ...]:
@@ -322,7 +324,7 @@ class _Reader:
         )
 
     def _until_stop(self, tokens: tuple[Token, ...], finish: FinishReason | None) -> EngineOutput:
-        """Cuts the output at a stop token: such a server knows only the model's own."""
+        """Cuts the output at a stop token, because such a server knows only the model's own."""
         stops = self._work.sampling.stop_token_ids
         for number, token in enumerate(tokens):
             if token.token_id in stops:
@@ -341,7 +343,8 @@ def _least(logprob: float | None) -> float:
 
 
 async def next_logprobs(client: VllmClient, prompt: Sequence[int], top: int) -> dict[int, float]:
-    """The most likely tokens after a prompt, computed without what is cached. Raises VllmError."""
+    """Returns the most likely tokens after a prompt, computed without cached KVCache. Raises
+    VllmError."""
     fields = {
         "prompt": list(prompt),
         "n_predict": 1,

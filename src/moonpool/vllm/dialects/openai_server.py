@@ -1,6 +1,6 @@
 """A server with OpenAI's endpoints that takes no token ids: Ollama, TensorRT-LLM, or another.
 
-It gets the client's own body. Its KVCache is unknown.
+The server gets the client's own body. The content of its KVCache is unknown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moonpool.vllm.forwarded import forwarded_body
 BLOCK_TOKENS = 16
 ASSUMED_CONTEXT = 32_768
 CONTEXTS = 64
-"""How many whole contexts it is assumed to hold at a time."""
+"""How many whole contexts the server is assumed to hold at a time."""
 CHAT = "/v1/chat/completions"
 
 
@@ -97,8 +97,8 @@ def read_listed(models: bytes) -> list[Listed]:
 
 
 class OpenAiDialect(ServerDialect):
-    """`make`: what it was found to be. `takes_salt`: it keeps prompts with another `cache_salt`
-    apart."""
+    """`make`: the kind of server that was found. `takes_salt`: whether it keeps prompts with
+    another `cache_salt` apart."""
 
     def __init__(
         self, client: VllmClient, make: str = "OpenAI-like server", takes_salt: bool = False
@@ -136,8 +136,8 @@ class OpenAiDialect(ServerDialect):
         return VllmFacts(offer, BLOCK_TOKENS, blocks, make=self.make, assumed=words)
 
     async def _context_of(self, name: str) -> int:
-        """The context as Ollama reports it: of the loaded model, else of its file. 0: it does
-        not."""
+        """Returns the context as Ollama reports it: of the loaded model, or else of its file.
+        Returns 0 if the server does not report it."""
         with contextlib.suppress(VllmError, *MALFORMED):
             for one in _LOADED.decode(await self.client.get("/api/ps")).models:
                 if name in (one.name, one.model) and one.context_length:

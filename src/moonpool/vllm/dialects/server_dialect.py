@@ -1,4 +1,4 @@
-"""How a server of one make is asked: what it is, what it computes, and what it has cached."""
+"""How a server of one make is asked what it is, what it computes, and what it has cached."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from moonpool.vllm.known_cache import PrefixCounts
 
 @dataclass(slots=True)
 class SlotUse:
-    """The slot that a request has to itself, and whether it may use what is in it. `found_tokens`:
-    of its prompt, as the server then says, or None if it has not said it."""
+    """The slot that a request has to itself, and whether it may use the slot's content.
+    `found_tokens`: the cached tokens of its prompt, as the server reports them, or None before
+    that."""
 
     slot: int
     reuses: bool
@@ -26,18 +27,18 @@ class SlotUse:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a server is asked to answer."""
+    """A request that a server is to answer."""
 
     submit: SubmitRequest
     work: AttemptSpec
     facts: VllmFacts
-    fingerprint: bytes  # of the layout
+    fingerprint: bytes  # fingerprint of the block layout
     use: SlotUse | None
 
 
 class ServerDialect(ABC):
     """How servers of one make are asked. All methods raise VllmError if the server fails, and
-    DialectError if it does not answer as it should. `make`: its name, for words."""
+    DialectError if its answer is not as expected. `make`: the name of the make, for messages."""
 
     make: str
 
@@ -46,7 +47,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     async def facts(self) -> VllmFacts:
-        """What a healthy server tells of itself."""
+        """Returns what a healthy server tells about itself."""
 
     def outputs(
         self,
@@ -55,7 +56,8 @@ class ServerDialect(ABC):
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        """Has a request computed, or a call of a client answered. `use`: of a server with slots."""
+        """Has a request computed, or a call of a client answered. `use`: the slot to use, of a
+        server with slots."""
         asked = Asked(submit, submit.attempt, facts, layout_fingerprint, use)
         if asked.work.call is None:
             return self.computed(asked)

@@ -1,7 +1,7 @@
 """SGLang: prompts as token ids at `/generate`, and the client's own body at OpenAI's endpoints.
 
-Its radix cache has pages of `page_size` tokens. Its KV events have vLLM's format, with one block
-for each page; below LEAST_PAGE_TOKENS moonpool does not follow them.
+SGLang's radix cache has pages of `page_size` tokens. SGLang's KV events have vLLM's format, with
+one block for each page; moonpool does not follow pages below LEAST_PAGE_TOKENS.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class SglangDialect(ServerDialect):
         return forwarded_body(asked.work, asked.facts.model_id, asked.fingerprint)
 
     async def counts(self) -> PrefixCounts | None:
-        """None where it was started without `--enable-metrics`."""
+        """Returns None if the server was started without `--enable-metrics`."""
         metrics = (await self.client.get("/metrics", optional=True)).decode(errors="replace")
         found = [
             re.findall(_COUNTER.format(name), metrics, re.M)
@@ -141,7 +141,7 @@ class SglangDialect(ServerDialect):
 def generate_fields(
     work: AttemptSpec, facts: VllmFacts, layout_fingerprint: bytes
 ) -> dict[str, Any]:
-    """The body for one attempt. Raises DialectError for what SGLang cannot do."""
+    """Returns the body for one attempt. Raises DialectError for what SGLang cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     lacks = {
@@ -206,7 +206,7 @@ def _constraint(grammar: str) -> dict[str, Any]:
 
 class _Reader:
     """Reads the events of one answer. Each event has all tokens so far, or with
-    `--incremental-streaming-output` the new ones; its count of all tokens tells which."""
+    `--incremental-streaming-output` only the new ones; its count of all tokens tells which."""
 
     def __init__(self, work: AttemptSpec) -> None:
         self._work = work

@@ -1,4 +1,5 @@
-"""vLLM: prompts as token ids at `/v1/completions`, and the client's own body at all endpoints."""
+"""vLLM: prompts are sent as token ids to `/v1/completions`, and the client's own body to all
+endpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class VllmDialect(ServerDialect):
         document = await self.client.get("/openapi.json", optional=True)
         facts = read_facts(models, metrics.decode(errors="replace"), document, self.client.rank)
         if self.client.rank and facts.offer.generates:
-            # `/metrics` still names ranks that the server was scaled down from.
+            # `/metrics` still names ranks that were removed when the server was scaled down.
             fields = {"model": facts.model_id, "prompt": [0], "max_tokens": 1}
             await self.client.post(COMPLETIONS, fields)
         return facts

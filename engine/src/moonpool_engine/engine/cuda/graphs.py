@@ -31,7 +31,7 @@ class _Recorded:
 
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor  # [batch] int64
-    tiles: Tiles  # with positions [batch] int32, -1 in padding rows
+    tiles: Tiles  # the tiles with positions [batch] int32, -1 in padding rows
     logits: Tensor  # [batch, vocab] float32
 
 
@@ -42,7 +42,7 @@ class GraphedModel:
         self._model = model
         self._ops = ops
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        self._pool: Any = None  # memory shared by all graphs, since only one runs at a time
+        self._pool: Any = None  # memory pool that all graphs share, because only one runs at a time
 
     def forward(
         self,
@@ -89,7 +89,8 @@ class GraphedModel:
         tiles = Tiles(step, each[:-1], firsts, batch, runs)
         self._ops.adopt(tiles)
         args = (token_ids, cache, meta, each[:-1])
-        self._model.forward(*args)  # compiles missing kernels first, which cannot be recorded
+        # compiles missing kernels first, because compiling cannot be recorded
+        self._model.forward(*args)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

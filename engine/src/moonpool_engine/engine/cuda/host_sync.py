@@ -32,7 +32,7 @@ _Place = tuple[int, int, NDArray[np.int32]]
 
 
 def lock_pages(arena: Tensor) -> bool:
-    """Page-locks host memory for the lifetime of the process. False if the system refuses.
+    """Page-locks host memory for the lifetime of the process. Returns False if the system refuses.
 
     Copies of page-locked memory need no staging buffer and overlap with kernels.
     """
@@ -79,7 +79,7 @@ class HostGpuSync:
 
     def begin(self, meta: StepMeta, announced: bool) -> LayerDone | None:
         """Loads the stale blocks that the step reads. Returns a function to call once a layer's
-        kernels are queued; None if layers are not announced."""
+        kernels are queued, or None if layers are not announced."""
         starts = meta.context_starts.tolist()
         counts = meta.row_starts.diff().tolist()
         tables = meta.block_tables.numpy()
@@ -111,8 +111,8 @@ class HostGpuSync:
             self._events.append(self._stream.record_event())
 
     def _save(self, block_ids: Sequence[int], places: int | slice) -> None:
-        """Copies to the arena after the work queued on the engine's stream. Each copy is
-        contiguous."""
+        """Copies to the arena after the work queued on the engine's stream. Each copy covers
+        contiguous memory."""
         if self._stream is None:
             for block_id in block_ids:
                 self._arena[block_id, places] = self._gpu[block_id, places]
@@ -133,11 +133,13 @@ class HostGpuSync:
                 if block_id not in self._stale:
                     continue
                 self._stale.discard(block_id)
-                if index * size < start:  # else the step writes the whole block before it is read
+                # otherwise the step writes the whole block before it is read
+                if index * size < start:
                     self._gpu[block_id].copy_(self._arena[block_id], non_blocking=True)
 
     def _completed(self, places: Iterable[_Place], tails: bool) -> list[int]:
-        """The blocks that the step fills; with `tails`, those it leaves partly filled too."""
+        """Returns the blocks that the step fills; with `tails`, also those that it leaves partly
+        filled."""
         size = self._layout.block_tokens
         done: list[int] = []
         for start, end, table in places:

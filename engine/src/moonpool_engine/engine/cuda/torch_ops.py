@@ -1,7 +1,7 @@
 """The operations of a decoder on any device, by torch's own kernels.
 
-They are the reference for the Triton kernels (`triton_ops`) and replace them where Triton is
-missing. torch chooses kernels by the shape of the call, so these operations are *not*
+These operations are the reference for the Triton kernels (`triton_ops`) and replace them where
+Triton is missing. torch chooses kernels by the shape of the call, so these operations are *not*
 batch-invariant: tokens may differ where two candidates tie within rounding.
 
 `StepPlacer` copies a step's index tensors to the device once per step instead of once per layer.
@@ -33,16 +33,16 @@ from moonpool_engine.engine.slices import ROWS_INNER, key_rows, value_rows
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """`StepMeta` on the device. The lists are for the host."""
+    """`DeviceStep` is `StepMeta` on the device. The lists are for the host."""
 
     meta: StepMeta
     positions: Tensor  # [T] int32
     sequences: Tensor  # [T] int32: the sequence of each row
-    row_starts: Tensor  # [S + 1] int32
+    row_starts: Tensor  # shape [S + 1], int32
     context_starts: Tensor  # [S] int32
     block_tables: Tensor  # [S, max_blocks] int32
-    counts: list[int]  # rows of each sequence
-    contexts: list[int]  # cached tokens of each sequence
+    counts: list[int]  # number of rows of each sequence
+    contexts: list[int]  # number of cached tokens of each sequence
 
 
 def place_step(meta: StepMeta, device: torch.device) -> DeviceStep:
@@ -168,7 +168,7 @@ class TorchOps:
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:
-    """`Ops.glu`, one element at a time: no element depends on another's place."""
+    """Computes `Ops.glu` one element at a time, so that no element depends on another's place."""
     x, up = gate_up.float().chunk(2, dim=-1)
     active = F.silu(x) if gate.kind == "silu" else F.gelu(x, approximate="tanh")
     return (active * up).to(gate_up.dtype)

@@ -1,7 +1,7 @@
 """TritonOps: the `Ops` protocol on NVIDIA GPUs, by Triton kernels and verified cuBLASLt products.
 
 This module chooses tiles and grids, and only in ways that do not change a row's bits. `kernels`
-explains the batch invariance.
+explains why the operations are batch-invariant.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moonpool_engine.engine.slices import ROWS_INNER, key_rows, value_rows
 ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
 KEY_TILE = 64
 SPLIT = 1024
-"""Keys in one run of a program. It is part of the arithmetic, since each run has its own sum. Short
-runs keep the whole GPU busy with few sequences; long runs save work."""
+"""Keys in one run of a program. The length of a run is part of the arithmetic, because each run has
+a separate sum. Short runs keep the whole GPU busy with few sequences; long runs save work."""
 PROGRAMS_PER_PROCESSOR = 2
 LOG2_E = 1.4426950408889634
 

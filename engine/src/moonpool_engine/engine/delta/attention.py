@@ -1,10 +1,10 @@
 """Layers of linear attention by the gated delta rule (Gated DeltaNet, arXiv:2412.06464).
 
-Such a layer has a state of one size per sequence in place of K and V of each token. A state lies in
-the layer's slice of the block of its newest token, in float32. It is written over until the block
-is full, and stays there: a full block holds the state after its last token, as it holds K and V of
-the other layers. So blocks are cached, moved and stored like those of any other model, and a cached
-prefix continues from the state of its last block.
+A layer of linear attention has a state of one size per sequence in place of K and V of each token.
+A state lies in the layer's slice of the block of its newest token, in float32. The state is
+overwritten until the block is full, and then stays: a full block holds the state after its last
+token, as it holds K and V of the other layers. So blocks are cached, moved and stored like blocks
+of any other model, and a cached prefix continues from the state of its last block.
 
 A state's slice has, in this order:
 
@@ -12,8 +12,8 @@ A state's slice has, in this order:
     the state              [value_heads][key_dim][value_dim]
     the newest taps - 1 rows of q, k and v before the convolution, oldest first [taps - 1][channels]
 
-A state knows how many tokens it is of. Another number than the step's start means that the block
-does not hold what the scheduler believes: the step fails, and no token comes of it.
+A state knows how many tokens it is of. If the number differs from the step's start, the block does
+not hold what the scheduler believes: the step fails, and no token comes from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCK_MULTIPLE = 16
 
 
 class DeltaAttention:
-    """A layer's projections and the rule between them."""
+    """The projections of a layer and the rule between them."""
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:
         assert spec.delta is not None
@@ -51,7 +51,7 @@ class DeltaAttention:
         )
 
     def qkv(self, normed: Tensor) -> Tensor:
-        """[T, hidden] -> [T, delta.width]."""
+        """Returns the projections: [T, hidden] -> [T, delta.width]."""
         return torch.cat((self._input(normed), self._gates(normed)), dim=1)
 
     def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
@@ -61,7 +61,7 @@ class DeltaAttention:
         return self._ops.delta_rule(qkv, self._weights, where)
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """What `store` returned."""
+        """Takes what `store` returned, and returns the outputs."""
         return q
 
     def project(self, attention: Tensor) -> Tensor:

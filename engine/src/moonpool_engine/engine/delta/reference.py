@@ -56,8 +56,8 @@ def delta_rows(x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
 
 
 class _Running:
-    """A state, as one sequence's rows change it. Each operation has one shape, whatever the step
-    contains."""
+    """A state, as one sequence's rows change it. Each operation has the same shape, whatever the
+    step contains."""
 
     def __init__(self, spec: DeltaSpec, weights: DeltaWeights) -> None:
         self._spec, self._weights = spec, weights

@@ -19,7 +19,7 @@ class Drafter:
     def __init__(
         self, model: LoadedModel, ops: Ops, num_blocks: int, block_tokens: int, vocab_size: int
     ) -> None:
-        """It guesses tokens below `vocab_size`, that of the model that verifies."""
+        """The drafter guesses tokens below `vocab_size`, that of the verifying model."""
         layout = make_layout(model, block_tokens, ops)
         self.engine = Engine(model, ops, empty_cache(layout, num_blocks))
         self.num_bytes = num_blocks * layout.block_bytes
@@ -29,8 +29,8 @@ class Drafter:
     def run(
         self, entries: Sequence[StepEntry]
     ) -> tuple[list[StepEntry], Mapping[int, tuple[int, ...]], float]:
-        """Does the entries' draft tasks. Returns the entries with their drafts, what it guessed by
-        entry, and the seconds. Raises `StepError` as the engine does."""
+        """Does the entries' draft tasks. Returns the entries with their drafts, the guessed tokens
+        by entry, and the seconds. Raises `StepError` as the engine does."""
         tasks = {i: entry.draft_task for i, entry in enumerate(entries) if entry.draft_task}
         if not tasks:
             return list(entries), {}, 0.0

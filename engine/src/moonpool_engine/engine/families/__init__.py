@@ -1,1 +1,1 @@
-"""The families of models: their descriptions, and how a config is read by them."""
+"""The families of models: their descriptions, and how configs are read with them."""

@@ -1,7 +1,7 @@
 """Reads a checkpoint's `config.json` into a `ModelSpec`, by the description of its family.
 
 Reads both spellings of RoPE scaling (`rope_scaling` and `rope_parameters`), and refuses every
-option that the engine would compute wrongly. It reads no weights.
+option that the engine would compute wrongly. This module reads no weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moonpool_engine.engine.spec import ModelSpec
 HEAD_DIM_MULTIPLE = 16
 ACTIVATIONS = {
     "silu": ("silu", "swish"),
-    "clamped": ("silu", "swish"),  # with swiglu_limit and swiglu_alpha
+    "clamped": ("silu", "swish"),  # a SiLU with swiglu_limit and swiglu_alpha
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
 }
 ALL_HEADS = ("llama", "phi3", "granite", "granitemoe", "granitemoehybrid", "olmoe")
@@ -136,7 +136,8 @@ def _text_config(fields: Fields, family: Family) -> Fields:
 
 
 def _heads(fields: Fields, name: str, hidden_size: int) -> tuple[int, int, int]:
-    """The heads, KV heads and elements per head, as the blocks have them."""
+    """Returns the numbers of heads and KV heads and the elements per head, as the blocks have
+    them."""
     num_heads = fields.positive("num_attention_heads")
     if FAMILIES[name].latent:
         latent = read_latent(fields)
@@ -233,7 +234,7 @@ def _windows(
 
 
 def _window(fields: Fields, family: Family) -> int | None:
-    """The tokens of a layer with a window; None if no layer has one."""
+    """Returns the window length in tokens, or None if no layer has a window."""
     if "sliding_window" not in fields:
         return family.window_default
     return fields.positive("sliding_window") if fields.has("sliding_window") else None
@@ -255,12 +256,12 @@ def _sliding(fields: Fields, family: Family, num_layers: int) -> list[bool]:
     if family.window == "option":
         first = fields.count("max_window_layers", 28)
         return [layer >= first for layer in range(num_layers)]
-    if fields.is_text("sliding_window_pattern"):  # such as LLLG, over and over
+    if fields.is_text("sliding_window_pattern"):  # a pattern such as LLLG, which is repeated
         pattern = fields.text("sliding_window_pattern")
         if not pattern or set(pattern) - {"L", "G"}:
             raise fields.error(f"sliding_window_pattern {shown(pattern)} has not only L and G")
         kinds = [pattern[layer % len(pattern)] == "L" for layer in range(num_layers)]
-        return [*kinds[:-1], False]  # the last layer sees all
+        return [*kinds[:-1], False]  # the last layer sees the whole context
     every = fields.count("sliding_window_pattern", family.full_every) or family.full_every
     return [not every or (layer + 1) % every > 0 for layer in range(num_layers)]
 

@@ -10,7 +10,7 @@ MOST_TAPS = 8
 
 
 def read_delta(fields: Fields) -> DeltaSpec:
-    """The linear attention of a config. Raises `ModelError`."""
+    """Returns the linear attention that a config describes. Raises `ModelError`."""
     delta = DeltaSpec(
         key_heads=fields.positive("linear_num_key_heads", default=16),
         value_heads=fields.positive("linear_num_value_heads", default=32),

@@ -9,7 +9,7 @@ from moonpool_engine.engine.spec import ExpertSpec
 
 
 def read_experts(fields: Fields, family: Experts, num_layers: int) -> ExpertSpec:
-    """The mixture of a config. Raises `ModelError`."""
+    """Returns the mixture of experts that a config describes. Raises `ModelError`."""
     # Newer configs have one key for all families.
     newer = "num_local_experts"
     count = fields.positive(family.count if fields.has(family.count) else newer)

@@ -10,7 +10,7 @@ LATENT_MULTIPLE = 16
 
 
 def read_latent(fields: Fields) -> LatentSpec:
-    """The latent of a DeepSeek config. Raises `ModelError`."""
+    """Returns the latent that a DeepSeek config describes. Raises `ModelError`."""
     latent = LatentSpec(
         rank=fields.positive("kv_lora_rank"),
         rope_dim=fields.positive("qk_rope_head_dim"),

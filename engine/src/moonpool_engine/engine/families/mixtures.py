@@ -49,7 +49,8 @@ MIXTURES: dict[str, Family] = {
         QWEN3_5, architecture="Qwen3_5MoeForCausalLM",
         inside=("Qwen3_5MoeForConditionalGeneration",),
         experts=Experts(shared="shared_expert_intermediate_size", renormalise=True),
-        defaults=(*QWEN3_5.defaults, ("intermediate_size", 512)),  # no layer has an MLP
+        # no layer has an MLP, so its size is a default
+        defaults=(*QWEN3_5.defaults, ("intermediate_size", 512)),
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM", qk_norm="all", experts=Experts(inter="intermediate_size")
@@ -77,7 +78,7 @@ MIXTURES: dict[str, Family] = {
         ),
     ),
     "deepseek_v2": _DEEPSEEK2,
-    "deepseek_v3": _DEEPSEEK3,  # Kimi K2 too
+    "deepseek_v3": _DEEPSEEK3,  # also the type of Kimi K2
     "glm4_moe": _GLM4,
     "glm4_moe_lite": replace(
         _DEEPSEEK3, architecture="Glm4MoeLiteForCausalLM",

@@ -1,8 +1,9 @@
 """The model families that the engine serves.
 
 A description (`dense`, `mixtures`) says how a family differs from Llama. `config` reads a
-checkpoint's config by it, and `engine.tensors` finds the weights by it. The model itself knows no
-family: it follows the `ModelSpec` that results. A family whose parts all exist is one entry there.
+checkpoint's config with the registry, and `engine.tensors` finds the weights with it. The model
+itself knows no family: it follows the resulting `ModelSpec`. A family whose parts all exist is one
+entry there.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 def full_rope(
     fields: Fields, family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, int, tuple[str, ...]]:
-    """The RoPE of layers that see the whole context, the context it serves, and notes.
+    """Returns the RoPE of layers that see the whole context, the length of context that it serves,
+    and notes.
 
     Raises ModelError.
     """
@@ -26,7 +27,7 @@ def full_rope(
     rotary_dim = _rotary_dim(fields, rope, family, head_dim)
     if family.partial_rope and (kind in ("longrope", "su") or "short_factor" in rope):
         return _longrope(fields, rope, theta, rotary_dim or head_dim, max_positions)
-    if kind == "mrope":  # of images: the three positions of a text's token are equal
+    if kind == "mrope":  # positions of images; the three positions of a text token are equal
         kind = "default"
     if kind not in ROPE_KINDS:
         raise ModelError(
@@ -56,7 +57,7 @@ def full_rope(
 
 
 def local_rope(fields: Fields, family: Family) -> RopeSpec | None:
-    """The RoPE of layers with a window, where the family gives them one of their own.
+    """Returns the RoPE of layers with a window, if the family gives them a separate one.
 
     Raises ModelError.
     """
@@ -112,8 +113,8 @@ def _rotary_dim(fields: Fields, rope: Fields, family: Family, head_dim: int) -> 
 def _longrope(
     fields: Fields, rope: Fields, theta: float, rotary_dim: int, max_positions: int
 ) -> tuple[RopeSpec, int, tuple[str, ...]]:
-    """Phi's scaling. Its factors change where a prompt passes the original context, and with them
-    all KVCache. So the context served ends there."""
+    """Phi's scaling. The factors of longrope change where a prompt exceeds the original context,
+    and all KVCache with them. So the served context ends at that length."""
     original = _original(rope, _original(fields, 4096))
     factors = rope.numbers("short_factor")
     if factors is None or len(factors) != rotary_dim // 2:

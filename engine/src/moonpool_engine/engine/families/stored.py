@@ -1,4 +1,4 @@
-"""Where a checkpoint stores a tensor: a view of one that it has."""
+"""Describes where a checkpoint stores a tensor of the model: as a view of a stored tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 class StoredTensor(NamedTuple):
-    """Where a checkpoint has a tensor: a view of the tensor `name`, which has `shape`."""
+    """A view of the stored tensor `name`, which has `shape`."""
 
     name: str
     shape: Shape
@@ -20,7 +20,7 @@ class StoredTensor(NamedTuple):
 
 
 def whole(stored: Tensor) -> Tensor:
-    """All of it."""
+    """Returns a view of the whole tensor."""
     return stored
 
 

@@ -1,4 +1,4 @@
-"""Where checkpoints store layers of linear attention, and heads with gates."""
+"""Finds where checkpoints store layers of linear attention, and heads with gates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _PARTS = {"qkv": ((0, 1, 2), 4), "z": ((3,), 4), "b": ((0,), 2), "a": ((1,), 2)}
 
 
 def _group_sizes(delta: DeltaSpec) -> dict[int, tuple[int, ...]]:
-    """The rows of each part that belong to one key head."""
+    """`joined`: whether q, k, v and z are one tensor, and b and a another one, interleaved by key
+    head (Qwen3-Next)."""
     values = delta.value_heads // delta.key_heads
     own = values * delta.value_dim
     return {4: (delta.key_dim, delta.key_dim, own, own), 2: (values, values)}

@@ -1,8 +1,8 @@
 """The architectures of GGUF files that are read, and where a file has each of a model's tensors.
 
-`general.architecture` names one. A description says which class of Hugging Face's it is, and how
-llama.cpp's converter stores it: renamed, with the experts of a layer in one tensor, or with the
-rows of q and k in another order.
+A file's `general.architecture` names its architecture. A description says which class of Hugging
+Face's it is, and how llama.cpp's converter stores it: renamed, with the experts of a layer in one
+tensor, or with the rows of q and k in another order.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ _SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_sof
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One value of `general.architecture`. The defaults are Qwen's."""
+    """An `Architecture` is one value of `general.architecture`. The defaults are Qwen's."""
 
-    model: str = ""  # the class in Hugging Face's config; "" means that only mixtures are read
-    mixture: str = ""  # the class of files that have experts; "" means that they are not read
-    windowed: str = ""  # the class of files that have a window, if it is another
-    renormalises: bool = True  # the weights of the chosen experts sum to 1
-    names_scores: bool = False  # the metadata say how experts are chosen, as DeepSeek's do
-    swapped: bool = False  # rows of q and k are in the order of a rotation of neighbours
-    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors
-    numbers: Mapping[str, str] = field(default_factory=dict)  # keys of the config: of the metadata
-    baked_norms: bool = False  # what the family adds to the weights of norms is in the file
-    fused: Literal["", "qkv", "gate_up"] = ""  # gate and up are one tensor, and q, k and v too
+    model: str = ""  # the class in Hugging Face's config, or "" if only mixtures are read
+    mixture: str = ""  # the class of files that have experts, or "" if such files are not read
+    windowed: str = ""  # the class of files that have a window, if it differs
+    renormalises: bool = True  # whether the weights of the chosen experts sum to 1
+    names_scores: bool = False  # whether the metadata say how experts are chosen, like DeepSeek's
+    swapped: bool = False  # whether rows of q and k are in the order of a rotation of neighbours
+    names: Mapping[str, str] = field(default_factory=dict)  # names of a layer's tensors
+    # keys of the config -> keys of the metadata
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    baked_norms: bool = False  # whether the file has norm weights that include the family's offset
+    # whether gate and up are one tensor, and also q, k and v
+    fused: Literal["", "qkv", "gate_up"] = ""
     partial_rope: bool = False
-    big_layers: int = 0  # a model of this many layers scales scores by hidden size over heads
+    big_layers: int = 0  # a model with this many layers scales scores by hidden size over heads
     truncates_yarn: bool = True
-    latent: bool = False  # attention over latents: its keys and tensors are in `latent`
-    delta: bool = False  # linear attention: its keys and tensors are in `delta`
+    latent: bool = False  # whether attention uses latents, whose keys and tensors are in `latent`
+    delta: bool = False  # whether there is linear attention, whose keys and tensors are in `delta`
 
 
 ARCHITECTURES = {
@@ -145,7 +147,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> TensorLocation:
-    """Where a file of the architecture has the model's tensor `name` of this shape."""
+    """Returns where a file of the architecture has the model's tensor `name` of this shape."""
     module, _, kind = name.rpartition(".")
     if module in _NAMES:
         return TensorLocation(f"{_NAMES[module]}.{kind}", shape, shape)
@@ -175,7 +177,8 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Ten
 
 
 def _fused(spec: ModelSpec, part: str, fused: str) -> tuple[str, int, int] | None:
-    """The tensor that has this linear among others, its first row, and all rows of it."""
+    """Returns the stored tensor that contains this linear, its first row in it, and the number of
+    rows of that tensor."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inter = spec.intermediate_size
     if fused == "gate_up" and part.startswith("self_attn."):

@@ -24,7 +24,7 @@ SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.we
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
-    """What `config.json` would say. Raises `ModelError`."""
+    """Returns what the model's `config.json` would contain. Raises `ModelError`."""
     own = architecture_of(file)
     values = architecture_values(file)
     further = 0 if own.latent else values.count("nextn_predict_layers", 0, least=0)
@@ -87,7 +87,7 @@ def _check_head_dims(
 def _own_numbers(
     own: Architecture, values: MetadataValues, layers: int, wide_head: int, head_dim: int
 ) -> dict[str, Any]:
-    """What only some architectures have."""
+    """Returns the numbers that only some architectures have."""
     found: dict[str, Any] = {
         key: _rounded(values.number(name)) for key, name in own.numbers.items() if values.has(name)
     }

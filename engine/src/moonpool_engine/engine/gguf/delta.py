@@ -57,7 +57,8 @@ def with_stored_heads(spec: ModelSpec) -> ModelSpec:
 def delta_place(
     spec: ModelSpec, prefix: str, part: str, kind: str, shape: Shape
 ) -> TensorLocation | None:
-    """Where a file has a layer's tensor `part`.`kind`; None for those of other families."""
+    """Returns where a file has a layer's tensor `part`.`kind`, or None for tensors of other
+    families."""
     if part in _HALVES:
         stored_shape = (2 * shape[0], shape[1])
         return TensorLocation(f"{prefix}attn_q.{kind}", stored_shape, shape, half=_HALVES[part])

@@ -27,7 +27,7 @@ def names_gguf(name: str) -> bool:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file; None if the name stands for something else. Raises `ModelError`."""
+    """Returns the GGUF file, or None if the name stands for something else. Raises `ModelError`."""
     path = Path(name).expanduser()
     if name in PACKAGED and not path.exists():
         return _packaged(name)
@@ -43,7 +43,7 @@ def gguf_file(name: str) -> Path | None:
 
 def _packaged(name: str) -> Path:
     module, file = PACKAGED[name]
-    found = importlib.util.find_spec(module)  # does not import it
+    found = importlib.util.find_spec(module)  # this call does not import the module
     folders = [] if found is None else list(found.submodule_search_locations or [])
     for folder in folders:
         if (Path(folder) / file).is_file():

@@ -1,6 +1,7 @@
-"""What a head needs of a GGUF file: its config, from the header alone. It imports no torch.
+"""Reads what a head needs of a GGUF file: the config, from the header alone. This module imports no
+torch.
 
-The tensors are checked by those that read them (`gguf.checkpoint`).
+The readers of tensors check them (`gguf.checkpoint`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moonpool_engine.engine.spec import ModelSpec
 
 
 def gguf_info(path: Path) -> ModelInfo:
-    """The info of a model in a GGUF file. Raises `ModelError`."""
+    """Returns the info of a model in a GGUF file. Raises `ModelError`."""
     file = read_gguf(path)
     spec = gguf_spec(file)
     return ModelInfo(

@@ -1,8 +1,8 @@
 """What GGUF files of DeepSeek's architecture have besides the others': sizes of the latent, the
 choice between experts, and the latent's up-projection in two tensors.
 
-llama.cpp's name for it is `deepseek2`. Files are of DeepSeek V2 and V3, Kimi K2, Moonlight and
-whatever else has these parts.
+llama.cpp's name for it is `deepseek2`. Such files contain DeepSeek V2 and V3, Kimi K2, Moonlight
+and any other model with these parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def latent_config(values: MetadataValues, file: GgufFile) -> dict[str, Any]:
         if values.number(name, 0.0, or_zero=True):
             raise ModelError(f"{values.path} has {name}, which is not supported; use another file")
     rope = values.count("rope.dimension_count")
-    # Older files give a head's own sizes here, newer ones those of the latent.
+    # Older files give the sizes of a head here, newer files those of the latent.
     key = values.count("attention.key_length_mla", values.count("attention.key_length"))
     value = values.count("attention.value_length_mla", values.count("attention.value_length"))
     if key <= rope:
@@ -57,7 +57,7 @@ def routed_experts(values: MetadataValues, file: GgufFile) -> dict[str, Any]:
     count = values.count("expert_count")
     scores = values.optional_count("expert_gating_func")
     if scores is None:
-        # Files of V2 do not say it. Only sigmoids are corrected.
+        # Files of V2 do not say it. A correction is used only with sigmoid scores.
         scores = _SIGMOID if f"blk.{dense}.exp_probs_b.bias" in file.tensors else _SOFTMAX
     if scores not in (_SOFTMAX, _SIGMOID):
         raise values.error("expert_gating_func", "1 (softmax) or 2 (sigmoid)")

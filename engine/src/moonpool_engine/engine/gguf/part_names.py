@@ -9,7 +9,8 @@ _NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.g
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model that the file is one of; only its own if it is whole."""
+    """Returns the names of all parts of the model that the file belongs to, or only its own name if
+    the model has one part."""
     found = _NAME.fullmatch(name)
     if found is None:
         return [name]

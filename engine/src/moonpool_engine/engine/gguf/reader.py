@@ -67,11 +67,11 @@ _OTHER = {
 class TensorEntry:
     """One tensor: `shape` as in torch (rows first), `begin` and `end` are offsets in its part."""
 
-    kind: str  # the name of its type
+    kind: str  # the name of the tensor's type
     shape: tuple[int, ...]
     begin: int
     end: int
-    part: int = 0  # of the model's files
+    part: int = 0  # number of the model's file that has the tensor
 
     @property
     def num_rows(self) -> int:
@@ -86,19 +86,20 @@ class TensorEntry:
 
 
 class GgufPart(NamedTuple):
-    """One mapped file."""
+    """A `GgufPart` is one mapped file."""
 
     path: Path
-    mapping: mmap.mmap  # nothing is written to it
-    version: tuple[int, ...]  # changes if another file takes the path, or if this one is written
+    mapping: mmap.mmap  # mapped memory, to which nothing is written
+    version: tuple[int, ...]  # changes if another file takes the path, or if this file is written
 
 
 class StoredTexts:
-    """An array of texts in a mapped file. Each is decoded at its first use, because a vocabulary
-    has hundreds of thousands and a reader of weights needs none."""
+    """An array of texts in a mapped file. Texts are decoded at their first use, because a
+    vocabulary has hundreds of thousands of them and a reader of weights needs none."""
 
     def __init__(self, mapping: mmap.mmap, starts: array[int]) -> None:
-        """`starts`: where each text begins, and 8 bytes behind the end of the last one."""
+        """`starts`: where each text begins, and a position 8 bytes after the end of the last
+        text."""
         self._mapping = mapping
         self._starts = starts
 
@@ -114,8 +115,8 @@ class GgufFile:
     """The checked headers of a model's file, or of its parts. Arrays of numbers are numpy arrays,
     those of texts are `StoredTexts`."""
 
-    path: Path  # of the first part
-    metadata: Mapping[str, Any]  # of the first part
+    path: Path  # path of the first part
+    metadata: Mapping[str, Any]  # metadata of the first part
     tensors: Mapping[str, TensorEntry]
     parts: tuple[GgufPart, ...]
 
@@ -126,7 +127,8 @@ class GgufFile:
         return torch.frombuffer(self.parts[entry.part].mapping, dtype=torch.uint8)[begin:end]
 
     def release(self) -> None:
-        """Drops the pages that were read. What was returned is read from the files again."""
+        """Drops the pages that were read. Releases the pages of what was returned, which is read
+        from the files again."""
         for part in self.parts:
             part.mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -297,7 +299,7 @@ class _Header:
         return metadata, self._placed(entries, _alignment(self, metadata))
 
     def _entries(self, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """kind, shape and offset of each tensor."""
+        """Yields kind, shape and offset of each tensor."""
         entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self._text("a tensor's name", MAX_NAME_BYTES)

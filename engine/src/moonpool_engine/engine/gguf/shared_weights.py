@@ -1,7 +1,7 @@
 """Weights that one process packs for the local workers that are forked from it.
 
-They are never written again, so all workers of a machine share their pages, and a worker that is
-restarted has them at once. So it is with the vocabulary that grammars need.
+The weights are never written again, so all workers of a machine share their pages, and a restarted
+worker has them at once. The same holds for the vocabulary that grammars need.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ log = logging.getLogger("moonpool.worker")
 class SharedWeights:
     """A model with its weights packed for the CPU, in one part."""
 
-    config: ModelConfig  # with the dtype resolved
+    config: ModelConfig  # config with a resolved dtype
     model: LoadedModel
     decoder: DecoderModel
     grammars: Grammars  # prepared, unless they can wait
 
     def fit(self, model: ModelConfig, engine: EngineConfig) -> bool:
-        """Whether an instance of one process computes with them. Device and dtype are resolved."""
+        """Whether an instance of one process computes with these weights. Device and dtype are
+        resolved."""
         return model == self.config and engine.device == "cpu" and engine.num_shards == 1
 
 
 def share_weights(config: Config) -> SharedWeights | None:
     """Packs the weights of a GGUF file, in a process that stays without further threads.
 
-    Returns None for a model that its workers load by themselves: of another kind, or computed in
-    parts, on a GPU or with attention workers. A model that cannot be loaded is also left to them:
-    they report why. Other kinds of models are packed by torch's threads, which no fork survives.
+    Returns None for a model that its workers load themselves: of another kind, or computed in
+    parts, on a GPU or with attention workers. A model that cannot be loaded is also left to the
+    workers, which report why. Other kinds of models are packed by torch's threads, which no fork
+    survives.
     """
     engine, own = config.engine, config.model
     parts = max(
@@ -62,7 +64,8 @@ def share_weights(config: Config) -> SharedWeights | None:
         ops = choose_ops(model.dtype, "cpu", own.quantization)
         grammars = grammars_of(model)
         grammars.can_wait = config.cluster.num_instances == 1  # others would each read the same
-        with ThreadPoolExecutor(1) as beside:  # its thread ends with the block, before any fork
+        # the executor's thread ends with the block, before any fork
+        with ThreadPoolExecutor(1) as beside:
             reading = None if grammars.can_wait else beside.submit(grammars.prepare)
             with torch.inference_mode():
                 decoder = DecoderModel(model.spec, model.weights, ops, adapters=model.adapters)

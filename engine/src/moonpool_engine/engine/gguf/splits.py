@@ -13,12 +13,12 @@ from moonpool.text.tokenizer import TokenizerError
 
 
 class WordSplit(NamedTuple):
-    """One way. Each pattern splits the pieces that those before it left."""
+    """One way. Each pattern splits the pieces that the previous patterns left."""
 
     patterns: tuple[str, ...]
-    keeps_words: bool = False  # a word that is a token is not merged of parts
-    composes: bool = False  # the text is brought to NFC first
-    gpt2: bool = False  # GPT-2's split follows
+    keeps_words: bool = False  # whether a word that is a token is kept, and not merged from parts
+    composes: bool = False  # whether the text is first converted to NFC
+    gpt2: bool = False  # whether GPT-2's split follows the patterns
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

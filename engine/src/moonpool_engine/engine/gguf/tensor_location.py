@@ -1,4 +1,4 @@
-"""Where a GGUF file has a tensor of the model."""
+"""Describes where a GGUF file has a tensor of the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moonpool_engine.engine.families.stored import Shape
 
 
 class TensorLocation(NamedTuple):
-    """Where a file has a tensor: `shape`, from row `first_row` of the tensor `name`.
+    """The tensor with `shape` starts at row `first_row` of the stored tensor `name`.
 
     A vector is one row."""
 
@@ -17,7 +17,7 @@ class TensorLocation(NamedTuple):
     stored_shape: Shape
     shape: Shape
     first_row: int = 0
-    half: int | None = None  # of each head's stored rows, the first or second half
+    half: int | None = None  # the first or second half of each head's stored rows
 
     @property
     def num_rows(self) -> int:

@@ -33,12 +33,12 @@ CONTROL, USER_DEFINED = 3, 4
 
 
 def gguf_tokenizer(path: Path) -> HfTokenizer:
-    """The tokenizer of a GGUF file. Raises `TokenizerError`."""
+    """Returns the tokenizer of a GGUF file. Raises `TokenizerError`."""
     return HfTokenizer(gguf_parts(path))
 
 
 def gguf_parts(path: Path) -> TokenizerParts:
-    """What a GGUF file says of its tokenizer. Raises `TokenizerError`."""
+    """Returns the tokenizer's data in a GGUF file. Raises `TokenizerError`."""
     with _as_tokenizer_errors():
         return tokenizer_parts(read_gguf(path))
 
@@ -53,7 +53,8 @@ def _as_tokenizer_errors() -> Iterator[None]:
 
 
 class GgufVocabulary:
-    """The tokens of a GGUF file, as its tokenizer has them. It reads no merges before `encode`."""
+    """The tokens of a GGUF file, as its tokenizer has them. The vocabulary reads no merges before
+    `encode`."""
 
     def __init__(self, path: Path) -> None:
         """Raises `TokenizerError`."""
@@ -104,7 +105,7 @@ def tokenizer_parts(file: GgufFile) -> TokenizerParts:
     values = MetadataValues(file, "tokenizer.")
     return TokenizerParts(
         where=str(file.path),
-        source=msgspec.json.encode(source).decode(),  # a tenth of json's time
+        source=msgspec.json.encode(source).decode(),  # takes a tenth of json's time
         special_tokens={name: token for name, token in special.items() if token is not None},
         eos_token_ids=tuple(ends),
         template=values.text("chat_template") or None,
@@ -129,12 +130,12 @@ class _Words:
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
-        """The first number of each token."""
+        """Returns the first number of each token."""
         count = len(self.tokens)
         return dict(zip(reversed(self.tokens), range(count - 1, -1, -1), strict=True))
 
     def added(self) -> list[dict[str, Any]]:
-        """The tokens that are matched whole in a text, as in tokenizer.json."""
+        """Returns the tokens that are matched whole in a text, in the form of tokenizer.json."""
         rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         vocabulary = self.vocabulary
         return [
@@ -147,7 +148,7 @@ class _Words:
         """The merges that the file lists, of which all parts and results are tokens."""
         known = self.vocabulary
         found: list[list[str]] = []
-        for merge in self.values.texts("merges"):  # hundreds of thousands
+        for merge in self.values.texts("merges"):  # a file has hundreds of thousands of merges
             left, space, right = merge.partition(" ")
             is_pair = space and " " not in right and left + right in known
             if is_pair and left in known and right in known:
@@ -223,7 +224,7 @@ def _sentencepiece_decoder(words: _Words) -> dict[str, Any]:
 
 
 def _merges_by_score(words: _Words) -> list[list[str]]:
-    """All ways to make a token of two others; those of better tokens come first."""
+    """Returns all ways to make a token of two others, those of better tokens first."""
     if not words.scores:
         raise TokenizerError("the tokenizer has neither merges nor scores")
     if sum(map(len, words.tokens)) > MOST_CHARS:

@@ -15,13 +15,14 @@ _NO_TOKEN = 2**32 - 1
 
 
 class MetadataValues:
-    """The metadata of a file. Each method raises `ModelError`, which names file, key and value.
+    """Reads the metadata of a file. Each method raises a `ModelError` that names file, key and
+    value.
 
     GGUF has no null, so a key without a value is a missing key.
     """
 
     def __init__(self, file: GgufFile, prefix: str = "") -> None:
-        """`prefix`: what all keys begin with."""
+        """`prefix`: the text with which all keys begin."""
         self.path = file.path
         self._metadata: Mapping[str, Any] = file.metadata
         self._prefix = prefix
@@ -54,7 +55,7 @@ class MetadataValues:
         return bool(value)
 
     def flags(self, name: str) -> list[bool] | None:
-        """True or false for each layer; None if the file has no such list."""
+        """Returns true or false for each layer, or None if the file has no such list."""
         value = self._value(name)
         if not isinstance(value, np.ndarray):
             return None
@@ -80,7 +81,7 @@ class MetadataValues:
         return found
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number, at least `least`. An array must have it at every place."""
+        """Returns a whole number that is at least `least`. An array must have it at every place."""
         value = self._value(name)
         if value is None:
             value = default
@@ -95,7 +96,7 @@ class MetadataValues:
         return value
 
     def optional_count(self, name: str) -> int | None:
-        """Reads as `count` does; None if the number is missing or 0."""
+        """Reads like `count`; returns None if the number is missing or 0."""
         return (self.count(name, least=0) or None) if self.has(name) else None
 
     def most(self, name: str, default: int) -> int:
@@ -119,7 +120,7 @@ class MetadataValues:
         return float(value)
 
     def token_id(self, name: str) -> int | None:
-        """The id of a token; None if it is missing, or -1 as an unsigned number."""
+        """Returns the id of a token, or None if it is missing, or -1 as an unsigned number."""
         value = self._value(name)
         if value is None:
             return None

@@ -1,7 +1,7 @@
 """Reads adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-Every tensor's name and shape is checked against the model before any is read. What an adapter asks
-for and the engine does not compute is refused in one line.
+Every tensor's name and shape is checked against the model before any is read. An adapter that asks
+for what the engine does not compute is refused in one line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What an adapter adds to one linear: `up @ down`, in the model's dtype; `up` has the scale."""
+    """What an adapter adds to one linear: `up @ down`, in the model's dtype; `up` includes the
+    scale."""
 
     down: Tensor  # [rank, in]
     up: Tensor  # [out, rank]
@@ -61,12 +62,12 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter. `fingerprint` identifies its content, in every process."""
+    """One adapter. `fingerprint` identifies the adapter's content, in every process."""
 
     name: str
     folder: Path
     fingerprint: str
-    modules: Mapping[str, Factors]  # by the model's own names of linears
+    modules: Mapping[str, Factors]  # factors by the model's own names of linears
 
 
 def open_adapters(
@@ -119,7 +120,7 @@ def _scale(settings: Fields) -> float:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of the file, in float32, by rising name."""
+    """Returns all tensors of the file, in float32, by rising name."""
     if not path.is_file():
         raise ModelError(f"{path.parent} has no {path.name}; other formats are not read")
     found: dict[str, Tensor] = {}

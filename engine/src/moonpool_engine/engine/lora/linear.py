@@ -2,7 +2,7 @@
 
 The rows of an adapter are computed together, by the batch-invariant `Ops.exact_linear` in the
 activations' dtype. The rest is one addition per element. So a row's bits depend on its own input
-and adapter, never on the rows beside it.
+and adapter, never on neighbouring rows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from moonpool_engine.engine.ops import Linear, Ops, StepMeta
 
 
 class AdapterRows:
-    """Which rows of the step under way use which adapter. All linears of a model share one."""
+    """Which rows of the step under way use which adapter. All linears of a model share one
+    `AdapterRows`."""
 
     def __init__(self) -> None:
         self.groups: list[tuple[int, Tensor | None]] = []
-        """(number of an adapter, from 1; its rows, or None for all rows)."""
-        self._of_rows: Tensor | None = None  # [T] int64: each row's adapter, 0 for none
+        """(number of an adapter, from 1; rows that use it, or None for all rows)."""
+        self._of_rows: Tensor | None = None  # [T] int64: the adapter of each row, 0 for none
 
     def begin(self, meta: StepMeta) -> None:
-        """A step begins with all of its rows."""
+        """Keeps only the `wanted` rows for the remaining part of the step."""
         if not any(meta.adapters):
             self.groups, self._of_rows = [], None
             return
@@ -55,7 +56,8 @@ class LoraLinear:
         rows: AdapterRows,
         parts: Mapping[int, Sequence[tuple[int, Linear, Linear]]],
     ) -> None:
-        """`parts`: for each adapter by number, (first output, down, up) of what it adapts."""
+        """`parts`: for each adapter by number, (first output, down, up) of the outputs that it
+        adapts."""
         self._base = base
         self._rows = rows
         self._parts = parts

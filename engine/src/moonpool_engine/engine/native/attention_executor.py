@@ -1,8 +1,8 @@
 """An attention worker's side of steps in C++ (attention_step.cpp), without Python between layers.
 
 The C++ loop reads queries, keys and values from one ring, computes attention, and writes the result
-to another ring. This module fills the structs that it reads and keeps their tensors alive. A step's
-structs describe layer 0; the C++ side moves their addresses on to the other layers.
+to another ring. This module fills the structs that the C++ code reads, and keeps their tensors
+alive. A step's structs describe layer 0; the C++ side moves their addresses on to the other layers.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class _ExecutorStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeExecutorStep:
-    """One step of an attention worker.
+    """`NativeExecutorStep` is one step of an attention worker.
 
-    `stores` are the rows whose K and V it writes. `whole` are the sequences that lie here
-    completely, `parts` those with only some segments here. `part_rows`: int64, the row of Q for
-    each row of `parts`. `early`: attention over old tokens starts before K and V arrive.
+    `stores` are the rows whose K and V the worker writes. `whole` are the sequences that lie
+    completely at this worker, `parts` those with only some segments here. `part_rows`: int64, the
+    row of Q for each row of `parts`. `early`: whether attention over old tokens starts before K and
+    V arrive.
     """
 
     number: int
@@ -100,7 +101,7 @@ class NativeExecutorStep:
 
 
 class NativeAttentionExecutor:
-    """The executor of one connection. Used by one thread; the rings must outlive it."""
+    """The native executor of one connection. Used by one thread; the rings must outlive it."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class NativeAttentionExecutor:
         kept_steps: int,
         rules: Sequence[AttendRule] = (),
     ) -> None:
-        """`ends`: the addresses of the ring to read and of the ring to write, and their capacity
+        """`ends`: the addresses of the ring to read and of the ring to write, and their capacities
         in bytes. `rules`: the rules of each layer, or none."""
         rings = open_rings()
         assert rings is not None, "NativeSplitOps implies that the kernels are built"
@@ -133,7 +134,7 @@ class NativeAttentionExecutor:
         inward, outward, capacity = ends
         store, attend = ops.addresses(compute_dtype(cache.layout))
         self._rules = _packed(rules, cache.layout.num_layers)
-        self._sinks = [rule.sinks for rule in rules]  # they must outlive the struct
+        self._sinks = [rule.sinks for rule in rules]  # the sinks must outlive the struct
         self._struct = _ExecutorStruct(
             inward=inward,
             outward=outward,
@@ -240,7 +241,8 @@ class NativeAttentionExecutor:
 
 
 def _packed(rules: Sequence[AttendRule], num_layers: int) -> ctypes.Array[_LayerRule]:
-    """The rules as attention_step.cpp reads them. Raises ValueError if some layers have none."""
+    """Returns the rules in the form in which attention_step.cpp reads them. Raises ValueError if
+    some layers have none."""
     if rules and len(rules) != num_layers:
         raise ValueError(f"{len(rules)} rules of attention for {num_layers} layers")
     packed = (_LayerRule * len(rules))()

@@ -1,13 +1,13 @@
 """Compiles the kernels into one shared library: `python -m moonpool_engine.engine.native.build`.
 
-That compiles only for this machine's best instruction set, which is a fifth of the work. With
-`--all` it compiles for every instruction set, as a library for other machines needs.
+Without `--all` it compiles only for this machine's best instruction set, which is a fifth of the
+work. With `--all` it compiles for every instruction set, as a library for other machines needs.
 
-The library's name carries a hash of sources and flags, so a stale library is never loaded. That
-hash is also part of the block names: an edit of a source, even of a comment, makes other blocks.
+The library's name carries a hash of sources and flags, so a stale library is never loaded. The hash
+is also part of the block names: an edit of a source, even of a comment, makes other blocks.
 
-The module imports only the standard library, because `setup.py` uses it. Without a compiler it
-prints one line, and the engine runs on plain torch.
+The module imports only the standard library, because `setup.py` uses it. Without a compiler the
+command prints one line, and the engine runs on plain torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64
 
 
 def architecture() -> str | None:
-    """This machine's key in `ARCHITECTURES`, None if the kernels do not know it."""
+    """Returns this machine's key in `ARCHITECTURES`, or None if the kernels do not know it."""
     return _MACHINES.get(platform.machine().lower())
 
 
@@ -84,7 +84,8 @@ STEM = "_kernels-"
 def library_name() -> str:
     """The file name of the library that is built from the current sources for all instruction sets.
 
-    One for a single instruction set has that behind the hash: `_kernels-HASH-avx2.so`.
+    Returns the library's file name; a library for one instruction set has that after the hash:
+    `_kernels-HASH-avx2.so`.
     """
     state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
     for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):
@@ -99,7 +100,7 @@ def cache_folder() -> Path:
 
 
 def find_library() -> Path | None:
-    """The path of the library for the current sources; None if it is not built."""
+    """Returns the path of the library for the current sources, or None if it is not built."""
     return next((path for place in (HERE, cache_folder()) for path in _built_in(place)), None)
 
 
@@ -110,7 +111,7 @@ def _built_in(folder: Path) -> list[Path]:
 
 
 def open_library() -> ctypes.CDLL | None:
-    """The loaded library; None if it is not built or does not load."""
+    """Returns the loaded library, or None if it is not built or does not load."""
     path = find_library()
     if path is None:
         return None
@@ -121,7 +122,8 @@ def open_library() -> ctypes.CDLL | None:
 
 
 def best_isa(library: ctypes.CDLL) -> str:
-    """This CPU's best instruction set of those that there are kernels for; empty if none."""
+    """Returns the best instruction set that this CPU supports and kernels exist for, or "" if there
+    is none."""
     library.moonpool_isa.restype = ctypes.c_char_p
     best: bytes = library.moonpool_isa()
     return best.decode()
@@ -146,7 +148,8 @@ def build(folder: Path | None = None, everything: bool = False) -> Path:
     """Compiles the library unless it exists, and removes older ones. Raises BuildError.
 
     The default `folder` is the package's, or the user's cache if that is not writable.
-    `everything`: for all instruction sets of this architecture, not for this CPU's best alone.
+    `everything`: whether to compile for all instruction sets of this architecture, not only for
+    this CPU's best.
     """
     if architecture() is None:
         raise BuildError(
@@ -178,7 +181,7 @@ def is_for_this_cpu(built: Path) -> bool:
     try:
         library = ctypes.CDLL(str(built))
         return usable_isas(library)[-1:] == (best_isa(library),)
-    except (OSError, AttributeError):  # another machine's, or no library at all
+    except (OSError, AttributeError):  # the library of another machine, or no library at all
         return False
 
 
@@ -208,9 +211,10 @@ def _writable_folder() -> Path:
 
 
 def compile_library(compiler: str, isas: Mapping[str, Sequence[str]], work: Path) -> Path:
-    """Compiles every source for each of `isas`, the plain ones once, and links them, in `work`.
+    """Compiles every source for each of `isas`, the plain sources once, and links them, in the
+    folder `work`.
 
-    `isas` has the flags of each instruction set. Raises BuildError.
+    `isas` maps each instruction set to its flags. Raises BuildError.
     """
     flags = (*FLAGS, "-fopenmp") if _accepts_openmp(compiler, work) else FLAGS
     units: list[tuple[str, str, tuple[str, ...]]] = []

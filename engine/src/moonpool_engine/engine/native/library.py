@@ -23,7 +23,7 @@ from moonpool_engine.engine.native.build import (
 )
 
 ISAS = tuple(ISA_FLAGS)
-"""In rising order: a CPU that supports one supports those before it."""
+"""In rising order: a CPU that supports one supports all before it."""
 
 Call = Callable[..., int]
 
@@ -50,9 +50,9 @@ ROPE_CALL = struct.Struct("@11P11qf")
 DELTA_CALL = struct.Struct("@10P12qf")
 STORE_CALL = struct.Struct("@5P9q")
 ATTEND_CALL = struct.Struct("@7P11q2f")
-PART_TAIL = struct.Struct("=5Q")  # follows an ATTEND_CALL
+PART_TAIL = struct.Struct("=5Q")  # the struct that follows an ATTEND_CALL
 MERGE_CALL = struct.Struct("@5P4q")
-STATE_FLOATS = 32  # in the state of one row and head, plus two times value_dim
+STATE_FLOATS = 32  # floats in the state of one row and head, in addition to two times value_dim
 _TYPES = {torch.float32: "f32", torch.bfloat16: "b16"}
 
 
@@ -144,7 +144,7 @@ def open_file(path: Path) -> tuple[ctypes.CDLL, tuple[str, ...]]:
 
 
 def why_unavailable() -> str | None:
-    """None if the kernels can be used here, else one line with the reason."""
+    """Returns None if the kernels can be used here, or one line with the reason."""
     try:
         open_kernels()
     except NativeUnavailableError as error:

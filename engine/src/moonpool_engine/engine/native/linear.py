@@ -21,9 +21,9 @@ ALIGN_BYTES = 64
 
 
 class PackedMemory:
-    """Allocates zeroed pieces of anonymous mappings on large pages, where the system has them.
+    """Allocates zeroed pieces of anonymous mappings, on large pages if the system has them.
 
-    A mapping lives as long as a view of it. Untouched pages cost nothing.
+    A mapping lives as long as any view of it. Untouched pages cost nothing.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ PANEL = 32
 
 
 class NativeLinear:
-    """`y = x @ weight.T + bias` for x [T, in].
+    """Computes `y = x @ weight.T + bias` for x [T, in].
 
     The weight is packed as [out / 32][lanes of in][32], where a lane is 4 bytes of `in`; the bias
     is float32, padded to a multiple of 32.

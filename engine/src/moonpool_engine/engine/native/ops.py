@@ -40,7 +40,7 @@ from moonpool_engine.engine.quantized.matrix import Matrix, QuantizedMatrix
 from moonpool_engine.engine.quantized.rounding import rounded_to_int4
 from moonpool_engine.engine.slices import INNER, check_layout
 
-_OTHER_STATE = 2  # what the kernel returns then
+_OTHER_STATE = 2  # what the kernel returns if a block holds another state
 GATES = ("silu", "gelu_tanh", "clamped")
 """The kinds of `Gate`, by the numbers that rowwise.cpp gives them."""
 
@@ -232,7 +232,7 @@ class NativeOps:
         return out
 
     def _attend_call(self, q: Tensor, out: int, args: AttendArgs) -> bytes:
-        """Packs the arguments of `attend`. `out` is an address.
+        """Packs the arguments of `attend`. `out` is the address of the output.
 
         `q`, as returned by `queries_of`, must live until the kernel has run.
         """

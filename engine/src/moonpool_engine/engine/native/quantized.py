@@ -1,8 +1,8 @@
 """Linear layers with quantized weights on the C++ kernels, and the packing of these weights.
 
 The stored bytes are arranged for the kernels once, at load, a few rows at a time: in panels of 32
-outputs, as linear_quantized.cpp describes them. They take the memory that they take in the file,
-give or take a few percent.
+outputs, as linear_quantized.cpp describes them. The arranged bytes take about as much memory as in
+the file, within a few percent.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _padded(bias: Tensor) -> Tensor:
 
 
 def _joined(parts: Sequence[StoredRows]) -> list[StoredRows]:
-    """Adjacent parts of one format as one part. That copies them."""
+    """Adjacent parts of one format as one part. Joining copies the parts."""
     joined: list[StoredRows] = []
     for part in parts:
         if joined and joined[-1].format is part.format:
@@ -129,7 +129,7 @@ def _pack(rows: StoredRows, memory: PackedMemory, repack: Call) -> _Packed:
 
 
 def repacked(rows: StoredRows, memory: PackedMemory, repack: Call) -> Tensor:
-    """What `packed_rows` gives, by the kernels."""
+    """Returns the result of `packed_rows`, computed by the kernels."""
     out, format = len(rows.data), rows.format
     panel_bytes = _panels(StoredRows(format, rows.data[:1]), rows.width // BLOCK).shape[1]
     panels = -(-out // PANEL)
@@ -192,7 +192,7 @@ def _panels(rows: StoredRows, blocks: int) -> Tensor:
 
 
 def _sub_scales(format: Format, decoded: Decoded) -> list[Tensor]:
-    """What each record has after its numbers: scales, and minimums."""
+    """Returns the bytes of each record after its numbers: scales and minimums."""
     if format.is_super:
         assert decoded.sub_scales is not None
         found = [decoded.sub_scales.to(torch.int8)]
@@ -236,5 +236,6 @@ def _words(numbers: Tensor, bits: int) -> Tensor:
 def _ored(values: Tensor, shifts: Sequence[int]) -> Tensor:
     """[n, len(shifts)] int32 -> [n, 1]: the values moved left and joined."""
     moved = values << torch.tensor(shifts, dtype=torch.int32)
-    joined: Tensor = moved.sum(dim=1, keepdim=True, dtype=torch.int32)  # no bits overlap
+    # no bits overlap, so the sum joins them
+    joined: Tensor = moved.sum(dim=1, keepdim=True, dtype=torch.int32)
     return joined

@@ -28,8 +28,9 @@ class Waiter(ctypes.Structure):
 class Rings:
     """Functions of ring.cpp and attention_step.cpp.
 
-    `write` and `read` move bytes at one end. `serve` runs an attention worker's side of steps.
-    `executor_size` gives the sizes of the C++ structs. `ask` and `bare_ping` are for measurements.
+    The ring functions of the library; `write` and `read` move bytes at one end. `serve` runs an
+    attention worker's side of steps. `executor_size` gives the sizes of the C++ structs. `ask` and
+    `bare_ping` are only for measurements.
     """
 
     write: Call
@@ -41,7 +42,8 @@ class Rings:
 
 
 def open_rings() -> Rings | None:
-    """Binds the ring functions. None if the kernels are not built or do not load."""
+    """Binds the ring functions. Returns the functions, or None if the kernels are not built or do
+    not load."""
     library = open_library()
     if library is None:
         return None
@@ -62,8 +64,8 @@ def open_rings() -> Rings | None:
 class ShmAllgather:
     """Functions of all_gather.cpp.
 
-    `size` returns the bytes of memory needed, 0 for too many ranks. `gather` exchanges one piece
-    per rank. `abort` ends all calls of `gather` for good.
+    `size` returns the bytes of memory needed, or 0 for too many ranks. `gather` exchanges one piece
+    for each rank. `abort` ends all calls of `gather` permanently.
     """
 
     size: Call
@@ -72,7 +74,8 @@ class ShmAllgather:
 
 
 def open_allgather() -> ShmAllgather | None:
-    """Binds the all-gather. None if the kernels are not built or do not load."""
+    """Binds the all-gather. Returns the functions, or None if the kernels are not built or do not
+    load."""
     library = open_library()
     if library is None:
         return None

@@ -24,7 +24,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class NativeSliceCalls:
-    """Functions of slices.cpp, which documents arguments and results. They release the GIL."""
+    """Functions of slices.cpp, which documents arguments and results. All calls release the GIL."""
 
     name: Call
     copy: Call
@@ -34,8 +34,8 @@ class NativeSliceCalls:
 
 
 def open_slices(isa: str | None = None) -> NativeSliceCalls | None:
-    """Binds the functions for `isa`, by default the best that there is. None if the kernels are not
-    built, do not load, or have no such functions for this CPU."""
+    """Binds the functions for `isa`, by default the best that there is. Returns the functions, or
+    None if the kernels are not built, do not load, or lack such functions for this CPU."""
     library = open_library()
     usable = () if library is None else usable_isas(library)
     chosen = isa or next(reversed(usable), None)

@@ -1,6 +1,7 @@
-"""`SplitOps` on the C++ kernels: the parts of an attention call, for attention offloading.
+"""Implements `SplitOps` with the C++ kernels: the parts of an attention call, for attention
+offloading.
 
-They run the same kernels on the same rows as `NativeOps`, so the bits are the same.
+These parts run the same kernels on the same rows as `NativeOps`, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from moonpool_engine.engine.ops import (
 
 
 class NativeSplitOps(NativeOps):
-    """`SplitOps` in C++."""
+    """`NativeSplitOps` implements `SplitOps` in C++."""
 
-    without = frozenset({"linear attention"})  # a state is not divided among processes
+    # the state of linear attention is not divided among processes
+    without = frozenset({"linear attention"})
 
     def __init__(self, isa: str | None = None, quantization: Quantization = "none") -> None:
         super().__init__(isa, quantization)
@@ -146,8 +148,8 @@ class NativeSplitOps(NativeOps):
         return out
 
     def _starts(self, meta: StepMeta) -> Tensor:
-        """[S] int32: the start of the span with each sequence's first new row. Earlier spans are
-        complete."""
+        """Returns [S] int32: the start of the span with each sequence's first new row. Earlier
+        spans are complete."""
         kept = self._old
         if kept is None or kept[0] is not meta:
             kept = self._old = (meta, self.starts_of(meta))
@@ -155,11 +157,12 @@ class NativeSplitOps(NativeOps):
 
     @staticmethod
     def starts_of(meta: StepMeta) -> Tensor:
-        """[S] int32: the last multiple of SPAN up to each sequence's first new token."""
+        """Returns [S] int32: the last multiple of SPAN up to each sequence's first new token."""
         return meta.context_starts // SPAN * SPAN
 
     def part_call(self, q: Tensor, out: int, args: AttendArgs) -> bytes:
-        """The packed arguments of `attend_part` without their tail. `out`: an address, or 0.
+        """The packed arguments of `attend_part` without their tail. `out`: the address of the
+        output, or 0.
 
         All tensors must live until the kernel has run.
         """

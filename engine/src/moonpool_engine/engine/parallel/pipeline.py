@@ -1,4 +1,4 @@
-"""The pipeline-parallel engine, seen from its first stage, which starts the other stages.
+"""The pipeline-parallel engine, as its first stage sees it, which starts the other stages.
 
 Chunks of one prompt, or micro-batches of decodes, are in different stages at the same time: `begin`
 returns as soon as the first stage has computed a step, and steps end in the order they began.
@@ -60,13 +60,14 @@ from moonpool_engine.engine.step import (
 )
 
 SLOT_BYTES = 256 << 10
-STEPS_AHEAD = 2  # full chunks a ring holds, so that a stage does not wait for the next to read
+# number of full chunks that a ring holds, so that a stage does not wait for the next one to read
+STEPS_AHEAD = 2
 _READ_BYTES = 1 << 16
 log = logging.getLogger("moonpool_engine.engine")
 
 
 class StageStepError(RuntimeError):
-    """A stage could not compute a step. Other steps are not affected."""
+    """A stage could not compute a step. Other steps of the pipeline are not affected."""
 
 
 Outcome = StepResult | Exception
@@ -74,7 +75,7 @@ OnEnd = Callable[[Outcome], None]
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage. Where they do not divide evenly the first stages have one more,
+    """The layers of each stage. If layers do not divide evenly, the first stages have one more,
     because the last stage has the LM head. Raises ValueError."""
     if num_stages > num_layers:
         raise ValueError(
@@ -88,7 +89,8 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """A step that has not ended. `missing` is the number of stages that have not finished it."""
+    """A step that has not ended. `missing` is the number of stages that have not finished the
+    step."""
 
     began_s: float
     entries: Sequence[StepEntry]
@@ -108,8 +110,9 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """`threads` is per stage. `chunk_tokens` is the size that few steps exceed; it sizes the rings.
-    `cores` are the cores of the engine, to be divided between the stages; (): any."""
+    """`threads` is the number of threads per stage. `chunk_tokens` is a size that few steps exceed;
+    it determines the size of the rings. `cores` are the cores of the engine, to be divided between
+    the stages; () means any."""
 
     num_stages: int
     threads: int
@@ -119,7 +122,7 @@ class StageOptions:
     device: str = "cpu"
 
     def cores_of(self, stage: int) -> tuple[int, ...]:
-        """Disjoint cores per stage if there are enough, else all of them."""
+        """Returns disjoint cores per stage if there are enough, or else all cores."""
         share = len(self.cores) // self.num_stages
         return self.cores[stage * share : (stage + 1) * share] if share else self.cores
 
@@ -147,7 +150,7 @@ class PipelineEngine:
         self.layout = cache.layout
         self.num_blocks = cache.blocks.shape[0]
         self.num_stages = num_stages
-        self.cores = options.cores_of(0)  # the thread that calls `begin` uses them
+        self.cores = options.cores_of(0)  # the cores of the thread that calls `begin`
         self.ops_name = f"{ops.name}, {num_stages} stages"
         self.host_sync: HostGpuSync | None = None
         self.times = StageTimes([0.0] * num_stages)
@@ -207,7 +210,8 @@ class PipelineEngine:
         return [peer.process.pid for peer in self._peers]
 
     def begin(self, entries: Sequence[StepEntry], on_layer: OnLayer | None, on_end: OnEnd) -> None:
-        """Runs the first stage; the other stages follow. Only one thread may call it at a time.
+        """Runs the first stage; the other stages follow. Only one thread may call `begin` at a
+        time.
 
         `on_layer(i)` is called, from this thread or another, once layer i of the whole step is in
         the arena; `on_end` is called after all layers. Raises StepError, StageLostError.
@@ -259,7 +263,7 @@ class PipelineEngine:
         self._after.interrupt()
 
     def close(self) -> None:
-        """Ends the other stages."""
+        """Ends all other stages."""
         self.interrupt()
         for peer in self._peers:
             peer.ask_to_end()
@@ -304,7 +308,7 @@ class PipelineEngine:
         for tensor in done:
             self._after.write(tensor)
 
-    # Messages of the other stages
+    # Handles messages of the other stages
 
     def _read(self) -> None:
         selector = selectors.DefaultSelector()
@@ -340,7 +344,7 @@ class PipelineEngine:
             self.times.busy_s[stage] += done.seconds
             step = self._in_flight.get(done.number)
             if step is None:
-                return  # the step was given up because a stage is lost
+                return  # the step was abandoned because a stage is lost
             step.missing -= 1
             step.tokens = step.tokens or done.tokens
             step.error = step.error or done.error

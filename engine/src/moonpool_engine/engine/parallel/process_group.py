@@ -3,8 +3,9 @@
 This module holds what stages and ranks share, on both sides of the control socket. The first
 process starts a peer (`start_peer`) and keeps a `PeerProcess`; the peer runs `run_peer`.
 
-A peer inherits one end of a socket pair, so no secret is needed. It receives the descriptors of the
-arena and of its other memory through that socket, and exits when the socket closes.
+A peer inherits one end of a socket pair, so no secret is needed. A stage or rank receives the
+descriptors of the arena and of its other memory through that socket, and exits when the socket
+closes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class PeerProcess:
         try:
             self.control.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the peer has already ended
+            return  # the process has already ended
 
     def end(self, by_s: float) -> None:
         """Waits until the peer has ended; kills it after `by_s` (`time.monotonic`)."""
@@ -203,9 +204,9 @@ def run_peer(
     kind: type[_Setup],
     make: Callable[[_Setup, list[int]], Peer],
 ) -> None:
-    """Serves the first process at the other end of `control` until it ends.
+    """Serves the first process, at the other end of `control`, until that process ends.
 
-    `make` receives the setup and the descriptors that come with it.
+    `make` receives the setup and the descriptors that were sent with it.
     """
     threading.Thread(target=_end_with, args=(control,), name="watch", daemon=True).start()
     try:

@@ -1,8 +1,8 @@
 """Processes that a worker forks before it has threads, for its stages and ranks.
 
 A new interpreter needs 1.5 to 2 s of CPU to import torch; an instance that has lost a stage would
-wait for that. A worker that was itself forked has imported torch already. It forks its spares first
-of all. Each waits for the command line of a stage or rank, and ends with the worker.
+wait for that. A forked worker has imported torch already. The worker forks its spare processes
+first of all. Each spare waits for the command line of a stage or rank, and ends with the worker.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SpareProcess(ForkedChild):
 def fork_spares(
     count: int, end_with: Callable[[int], object], run_line: Callable[[list[str]], object]
 ) -> None:
-    """Forks this many processes. Each calls `end_with` with this process's id at once, and later
-    `run_line` with the command line that it is given. Forks none if torch is not imported yet, or
-    if there are threads: a fork would copy only one."""
+    """Forks this many processes. Each spare calls `end_with` with this process's id at once, and
+    later `run_line` with its command line. Forks none if torch is not imported yet, or if there are
+    threads: a fork would copy only one."""
     if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
         return
     sys.stdout.flush()
@@ -67,8 +67,8 @@ def fork_spares(
 
 
 def begin_spare(line: Sequence[str], fd: int) -> SpareProcess | None:
-    """Runs a command line in a spare process; None if there is none. Its last word will be its
-    number of `fd`."""
+    """Runs a command line in a spare process, or returns None if no spare is left. The last word of
+    the line will be the process's number of `fd`."""
     while _spares:
         spare = _spares.pop()
         if spare.begin(line, fd):

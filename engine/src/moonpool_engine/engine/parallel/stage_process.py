@@ -1,8 +1,8 @@
 """The process of a pipeline stage: its layers, over the rows that the previous stage sends.
 
 The stage writes its layers' slices of the blocks into the instance's one arena, which it maps. On a
-GPU it computes in GPU blocks and copies their contents to the arena. It makes no decisions, and
-ends when the first stage ends.
+GPU it computes in GPU blocks and copies their contents to the arena. A stage makes no decisions,
+and ends when the first stage ends.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from moonpool_engine.engine.runner import choose_ops, grammars_of, make_layout
 from moonpool_engine.engine.sampler import sample
 from moonpool_engine.engine.step import pool_last
 
-MAX_FDS = 5  # the arena; memory and socket of the ring before the stage and of the one after it
+# descriptors of the arena, and of memory and socket of the rings before and after the stage
+MAX_FDS = 5
 log = logging.getLogger("moonpool.stage")
 
 
 def run_stage(control: socket.socket) -> None:
-    """Serves the first stage at the other end of `control` until it ends."""
+    """Serves the first stage, at the other end of `control`, until that stage ends."""
     run_peer(control, MAX_FDS, StageSetup, lambda setup, fds: Stage(setup, fds, control))
 
 
@@ -92,7 +93,7 @@ class Stage:
             self._host_sync.arriving(order.block_ids)
 
     def _run(self, step: StageStep) -> None:
-        """Computes one step. If it fails here, the next stage still receives its input, so that
+        """Computes one step. If this stage fails, the next stage still receives its input, so that
         the rings stay in step. Raises ConnectionError if another stage has ended."""
         meta = unpack_meta(step)
         shape = (meta.num_rows, self._model.spec.hidden_size)
@@ -126,7 +127,8 @@ class Stage:
         self._control.sendall(frame(answer))
 
     def _tokens(self, step: StageStep, states: Tensor) -> tuple[tuple[Token, ...], ...]:
-        """What the last stage draws, by draw. An embedding is the state of its only row.
+        """Returns the tokens that the last stage draws, by draw. An embedding is the state of its
+        only row.
 
         states: the wanted rows, [W, hidden], in the order of the draws.
         """
@@ -152,7 +154,7 @@ class Stage:
         meta: StepMeta,
         on_layer: Callable[[int], None],
     ) -> tuple[Tensor, Tensor] | None:
-        """Runs `DecoderModel.advance`. All KVCache of this stage is in the arena on return.
+        """Runs `DecoderModel.advance`. When it returns, all KVCache of this stage is in the arena.
 
         residual, normed: [T, hidden].
         """

@@ -3,7 +3,8 @@
 A byte on the socket from writer to reader means that a slot is full; a byte back means that it is
 free. Both sides sleep while they wait, the system calls order the memory accesses, and end of file
 means that the neighbour has ended. A tensor larger than a slot takes several slots. A writer that
-is a whole ring ahead waits. The data carries no description: both sides know each tensor's shape.
+is a whole ring ahead waits for the reader. The data carries no description: both sides know each
+tensor's shape.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RingEnd:
         )
         os.close(fd)
         self._sock = sock
-        self._ready = size.num_slots if writes else 0  # slots this side may use now
+        self._ready = size.num_slots if writes else 0  # number of slots that this side may use now
         self._next = 0
 
     def write(self, tensor: Tensor) -> None:
@@ -73,7 +74,7 @@ class RingEnd:
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the neighbour has closed it already
+            return  # the neighbour has already closed the connection
 
     def close(self) -> None:
         """Closes the socket. No other thread may still use the ring."""

@@ -1,6 +1,7 @@
 """Messages between the first process of an instance and its other stages or ranks.
 
-They are length-prefixed msgpack frames on a socket pair. Both ends run one program on one machine.
+The messages are length-prefixed msgpack frames on a socket pair. Both ends run the same program on
+one machine.
 
 first stage                                   stage k
   | -- StageSetup, with the descriptors --------> |
@@ -43,7 +44,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     kv_dtype: str
     block_tokens: int
     num_blocks: int
-    fingerprint: bytes  # of the first stage's block layout
+    fingerprint: bytes  # fingerprint of the first stage's block layout
     first_layer: int
     end_layer: int
     threads: int
@@ -51,7 +52,7 @@ class StageSetup(Struct, frozen=True, tag=True):
     slot_bytes: int
     num_slots: int
     lora_modules: tuple[str, ...] = ()
-    device: str = "cpu"  # on a GPU the stage computes in GPU blocks and copies them to the arena
+    device: str = "cpu"  # on a GPU, the stage computes in GPU blocks and copies them to the arena
 
 
 class RankSetup(Struct, frozen=True, tag=True):
@@ -64,13 +65,13 @@ class RankSetup(Struct, frozen=True, tag=True):
     lora_modules: tuple[str, ...]
     block_tokens: int
     num_blocks: int
-    fingerprint: bytes  # of the first rank's block layout
+    fingerprint: bytes  # fingerprint of the first rank's block layout
     rank: int
     num_ranks: int
     num_shards: int
     threads: int
     cores: tuple[int, ...]  # (): any
-    secret: bytes  # proves a rank's identity to the others over gloo; empty in shared memory
+    secret: bytes  # proves a rank's identity to other ranks over gloo; empty with shared memory
 
 
 class StageReady(Struct, frozen=True, tag=True):
@@ -84,7 +85,8 @@ class StageFailed(Struct, frozen=True, tag=True):
 
 
 class StageDraw(Struct, frozen=True):
-    """One `Draw` on the wire. `position` is the place of its first new token in its sequence."""
+    """`StageDraw` is one `Draw` on the wire. `position` is the position of the first new token in
+    its sequence."""
 
     params: SamplingParams
     generated: tuple[int, ...]
@@ -96,9 +98,9 @@ class StageDraw(Struct, frozen=True):
 class StageStep(Struct, frozen=True, tag=True):
     """A step's rows (see `StepMeta`), as raw int32.
 
-    `announced`: the peer reports every layer (`LayerDone`). `wanted`, raw int64, are the rows whose
-    logits are needed; `draws` says how to draw from them. Only the last stage gets the two; a rank
-    gets `wanted` alone.
+    `announced`: whether the peer reports every layer (`LayerDone`). `wanted`, raw int64, are the
+    rows whose logits are needed; `draws` says how to draw from them. Only the last stage gets both;
+    a rank gets only `wanted`.
     """
 
     number: int
@@ -114,7 +116,8 @@ class StageStep(Struct, frozen=True, tag=True):
 
 
 class StageArriving(Struct, frozen=True, tag=True):
-    """The messenger is about to write these blocks of the arena. Only sent to stages on GPUs."""
+    """The messenger is about to write these blocks of the arena. This message is only sent to
+    stages on GPUs."""
 
     block_ids: tuple[int, ...]
 
@@ -127,8 +130,8 @@ class LayerDone(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """A stage has finished a step. `error` is the reason if it failed, else "". `tokens`: those
-    drawn, by draw."""
+    """A stage has finished a step. `error` is the reason if the step failed, or "". `tokens`: the
+    drawn tokens, by draw."""
 
     number: int
     seconds: float
@@ -231,7 +234,7 @@ def unpack_meta(step: StageStep) -> StepMeta:
 
 
 def unpack_wanted(step: StageStep) -> Tensor | None:
-    """[wanted rows] int64; None if no row's logits are needed."""
+    """Returns [wanted rows] int64, or None if no row's logits are needed."""
     if not step.wanted:
         return None
     return torch.from_numpy(np.frombuffer(step.wanted, np.int64).copy())
@@ -246,7 +249,7 @@ def unpack_draws(step: StageStep, eos_token_ids: Sequence[int]) -> list[Draw]:
 
 
 def _pack_draw(draw: Draw, position: int) -> StageDraw:
-    """Sends the generated tokens only if the draw reads them, because they may be many."""
+    """Sends the generated tokens only if the draw reads them, because there may be many."""
     params, generated = draw.params, tuple(draw.generated)
     penalties = params.presence_penalty or params.frequency_penalty or draw.prompt_ids
     looked_at = penalties or params.grammar or params.bad_words

@@ -37,17 +37,17 @@ def create_store() -> int:
 
 
 class GlooGroup:
-    """A group over gloo. All ranks must create theirs at the same time.
+    """A group of ranks over gloo. All ranks must create their groups at the same time.
 
-    It takes over `store_fd` and never closes it: torch's store writes to that number once more when
-    it is freed. Raises RankLostError, for a rank that does not know `secret` too.
+    The group takes over `store_fd` and never closes it: torch's store writes to that number once
+    more when it is freed. Raises RankLostError, for a rank that does not know `secret` too.
     """
 
     def __init__(self, store_fd: int, rank: int, num_ranks: int, secret: bytes) -> None:
         self.num_ranks = num_ranks
         self.waited_s = 0.0
         self._rank = rank
-        # Not torch's one default group per process. The type stubs lack half of this API.
+        # Torch's one default group per process is not used. The type stubs lack half of this API.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=SILENCE_S)
@@ -77,7 +77,7 @@ class GlooGroup:
         self._gather(torch.zeros(1, 1))
 
     def abort(self) -> None:
-        """Nothing to do: the connections of a rank that has ended are closed."""
+        """Does nothing: the connections of a rank that has ended are closed."""
 
     def _gather(self, mine: Tensor) -> Tensor:
         """[rows, ...] of each rank -> [ranks * rows, ...].
@@ -93,7 +93,8 @@ class GlooGroup:
         return gathered
 
     def _prove(self, secret: bytes) -> None:
-        """Each rank proves the secret to each other one, by all-gather and by broadcast."""
+        """Each rank proves to every other rank that it knows the secret, by all-gather and by
+        broadcast."""
         nonce = torch.frombuffer(bytearray(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8)
         nonces = self._gather(nonce.view(1, -1)).numpy().tobytes()
         proofs = self._gather(_proof(secret, self._rank, nonces).view(1, -1))

@@ -1,6 +1,6 @@
 """Collective operations between the ranks of an instance, and the shared-memory implementation.
 
-The sum over all shards is a binary tree of single additions, ordered by shard number. It has the
+The sum over all shards is a binary tree of single additions, ordered by shard number. A sum has the
 same bits for every assignment of shards to ranks, as long as each rank's shards form a subtree.
 
 `ShmGroup` runs over anonymous memory that only the ranks inherit, so no other process can take
@@ -26,19 +26,19 @@ from moonpool_engine.engine.parallel.process_group import StageLostError
 SILENCE_S = 120.0
 """How long a rank waits for another one, between steps and in the middle of one."""
 BUFFER_BYTES = 1 << 20
-"""Size of a rank's buffer; each rank has two. Larger tensors go in pieces: the other ranks read
-one piece while the rank writes the next."""
+"""Size of a rank's buffer; each rank has two. Larger tensors are sent in pieces: the other ranks
+read one piece while the rank writes the next."""
 SPIN_S = 200e-6
 """How long a rank spins before it sleeps. Ranks do equal work, so the wait is usually short."""
 
 
 class RankLostError(StageLostError):
-    """The ranks cannot continue: one of them has ended, failed or stopped answering."""
+    """The ranks cannot continue, because one of them has ended, failed or stopped responding."""
 
 
 class Group(Protocol):
-    """One rank's view of all ranks. Every rank makes the same calls in the same order. Each call
-    raises RankLostError if another rank does not take part."""
+    """One rank's view of the group of all ranks. Every rank makes the same calls in the same order.
+    Each call raises RankLostError if another rank does not take part."""
 
     num_ranks: int
     waited_s: float
@@ -47,7 +47,7 @@ class Group(Protocol):
     def all_reduce(self, parts: Sequence[Tensor]) -> Tensor:
         """Sums the parts of all ranks' shards and returns the sum to all ranks.
 
-        The tensors have one shape; the call may overwrite them.
+        The tensors of all ranks have one shape; the call may overwrite them.
         """
         ...
 
@@ -74,13 +74,13 @@ class SingleProcessGroup:
         return add_up(parts)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """There is no other rank."""
+        """Does nothing, because there is no other rank."""
 
     def barrier(self) -> None:
-        """There is no other rank."""
+        """Does nothing, because there is no other rank."""
 
     def abort(self) -> None:
-        """There is no other rank."""
+        """Does nothing, because there is no other rank."""
 
 
 def add_up(parts: Sequence[Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ def add_up(parts: Sequence[Tensor]) -> Tensor:
 
 
 def create_group_memory(num_ranks: int) -> int | None:
-    """Returns a descriptor of memory for a `ShmGroup`; None without kernels or with too many
+    """Returns a descriptor of memory for a `ShmGroup`, or None without kernels or with too many
     ranks."""
     allgather = open_allgather()
     if allgather is None or not (size := allgather.size(num_ranks, BUFFER_BYTES)):
@@ -104,7 +104,8 @@ def create_group_memory(num_ranks: int) -> int | None:
 
 
 class ShmGroup:
-    """A group over shared memory. `fd` comes from `create_group_memory`; the caller keeps it."""
+    """A group over shared memory. `fd` comes from `create_group_memory`; the caller keeps it
+    open."""
 
     def __init__(self, fd: int, rank: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks

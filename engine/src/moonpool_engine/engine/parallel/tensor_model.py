@@ -54,7 +54,7 @@ def load_shards(
     adapters: Sequence[Adapter] = (),
 ) -> list[DecoderModel]:
     """Loads the shards `own`, in that order. Only shard 0 has the embedding and the LM head.
-    `adapters` are whole. Raises ModelError."""
+    `adapters` are the adapters of the whole model. Raises ModelError."""
     check_shards(spec, num_shards)
     shards: list[DecoderModel] = []
     for shard in own:
@@ -69,7 +69,7 @@ def load_shards(
 
 class _ShardWeights:
     """The weights of one shard: its rows of q, k, v, gate and up, its columns of o and down, and
-    its experts whole. Where q and k are normed over all heads, each shard computes those of all.
+    its experts whole. If q and k are normed over all heads, each shard computes both for all heads.
 
     Shard 0 alone has the biases of o and down, which a sum over shards must contain once.
     """
@@ -120,7 +120,8 @@ class _ShardWeights:
         return whole
 
     def adapter(self, whole: Adapter) -> Adapter:
-        """The shard's part of an adapter. A sum over shards has the whole product once."""
+        """Returns the shard's part of an adapter. Each product is counted once in a sum over
+        shards."""
         modules: dict[str, Factors] = {}
         for name, (down, up) in ((n, (f.down, f.up)) for n, f in whole.modules.items()):
             rows, columns = self._mine(f"{name}.weight", (up.shape[0], down.shape[1]))
@@ -132,7 +133,7 @@ class _ShardWeights:
         return replace(whole, modules=modules)
 
     def _mine(self, name: str, shape: tuple[int, ...]) -> tuple[range | None, range | None]:
-        """The shard's rows or columns of a tensor; None for all of them."""
+        """Returns the shard's rows or columns of a tensor, or None for all of them."""
         module = _module(name)
         if _is_expert(name) or (self.spec.qk_norm == "all" and module in ("q_proj", "k_proj")):
             return None, None
@@ -151,7 +152,7 @@ COLUMN_MODULES = ("o_proj", "down_proj")
 
 
 def _module(name: str) -> str:
-    """The last module in a tensor's name."""
+    """Returns the last module in a tensor's name."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -172,7 +173,7 @@ log = logging.getLogger("moonpool_engine.engine")
 Announce = Callable[[StepMeta, Tensor | None], None]
 """Sends a step to the other ranks before it is computed. Raises RankLostError."""
 GiveUp = Callable[[str], None]
-"""Ends the other ranks; the argument is the reason."""
+"""Ends the other ranks; the argument of the call is the reason."""
 
 
 class ShardedModel:
@@ -187,8 +188,8 @@ class ShardedModel:
         announce: Announce | None = None,
         give_up: GiveUp | None = None,
     ) -> None:
-        """`own` are the numbers of `shards`. Only rank 0 passes `announce` and `give_up`, and only
-        if there are other ranks."""
+        """`own`: the numbers of the `shards` that this rank computes. Only rank 0 passes `announce`
+        and `give_up`, and only if there are other ranks."""
         self.num_shards = num_shards
         self.group = group
         self._shards = list(shards)
@@ -206,7 +207,8 @@ class ShardedModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """Like `DecoderModel.forward`. Raises RankLostError; the other ranks have ended then."""
+        """Like `DecoderModel.forward`. Raises RankLostError, after which the other ranks have
+        ended."""
         normed = self.hidden(token_ids, cache, meta, wanted, on_layer, before_attend)
         return None if normed is None else self.logits(normed)
 
@@ -223,7 +225,8 @@ class ShardedModel:
         on_layer: LayerDone | None = None,
         before_attend: BeforeAttend | None = None,
     ) -> Tensor | None:
-        """Like `DecoderModel.hidden`. Raises RankLostError; the other ranks have ended then."""
+        """Like `DecoderModel.hidden`. Raises RankLostError, after which the other ranks have
+        ended."""
         try:
             return self._lead(token_ids, cache, meta, wanted, on_layer, before_attend)
         except RankLostError:
@@ -272,7 +275,8 @@ class ShardedModel:
         on_layer: LayerDone | None,
         before_attend: BeforeAttend | None,
     ) -> Tensor | None:
-        """The last layer's output of the `wanted` rows, [len(wanted), hidden]; None without them.
+        """Returns the last layer's output of the `wanted` rows, [len(wanted), hidden], or None
+        without wanted rows.
 
         residual, normed: [T, hidden]. A layer's waiting and announcing hold for all ranks, because
         no rank passes a sum that another rank has not reached.

@@ -22,11 +22,11 @@ from moonpool_engine.engine.parallel.tensor_model import ShardedModel, load_shar
 from moonpool_engine.engine.parallel.tensor_ranks import RankOptions, join_group
 from moonpool_engine.engine.runner import choose_ops, make_layout
 
-MAX_FDS = 2  # the arena, and the memory of the group (or of gloo's addresses)
+MAX_FDS = 2  # descriptors of the arena, and of the memory of the group (or of gloo's addresses)
 
 
 def run_rank(control: socket.socket) -> None:
-    """Serves the first rank at the other end of `control` until it ends."""
+    """Serves the first rank, at the other end of `control`, until that rank ends."""
     run_peer(control, MAX_FDS, RankSetup, _Rank)
 
 
@@ -59,8 +59,8 @@ class _Rank:
     def handle(self, order: StageStep | StageArriving) -> None:
         """Computes one step. Raises ConnectionError or RankLostError if another rank has ended.
 
-        Any other error ends this rank, and so the instance: the other ranks are in the middle of
-        the step.
+        Any other error ends this rank, and so the instance, because the other ranks are in the
+        middle of the step.
         """
         assert isinstance(order, StageStep), "ranks compute on the CPU, in the arena itself"
         wanted = unpack_wanted(order)

@@ -1,7 +1,8 @@
-"""The tensor-parallel engine, seen from its first rank, which starts the other ranks.
+"""The tensor-parallel engine, as its first rank sees it, which starts the other ranks.
 
 Each rank writes its shards' part of every slice into one arena, so cache, messenger and disk see
-whole blocks. The first rank sends every step to the others. It does not decide what runs.
+whole blocks. The first rank sends every step to the other ranks. The first rank does not decide
+which requests run.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from moonpool_engine.engine.runner import Engine
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """`num_shards` is the cluster's number of shards, a multiple of `num_ranks`. `threads` is per
-    rank. `cores` are the cores of the engine, to be divided between the ranks; (): any."""
+    """`num_shards` is the cluster's number of shards, a multiple of `num_ranks`. `threads` is the
+    number of threads per rank. `cores` are the cores of the engine, to be divided between the
+    ranks; () means any."""
 
     num_ranks: int
     num_shards: int
@@ -48,7 +50,7 @@ class RankOptions:
     cores: tuple[int, ...] = ()
 
     def cores_of(self, rank: int) -> tuple[int, ...]:
-        """Disjoint cores per rank if there are enough, else all of them."""
+        """Returns disjoint cores per rank if there are enough, or else all cores."""
         share = len(self.cores) // self.num_ranks
         return self.cores[rank * share : (rank + 1) * share] if share else self.cores
 
@@ -80,7 +82,7 @@ def sharded_engine(model: LoadedModel, ops: Ops, cache: KvCache, num_shards: int
 
 
 class Ranks:
-    """The ranks of an instance. All of them compute the steps of `engine`.
+    """The ranks of an instance. All ranks compute the steps of `engine`.
 
     Create it before the arena behind `cache` and `arena_fd` is sealed. `on_lost` is called once,
     from another thread, if a rank ends unexpectedly. Raises ValueError, StageLostError.
@@ -97,7 +99,7 @@ class Ranks:
         on_lost: Callable[[str], None],
     ) -> None:
         check_ranks(model, options.num_ranks, options.num_shards)
-        self.cores = options.cores_of(0)  # the thread that computes uses them
+        self.cores = options.cores_of(0)  # the cores of the thread that computes
         self._on_lost = on_lost
         self._lock = threading.Lock()  # guards the next three fields
         self._lost = ""
@@ -139,7 +141,7 @@ class Ranks:
         return [peer.process.pid for peer in self._peers]
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Ends all other ranks."""
         with self._lock:
             self._closing = True
         self._end_peers()
@@ -178,14 +180,14 @@ class Ranks:
         with self._lock:
             self._lost = self._lost or f"{gone.name} (process {gone.process.pid}) has ended"
             closing = self._closing
-        self._end_peers()  # no rank may wait for the lost one
+        self._end_peers()  # no rank may wait for the lost rank
         if not closing:
             self._on_lost(self._lost)
 
 
 def join_group(fd: int, rank: int, num_ranks: int, secret: bytes) -> Group:
-    """Joins the other ranks: over gloo with a `secret`, else over shared memory. Takes over `fd`.
-    Raises RankLostError."""
+    """Joins the other ranks: over gloo if a `secret` is given, or else over shared memory. Takes
+    over `fd`. Raises RankLostError."""
     if secret:
         return GlooGroup(fd, rank, num_ranks, secret)
     try:

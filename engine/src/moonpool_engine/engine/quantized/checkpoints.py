@@ -43,16 +43,16 @@ FURTHER = (".input_scale", ".weight_shape", ".g_idx", ".k_scale", ".v_scale", ".
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a checkpoint's linears are quantized. `group` inputs share a scale; 0 means all of
-    them."""
+    """How a checkpoint's linears are quantized. `group` inputs share a scale; 0 means that all
+    inputs share one."""
 
     kind: Kind
     group: int = 0
     symmetric: bool = True
-    zero_offset: int = 0  # of stored zero points
+    zero_offset: int = 0  # offset of stored zero points
 
     def stored_types(self, name: str, shape: Shape | None) -> frozenset[str]:
-        """What a tensor of `parts` may be stored as, as safetensors names it."""
+        """Returns the types in which a tensor of `parts` may be stored, by safetensors' names."""
         if name.endswith(INTEGERS):
             return frozenset({"I32"})
         if self.kind == "mxfp4" and name.endswith(("_blocks", "_scales")):
@@ -66,8 +66,8 @@ class Scheme:
         return bool(EXPERTS.search(name)) if self.kind == "mxfp4" else len(shape) == 2
 
     def parts(self, name: str, shape: Shape, has: Callable[[str], bool]) -> dict[str, Shape | None]:
-        """The tensors that hold the weight `name` [out, in], with their shapes; None means any.
-        Raises `ModelError`."""
+        """Returns the tensors that hold the weight `name` [out, in], with their shapes; None means
+        any. Raises `ModelError`."""
         if self.kind == "mxfp4":
             return _mxfp4_parts(name, shape)
         module = name.removesuffix(".weight")
@@ -98,7 +98,7 @@ class Scheme:
         }
 
     def matrix(self, name: str, shape: Shape, read: Reader, dtype: torch.dtype) -> Matrix:
-        """The weight `name` [out, in]. Raises `ModelError`."""
+        """Returns the weight `name` [out, in]. Raises `ModelError`."""
         module = name.removesuffix(".weight")
         if self.kind == "float8":
             return _dequantized_float8(read(name), _float8_scale(module, read), name, dtype)
@@ -120,7 +120,7 @@ class Scheme:
         return _four_bits(numbers, scales, zeros, dtype)
 
     def _check_order(self, module: str, width: int, read: Reader) -> None:
-        """Raises `ModelError` if GPTQ's groups are no neighbours (`desc_act`)."""
+        """Raises `ModelError` if the inputs of a GPTQ group are not neighbours (`desc_act`)."""
         try:
             order = read(f"{module}.g_idx")
         except KeyError:
@@ -155,7 +155,7 @@ def expert_matrix(name: str, stored: str, read: Reader, dtype: torch.dtype) -> Q
 
 
 def read_scheme(config: Mapping[str, Any], where: str = "config.json") -> Scheme | None:
-    """The scheme of a parsed `config.json`; None without one. Raises `ModelError`."""
+    """Returns the scheme of a parsed `config.json`, or None if it has none. Raises `ModelError`."""
     own = Fields(config, where).within("quantization_config")
     if not own.names:
         return None

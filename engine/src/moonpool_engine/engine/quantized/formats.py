@@ -1,7 +1,8 @@
-"""The formats of quantized weights: how stored bytes decode into whole numbers and scales.
+"""Formats of quantized weights: how stored bytes decode into whole numbers and scales.
 
-A row is stored in groups of 32 to 256 neighbouring weights. A group has small whole numbers, and a
-scale and possibly a minimum per sub-group of 16 or 32. Every format decodes into the same parts:
+A row is stored in groups of 32 to 256 neighbouring weights. A group has small whole numbers, a
+scale and possibly a minimum, and more of these for each sub-group of 16 or 32. Every format decodes
+into the same parts:
 
     weight = (number - offset) * scale + minimum
 
@@ -22,7 +23,8 @@ from moonpool_engine.engine.quantized.sizes import SIZES
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """n stored groups of g weights in parts. A scale is `scale` times `sub_scales`, where given.
+    """A number of stored groups (n) of g weights each, decoded into parts. A scale is `scale` times
+    `sub_scales`, where given.
 
     numbers: [n, g] uint8. scale, minimum: [n] float32. sub_scales, sub_minimums: [n, g / sub]
     whole numbers.
@@ -37,9 +39,9 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: `bytes` store `group` weights; `sub` weights share a scale.
+    """A storage format: `bytes` store `group` weights; `sub` weights share a scale.
 
-    A number has `bits`, and stands for itself less `offset`. Scales are float16 in memory, or
+    A stored number has `bits`, and means itself minus `offset`. Scales are float16 in memory, or
     float32 with `wide`.
     """
 
@@ -60,7 +62,7 @@ class Format:
 
 
 def _half(data: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each group, [n] float32."""
+    """Returns the float16 at byte `at` of each group, [n] float32."""
     return data[:, at : at + 2].contiguous().view(torch.float16).float().flatten()
 
 
@@ -118,7 +120,8 @@ def _q4_k(data: Tensor) -> Decoded:
 def _q5_k(data: Tensor) -> Decoded:
     scales, minimums = _six_bit_scales(data[:, 4:16])
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
-    fifth = ((data[:, 16:48].unsqueeze(1) >> shifts) & 1).flatten(1)  # bit j: of sub-group j
+    # bit j of each byte belongs to sub-group j
+    fifth = ((data[:, 16:48].unsqueeze(1) >> shifts) & 1).flatten(1)
     numbers = _pairs_of_32(data[:, 48:]) | (fifth << 4)
     return Decoded(numbers, _half(data, 0), -_half(data, 2), scales, minimums)
 
@@ -179,14 +182,15 @@ _ALL = (
     Format("IQ4_NL", *SIZES["IQ4_NL"], 8, _iq4_nl, offset=128),
     Format("IQ4_XS", *SIZES["IQ4_XS"], 8, _iq4_xs, offset=128),
     Format("MXFP4", *SIZES["MXFP4"], 5, _mxfp4, offset=12, wide=True),
-    # Not of ggml: scale and minimum in float32, for checkpoints with other scales than float16.
+    # Not a format of ggml: scale and minimum are float32, for checkpoints whose scales do not fit
+    # float16.
     Format("W4", *SIZES["W4"], 4, _wide4, has_minimum=True, wide=True),
 )
 FORMATS = {format.name: format for format in _ALL}
 
 
 def scales_and_minimums(format: Format, decoded: Decoded) -> tuple[Tensor, Tensor | None]:
-    """The scale, and the minimum, of each sub-group: [n, g / sub] float32."""
+    """Returns the scale and the minimum of each sub-group: [n, g / sub] float32."""
     count = format.group // format.sub
     scale = decoded.scale.unsqueeze(1).expand(-1, count)
     if decoded.sub_scales is not None:

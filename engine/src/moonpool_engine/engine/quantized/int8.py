@@ -2,8 +2,8 @@
 
 The input features are divided into groups of `GROUP`. Per group an output has 8-bit weights and one
 scale; a row has 16-bit numbers, finer than bfloat16, and one scale. Sums within a group are whole
-numbers and exact in any order; groups are added in rising order. So the native kernels give the
-same bits, and rows are independent (docs/decisions/quantised-weights.md).
+numbers, which are exact in any order; groups are added in rising order. So the native kernels give
+the same bits, and rows are independent (docs/decisions/quantised-weights.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear:
-    """`y = x @ (weights * scales).T + bias`: the slow and portable reference. x: [T, in]."""
+    """Computes `y = x @ (weights * scales).T + bias`: the slow and portable reference. x: [T,
+    in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         rounded, self._scales = quantize(weight)
@@ -49,7 +50,8 @@ class Int8Linear:
 
 
 def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as whole numbers [T, groups, GROUP] and scales [T, groups], NaN for non-finite rows."""
+    """Returns rows as whole numbers [T, groups, GROUP] and scales [T, groups], NaN for non-finite
+    rows."""
     groups = _grouped(x.float())
     most = groups.abs().amax(-1)
     # `LARGEST_INPUT / most` would be a reciprocal and a product, rounded twice.

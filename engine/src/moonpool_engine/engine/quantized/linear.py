@@ -1,9 +1,9 @@
 """The product with quantized weights in plain torch: it defines the results of the kernels.
 
 A row of x is rounded to 16-bit whole numbers, with one scale per 256 features
-(`engine.quantized.int8`). Sums within a sub-group of weights are whole numbers, and exact in any
-order. Sub-groups are added in rising order, then the groups of 256. So rows are independent, and
-kernels can give the same bits.
+(`engine.quantized.int8`). Sums within a sub-group of weights are whole numbers, which are exact in
+any order. Sub-groups are added in rising order, then the groups of 256. So rows are independent,
+and kernels can give the same bits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moonpool_engine.engine.quantized.int8 import GROUP, rounded_rows
 from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows
 
 ROW_TILE = 32
-"""Rows of x that are multiplied at once; their products take some MB."""
+"""Number of rows of x that are multiplied together; their products take some MB."""
 
 
 class QuantizedLinear:
-    """`y = x @ weight.T + bias`: slow, portable, and the reference. x: [T, in]."""
+    """Computes `y = x @ weight.T + bias`: slow, portable, and the reference. x: [T, in]."""
 
     def __init__(self, weight: QuantizedMatrix, bias: Tensor | None) -> None:
         self._parts = [_Part(piece) for rows in weight.parts for piece in rows.chunks()]
@@ -40,7 +40,7 @@ class QuantizedLinear:
 class _Part:
     """Rows of one format: numbers [sub-groups, out, sub], scales and minimums [sub-groups, 1, out].
 
-    All formats' numbers have 8 bits. They are widened for a product.
+    The numbers of all formats have 8 bits. The numbers are widened for a product.
     """
 
     def __init__(self, rows: StoredRows) -> None:

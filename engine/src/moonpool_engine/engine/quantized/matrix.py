@@ -45,7 +45,7 @@ class StoredRows(NamedTuple):
 class QuantizedMatrix:
     """A matrix [out, in] of quantized rows; parts follow each other and may differ in format.
 
-    `dtype` is the model's, in which the matrix is used where no kernel reads its format.
+    `dtype` is the model's dtype, in which the matrix is used if no kernel reads its format.
     """
 
     parts: tuple[StoredRows, ...]
@@ -84,12 +84,14 @@ class QuantizedMatrix:
         return QuantizedMatrix(tuple(kept), self.dtype)
 
     def reordered(self, order: Tensor) -> QuantizedMatrix:
-        """A copy with the rows in another order. Only for a matrix of one part."""
+        """A copy with the rows in another order. This method only works for a matrix of one
+        part."""
         (part,) = self.parts
         return QuantizedMatrix((StoredRows(part.format, part.data[order]),), self.dtype)
 
     def columns(self, start: int, stop: int) -> QuantizedMatrix | None:
-        """Columns `start` to `stop` (not included); None if they are no borders of groups."""
+        """Returns columns `start` to `stop` (exclusive), or None if these are not borders of
+        groups."""
         kept: list[StoredRows] = []
         for part in self.parts:
             group, size = part.format.group, part.format.bytes
@@ -117,7 +119,8 @@ def reordered(matrix: Matrix, order: Tensor) -> Matrix:
 
 
 def stacked(matrices: Sequence[Matrix]) -> Matrix:
-    """The rows of all matrices, one after the other. With a plain one, all become plain."""
+    """Returns the rows of all matrices, one after the other. If one matrix is plain, all become
+    plain."""
     if len(matrices) == 1:
         return matrices[0]
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]

@@ -15,7 +15,8 @@ ROWS_AT_ONCE = 1024
 def rounded_to_int4(weight: Tensor) -> Matrix:
     """A weight [out, in] as Q4_1; unchanged if `in` is not a multiple of 32.
 
-    Each 32 neighbours get a scale and a minimum, from the least to the largest of them.
+    Each group of 32 neighbours gets a scale and a minimum, from the least to the greatest of the
+    weights.
     """
     if weight.shape[1] % GROUP:
         return weight

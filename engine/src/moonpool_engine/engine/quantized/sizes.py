@@ -1,5 +1,5 @@
-"""How many bytes the formats of quantized weights take. It imports no torch, as readers of headers
-need no more of a format."""
+"""How many bytes the formats of quantized weights take. This module imports no torch, because
+readers of headers need nothing else about a format."""
 
 from __future__ import annotations
 
