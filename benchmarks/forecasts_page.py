@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.checkout import ROOT
 from benchmarks.markdown import seconds, table
 from moonpool_lab.forecast.forecast_table import Entry, read_table
+from moonpool_lab.forecast.measured_server import MOST_DRIFT
 
 TABLE = ROOT / "benchmarks" / "results" / "forecasts.jsonl"
 PAGE = ROOT / "docs" / "forecasts.md"
@@ -81,10 +82,17 @@ def _section(forecast: Entry, outcomes: list[Entry]) -> str:
         f" `{forecast['hash'][:16]}`. Trace {trace['trace']} ({trace['trace_sha256']}),"
         f" {trace['scale_tokens']} of its tokens. Predicted capacity"
         f" {forecast['capacity_rps']:.3g} requests a second within TTFT {slo['ttft_s']:.3g} s and"
-        f" TBT {slo['tbt_s']:.3g} s.\n\n{table(header, rows)}\n"
+        f" TBT {slo['tbt_s']:.3g} s.{_drift(forecast)}\n\n{table(header, rows)}\n"
         f"By `{origin['command']}`, moonpool {origin['version']}, {origin['commit']}, on"
         f" {origin['machine']}.\n"
     )
+
+
+def _drift(forecast: Entry) -> str:
+    drift = forecast["measured"].get("drift", 1.0)
+    if 1 / MOST_DRIFT <= drift <= MOST_DRIFT:
+        return ""
+    return f" **Not steady**: a prompt took {drift:.2g} times as long when its measurement ended."
 
 
 def _rows(load: dict[str, Any], outcome: Entry | None) -> Iterator[tuple[str, ...]]:

@@ -105,6 +105,17 @@ def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Pa
     assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
 
 
+def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_path: Path) -> None:
+    """Its machine has other work during the first prompts."""
+    server = TimedServer(prompt_token_s=400e-6)
+    server.on_request = lambda: setattr(
+        server, "prompt_token_s", 400e-6 if server.num_requests < 12 else 100e-6
+    )
+    found = forecast(loop, server, tmp_path / "table.jsonl", loads=(0.5,), measure_s=20.0)
+    assert 0.8 < found["forecast"]["measured"]["drift"] < 1.25
+    assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
+
+
 def test_the_forecast_is_written_before_anything_is_tried(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:

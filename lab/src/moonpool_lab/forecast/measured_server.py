@@ -9,7 +9,7 @@ most useful cases first; cases without time are derived from the others.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from time import monotonic
 
@@ -40,6 +40,9 @@ KV_BYTES_PER_TOKEN = 1024
 """Nominal: nothing that is forecast depends on it, since transfers are part of measured times."""
 INSTANT_BYTES_PER_S = 1e12
 DEFAULT_CHUNK_TOKENS = 2048
+MOST_DRIFT = 1.25
+"""A server that becomes faster or slower by this factor while it is measured is measured again."""
+MOST_AGAIN = 2
 UNLIMITED_SEQUENCES = 256
 """The value if no limit was met: the default of engines for many users."""
 
@@ -60,6 +63,11 @@ class MeasuredServer(Struct, frozen=True):
     hits_said: bool
     handover_s: float  # by how much the first of several tokens comes later than a single one
     seconds: float
+    drift: float = 1.0  # time of a prompt at the end, divided by its time at the beginning
+
+    @property
+    def is_steady(self) -> bool:
+        return 1 / MOST_DRIFT <= self.drift <= MOST_DRIFT
 
 
 class TraceLengths(Struct, frozen=True):
@@ -92,12 +100,26 @@ class _Part:
         return now_s + self._longest_s <= self._ends_s
 
 
-async def measure_server(door: FrontDoor, lengths: TraceLengths, seconds: float) -> MeasuredServer:
-    """Takes about `seconds`, more where a single long prompt takes longer than its share.
+async def measure_server(
+    door: FrontDoor, lengths: TraceLengths, seconds: float, tell: Callable[[str], None]
+) -> MeasuredServer:
+    """Takes about `seconds`, more where a single long prompt takes longer than its share, and again
+    as long where the server's speed has changed meanwhile. `tell` gets a line for a person then.
 
     Raises ServerUnfitError, ConnectionFailedError.
     """
-    return await _Measurement(door, lengths, seconds).run()
+    measured = await _Measurement(door, lengths, seconds).run()
+    for _ in range(MOST_AGAIN):
+        if measured.is_steady:
+            break
+        tell(f"a prompt takes {measured.drift:.2g} times as long as before: measuring again")
+        measured = await _Measurement(door, lengths, seconds).run()
+    if not measured.is_steady:
+        tell(
+            "the server's speed is not steady, so what comes will differ: other programs on its"
+            " machine?"
+        )
+    return measured
 
 
 class _Measurement:
@@ -126,6 +148,7 @@ class _Measurement:
         alone = fit_cost(self._prefills, self._decodes)
         await self._measure_chunks(alone)
         cache_tokens, full = await self._fill_cache()
+        drift = await self._drift()
         cost = with_decode_curve(
             fit_cost(self._prefills, self._decodes, self._mixed), self._decodes
         )
@@ -147,6 +170,7 @@ class _Measurement:
             hits_said=self._hits_said,
             handover_s=handover_s,
             seconds=monotonic() - self._began_s,
+            drift=drift,
         )
 
     async def _first_token_s(self, prompt: Prompt) -> TimedAnswer:
@@ -168,6 +192,15 @@ class _Measurement:
             PrefillSample(num_tokens=length, cached_tokens=0, seconds=self._engine_s(found))
             for length, found in sorted(times_s.items())
         ]
+
+    async def _drift(self) -> float:
+        """Returns the time of a prompt now, divided by its time at the beginning."""
+        alone = [sample for sample in self._prefills if not sample.cached_tokens]
+        first = alone[len(alone) // 2]
+        answers = [
+            await self._first_token_s(self._door.prompt(first.num_tokens)) for _ in range(HANDOVERS)
+        ]
+        return self._engine_s([answer.ttft_s for answer in answers]) / first.seconds
 
     async def _handover_s(self) -> float:
         shortest = self._prefills[0]

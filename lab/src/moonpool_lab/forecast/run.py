@@ -83,7 +83,7 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
         vocab_size = plan.vocab_size or facts.vocab_size or ASSUMED_VOCAB
         tell(f"measuring {facts.model} for {plan.measure_s:g} s")
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
-        measured = await measure_server(door, _lengths(trace), plan.measure_s)
+        measured = await measure_server(door, _lengths(trace), plan.measure_s, tell)
     finally:
         client.close()
     server = SimulatedServer(measured, facts.config, trace)
