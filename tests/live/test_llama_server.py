@@ -120,8 +120,9 @@ def files(folder: Path) -> list[Path]:
 
 
 def num_saved(folder: Path, text: str) -> int:
-    """How many whole slots are saved that begin with the text, or have it within."""
-    tokens, found = array("I", list(text.encode())).tobytes(), 0
+    """How many whole slots are saved that have the text, of which they keep whole blocks."""
+    data = text.encode()
+    tokens, found = array("I", list(data[: len(data) // 64 * 64])).tobytes(), 0
     for note in folder.glob("moonpool-*.note"):
         with contextlib.suppress(FileNotFoundError):  # a longer one took its place
             found += tokens in note.read_bytes()
