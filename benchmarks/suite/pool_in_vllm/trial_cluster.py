@@ -51,10 +51,6 @@ class TrialPool(MoonpoolPool):
         self._shape = shape
         self.disk = Path(shape.disk_folder or place.folder / "files") / f"trial-{os.getpid()}"
 
-    @property
-    def socket(self) -> Path:
-        return self._socket
-
     def environment(self) -> dict[str, str]:
         told = super().environment()
         return told | {"PYTHONPATH": ":".join([*self._shape.modules, told["PYTHONPATH"]])}
@@ -135,7 +131,7 @@ class TrialCluster:
                 list(threads.map(GroupedVllm.__enter__, self.vllms.values()))
             if self.pool is not None:
                 words = [word for v in self.vllms.values() for word in ("--vllm", v.url)]
-                here = {"MOONPOOL_POOL": str(self.pool.socket)}
+                here = {"MOONPOOL_POOL": str(self.pool.socket_path)}
                 self.front = LocalServer((*words, *EASY), environment=here)
                 stack.enter_context(self.front)
             self._stack = stack.pop_all()
