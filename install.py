@@ -122,7 +122,7 @@ def _make_environment(uv: str | None) -> str | None:
 
 
 def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
-    """Whether uv has installed them, from where pip would take them."""
+    """Whether uv has installed the packages of `locks`, from the places that pip would use."""
     # Any index may give a file, because its hash is known.
     rules = (*_places_of_pip(), "--index-strategy", "unsafe-best-match", "--require-hashes")
     pin, rest = _lock_of_torch(), VENV / "rest.lock"

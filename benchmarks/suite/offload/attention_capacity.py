@@ -32,7 +32,7 @@ from moonpool_lab.profiling.attention_group import (
     timed_step,
 )
 
-POINTS = 4  # of the requests of one memory like the instance's own
+POINTS = 4  # measured numbers of requests, for each memory of the size of the instance's own
 
 
 class AttentionCapacityPoint(Struct, frozen=True):

@@ -6,8 +6,9 @@ Each round runs every way once, in turns, so that a busy moment hits all alike; 
 rounds. What storing costs is taken within a round, as the difference to the same prompt without,
 and laid beside the prompt's length: a line through all rounds, with its error, says how flat it is.
 
-What overlaps still shares the CPUs: no order of doing things ends before load, computing, or the
-CPU time of both, here and at the peer, divided by the CPUs. The last is its `cpu_bound`.
+Load and computing share the CPUs even if they overlap, so no order ends before the longest of three
+times: the load, the computing, and the CPU time of both, here and at the peer, divided by the CPUs.
+The last is the row's `cpu_bound`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head: performs the Conductor's decisions over control connections to the workers.
 
-The head owns the sockets, the clock and the response streams; it makes no decision. `Head` is also
-the `ServingBackend` of the HTTP layer.
+The head owns the sockets, the clock and the response streams; it makes no decision. It is also the
+`ServingBackend` of the HTTP layer.
 """
 
 from __future__ import annotations
@@ -99,8 +99,7 @@ LAST_LOOKS, LAST_LOOK_S = 100, 0.01
 
 
 class ClusterHead:
-    """`ClusterHead` is the head of one cluster. Call `start`, then serve; `stop` ends the
-    workers."""
+    """One cluster's head. Call `start`, then serve; `stop` ends the workers."""
 
     def __init__(
         self,

@@ -457,7 +457,7 @@ def send_layer(messenger: BlockMessenger, entries: Iterable[StepEntry], layer: i
 
 
 def begin_writing(messenger: BlockMessenger, step: RunStep) -> None:
-    """Drops the checksums of the slots that a step writes. Must be called before it is computed."""
+    """Drops the checksums of the slots that a step writes. Call this before the step runs."""
     for entry in step.entries:
         end = entry.start + len(entry.new_token_ids) + step.max_repeats - 1
         messenger.forget_checksums(entry.block_ids, entry.start, end)

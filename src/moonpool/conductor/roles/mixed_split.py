@@ -2,7 +2,7 @@
 
 A mixed instance computes prompts in chunks beside its decodes. A chunk is at least one tile, and
 each step has a fixed time. Under a tight TBT SLO the fixed time is most of what a step may take, or
-more. Then a prompt breaks the SLO of all answers on its instance, or hardly advances.
+more. A prompt in such steps breaks the SLO of all answers on its instance, or hardly advances.
 
 So the mixed instances of a cluster become prefill and decode instances then, by their profiles,
 before there is any demand: a change under load costs the answers under way. Only the Conductor
