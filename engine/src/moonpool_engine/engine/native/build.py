@@ -118,9 +118,7 @@ def open_library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(path))
-    except (
-        OSError
-    ):  # the system has no OpenMP library, and torch, which brings one, is not imported
+    except OSError:  # the system has no OpenMP library, and torch's is not loaded yet
         return _beside_torchs_openmp(path)
 
 
