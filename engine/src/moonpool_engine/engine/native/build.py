@@ -12,8 +12,10 @@ command prints one line, and the engine runs on plain torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -117,8 +119,18 @@ def open_library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
-        return None
+    except OSError:  # the system has no OpenMP library, and torch's is not loaded yet
+        return _beside_torchs_openmp(path)
+
+
+def _beside_torchs_openmp(path: Path) -> ctypes.CDLL | None:
+    spec = importlib.util.find_spec("torch")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        for openmp in Path(folder, "lib").glob("libgomp*.so*"):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(openmp))
+                return ctypes.CDLL(str(path))
+    return None
 
 
 def best_isa(library: ctypes.CDLL) -> str:
