@@ -38,10 +38,8 @@ class InstanceTable:
         self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
-        # whether the instance accepts new prefills
-        self.prefills: Bools = np.zeros(0, dtype=np.bool_)
-        # whether the instance accepts new decodes
-        self.decodes: Bools = np.zeros(0, dtype=np.bool_)
+        self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # whether new prefills are accepted
+        self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # whether new decodes are accepted
 
         # Booked load.
         # predicted time of prefills that are booked and not started
@@ -54,19 +52,16 @@ class InstanceTable:
         self.booked_context: Floats = np.zeros(0)  # tokens of context of all booked decodes
         self.decoding_batch: Floats = np.zeros(0)  # number of requests that produce tokens now
         self.decoding_context: Floats = np.zeros(0)
-        # number of prefix fetches from this instance by others
-        self.num_serving: Floats = np.zeros(0)
+        self.num_serving: Floats = np.zeros(0)  # prefix fetches by other instances
         # number of prompts computed in chunks beside decodes (`inline_chunks`)
         self.num_chunked: Floats = np.zeros(0)
 
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache tokens of the whole pool
         self.context_tokens: Floats = np.zeros(0)  # most tokens of one prompt and its answer
-        # KVCache tokens that the engine's own memory holds
-        self.engine_tokens: Floats = np.zeros(0)
+        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens of the engine's own memory
         self.chunk_tokens: Floats = np.zeros(0)  # most prompt tokens in one step
-        # instances with equal numbers share a host's memory; 0 means unknown
-        self.host: Floats = np.zeros(0)
+        self.host: Floats = np.zeros(0)  # equal numbers share a host's memory; 0 means unknown
 
         # Cost coefficients, see `FittedCost`: n new and p cached tokens of a prompt, B decodes.
         self.prefill_base_s: Floats = np.zeros(0)
@@ -77,8 +72,7 @@ class InstanceTable:
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
-        # factor by which the profile's prefill times are multiplied
-        self.prefill_factor: Floats = np.zeros(0)
+        self.prefill_factor: Floats = np.zeros(0)  # factor of the profile's prefill times
         self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
         # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
         # unknown.
