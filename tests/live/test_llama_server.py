@@ -28,7 +28,7 @@ EASY = ["--admission", "none", "--slo-ttft", "600"]
 NO_TEXT = (*range(32), *range(127, 256), 258, 259)
 """Tokens that are not whole characters: a stream of a llama-server leaves them out."""
 OPENED, GONE = "are saved in", "is gone; the instance leaves"
-TALKS = [f"{what} is what this long conversation is about. " * 10 for what in ("A", "B!", "C?!")]
+TALKS = [f"{what} is what this long conversation is for. " * 10 for what in ("A", "B!", "C?!")]
 
 
 class LlamaProcess:
@@ -121,7 +121,8 @@ def files(folder: Path) -> list[Path]:
 
 def num_saved(folder: Path, text: str) -> int:
     """How many whole slots are saved that have the text, of which they keep whole blocks."""
-    data = text.encode()
+    data = text.encode()  # the model has a token for each, and one for "ab"
+    assert b"ab" not in data
     tokens, found = array("I", list(data[: len(data) // 64 * 64])).tobytes(), 0
     for note in folder.glob("moonpool-*.note"):
         with contextlib.suppress(FileNotFoundError):  # a longer one took its place
