@@ -20,6 +20,19 @@ def child(code: str) -> int:
     return os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
 
 
+def test_a_status_is_read_without_descriptors_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delattr(os, "pidfd_open")
+    waiting = ForkedChild(child("import time; time.sleep(60)"))
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(0.01)
+    assert waiting.poll() is None
+    waiting.send_signal(signal.SIGTERM)
+    assert [waiting.wait(60), waiting.wait(), waiting.poll()] == [-signal.SIGTERM] * 3
+    waiting.kill()  # of a process that has ended: nothing
+    assert ForkedChild(child("raise SystemExit(7)")).wait() == 7
+
+
 def test_a_status_is_read_the_same_with_a_loop_and_without() -> None:
     waiting = ForkedChild(child("import time; time.sleep(60)"))
     with pytest.raises(subprocess.TimeoutExpired):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import setproctitle
 
-from moonpool.children.process import ForkedChild
+from moonpool.children.process import ForkedChild, has_pidfds
 
 _M_ARENA_MAX = -8
 
@@ -91,6 +91,8 @@ def fork_helper(
     """Forks a process that calls `run` with the id of this one, and ends with it. `fds`: the file
     descriptors that the helper keeps. Returns None if this process has threads, of which a fork
     would copy only one, or if it cannot fork."""
+    if not has_pidfds():
+        return None
     try:
         if len(os.listdir("/proc/self/task")) != 1:
             return None
