@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from statistics import fmean, median
 from time import monotonic
 
@@ -239,16 +240,18 @@ class _Measurement:
         return max(median(times_s) - self._front_s, 1e-6)
 
     async def _measure_decodes(self) -> None:
-        """Answers together, on short prompts, then on a usual one."""
+        """Answers together, on short prompts and on usual ones. Both lengths of each batch come
+        before the next batch: with one length, nothing tells the time that a further answer adds
+        from the time that its context adds."""
         part = _Part(DECODE_SHARE * self._seconds)
         usual = self._lengths.prompt_at(0.5)
-        for length in dict.fromkeys((min(SHORTEST_PROMPT, usual), usual)):
-            for batch in BATCHES:
-                if self._decodes and not part.has_time:
-                    return
-                if (self._limited and batch > self._max_sequences) or not self._fits(length, batch):
-                    continue
-                await self._measure_decode(batch, length)
+        lengths = dict.fromkeys((min(SHORTEST_PROMPT, usual), usual))
+        for batch, length in product(BATCHES, lengths):
+            if self._decodes and not part.has_time:
+                return
+            if (self._limited and batch > self._max_sequences) or not self._fits(length, batch):
+                continue
+            await self._measure_decode(batch, length)
 
     def _fits(self, length: int, batch: int) -> bool:
         longest = self._door.longest_tokens
