@@ -77,7 +77,7 @@ class Clients:
 
     def _arrive(self, arrival: Arrival) -> None:
         most = self._most_programs
-        # Only one program has been read but not begun: the one that arrives next.
+        # Only the program that arrives next has been read but not begun.
         if most is not None and arrival.call and self.figures.num_under_way > most:
             self._held = arrival
             return
