@@ -11,7 +11,7 @@
     settling    For clusters that keep the SLOs, the cheapest SSD, eviction, cache and chunk size
                 are found. Each neighbour of the best cluster is tried afterwards.
     drawing     Draws of the trace give the interval of the best cluster's attainment. The sure
-                choice is the cheapest cluster, from the best one upwards, whose interval lies above
+                choice is the cheapest cluster, from the best upwards, whose interval lies above
                 the goal.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the

@@ -1,4 +1,4 @@
-"""Measures the hit ratio by eviction policy and capacity: prompts follow each other without time.
+"""Measures the hit ratio by eviction policy and capacity, with prompts one by one and no clock.
 
 Every prompt passes through a real BlockPool by the calls of an instance: match, acquire, allocate,
 seal, release. Prompts are streamed, so memory holds the pool only. If a prompt is larger than the

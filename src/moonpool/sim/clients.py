@@ -56,7 +56,7 @@ class Clients:
 
     @property
     def in_pause(self) -> bool:
-        """Whether a call is still to come that was already read from the trace."""
+        """Whether a call that was read from the trace waits for its tools or for a retry."""
         return self.num_to_come > 0
 
     def _schedule_next(self) -> None:

@@ -22,12 +22,12 @@ MIN_HEAP_TO_COMPACT = 64
 class Priority(IntEnum):
     """The order at one instant: events that free or break resources come before decisions."""
 
-    FAULT = 0  # an instance that is lost at t does nothing more at t
-    TRANSFER_END = 1  # bytes that arrive at t are available to a step that starts at t
-    STEP_END = 2  # frees blocks and batch slots before they are requested
-    MESSAGE = 3  # the Conductor sees the ends of steps and transfers ...
-    ARRIVAL = 4  # ... before it places a request that arrives at the same instant
-    TICK = 5  # samples and periodic decisions see all events of t
+    FAULT = 0  # an instance lost at time t does nothing more at t
+    TRANSFER_END = 1  # a step that starts at t can use bytes that arrive at t
+    STEP_END = 2  # a step's end frees blocks and batch slots for requests at t
+    MESSAGE = 3  # reports and commands come after steps and transfers
+    ARRIVAL = 4  # the Conductor places a request after the reports of t
+    TICK = 5  # samples and periodic decisions see all events of time t
     RERATE = 6  # link rates are computed once per instant, after all its changes
 
 

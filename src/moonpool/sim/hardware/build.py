@@ -285,7 +285,7 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             block_tokens=config.pool.block_tokens,
             num_layers=shape.layers,
             num_kv_heads=1,
-            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # as two of two bytes
+            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # two-byte K and V
             arithmetic="simulated",
         )
     return BlockLayout(

@@ -8,9 +8,10 @@ attention counts separately. The measurement adds its departure from the rooflin
     prompt    weight (fit(n, p) - roofline(n, p)), spread evenly over the n - p computed tokens
     decodes   fit - roofline, at the nearest measured batch and sum of contexts
 
-So a prompt of the domain costs what the fit says, if its chunks run alone with
-`CHUNK_TOKENS` each, and a decode step of the domain too. The weight falls to 0 outside the domain
-(`cost.domain`), and a decode's departure keeps its value at the border, so no cost jumps there.
+So a prompt of the domain costs as much as in the fit, if its chunks run alone with `CHUNK_TOKENS`
+each. A decode step of the domain costs as much as in the fit, too. The weight falls to 0 outside
+the domain (`cost.domain`), and a decode's departure keeps its value at the border, so no cost jumps
+there.
 
 Prompts were measured one at a time. All departures that shorten a step count, but only the largest
 departure that lengthens it: a step pays a constant of each prompt, such as the engine's overhead,

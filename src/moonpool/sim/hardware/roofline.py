@@ -106,7 +106,7 @@ def power(base: float, exponent: int) -> float:
 ENGINE_OVERHEAD_S = 0.003
 """Per step, with CUDA graphs and a lean scheduler; engines in eager mode take 15 to 25 ms."""
 
-ELEMENTWISE_LAUNCHES = 5  # two norms with their additions, rotary, KVCache write, activation
+ELEMENTWISE_LAUNCHES = 5  # kernels: two norms, rotary, KVCache write, activation
 ELEMENTWISE_LAUNCH_S = 2e-6
 MEMO_ENTRIES = 1 << 16
 
@@ -422,7 +422,7 @@ class RooflineCost(OneStage):
         head."""
         layers = -(-self.shape.layers // num_stages)
         shape = msgspec.structs.replace(self.shape, layers=layers)
-        if shape.experts is not None:  # another stage has the dense layers
+        if shape.experts is not None:  # other stages have the dense layers
             dense = max(shape.experts.dense_layers - (self.shape.layers - layers), 0)
             experts = msgspec.structs.replace(shape.experts, dense_layers=dense)
             shape = msgspec.structs.replace(shape, experts=experts)
