@@ -207,7 +207,8 @@ class WeightBytes(NamedTuple):
     experts: int
 
     def read_by(self, spec: ModelSpec, batch: int) -> float:
-        """With experts chosen evenly, the expected bytes of those that any of the rows chose."""
+        """Returns the expected weight bytes that a step with `batch` rows reads, if rows choose
+        their experts uniformly at random."""
         if spec.experts is None:
             return self.common
         missed = (1 - spec.experts.per_token / spec.experts.count) ** batch

@@ -96,7 +96,8 @@ def _reason(output: bytes) -> str:
 
 
 def client_figures(result: dict[str, Any], num_requests: int) -> dict[str, Any]:
-    """Returns the client's own figures under our names. TBT is what it calls ITL: each gap."""
+    """Returns the figures of `vllm bench serve` under moonpool's names. TBT (the time between two
+    tokens) is the client's ITL."""
 
     def spread(name: str) -> dict[str, float]:
         found = {"mean": result[f"mean_{name}_ms"] / 1e3}

@@ -2,18 +2,19 @@
 
 The first of these sources that is present decides; they are never combined:
 
-1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads: an object, or
-   its JSON as a text, because vLLM itself takes no object there. A session, an agent and its parent
-   that it does not name are those of the headers below;
+1. `vllm_xargs.agentic_context` of the body, with the fields that vllm-router reads. The value is an
+   object, or the object's JSON as a string, because vLLM itself accepts no object in `vllm_xargs`.
+   If it lacks the session, the agent or the agent's parent, the headers below give them;
 2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocks_parent`, `expected_resume`;
 3. `x-claude-code-session-id`, `x-claude-code-agent-id` and `x-claude-code-parent-agent-id`;
 4. `session-id` and `thread-id`, as Codex and OpenCode send them;
 5. `x-session-id`, and `x-parent-session-id` as OpenCode sends it, of a session's lead program;
 6. `prompt_cache_key` of the body.
 
-A session without the name of an agent, or with "lead" as its name, is its lead program, and each
-agent of it a sub-agent, "SESSION:AGENT" as in vllm-router: of the parent that is named, else of the
-lead. `X-Program-Ends: true` says that no call follows.
+A session without the name of an agent, or with the agent name "lead", is the session's lead
+program. Each other agent of the session is a sub-agent, "SESSION:AGENT" as in vllm-router. The
+sub-agent's parent is the named parent, or otherwise the lead. `X-Program-Ends: true` says that no
+call follows.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from moonpool.protocol.versions import (
 from moonpool.types import MALFORMED, InstanceId, Struct
 
 HELLO_FORM = 10
-"""The value that every hello contains. Protocol 10 had it as its version and accepts no other
-number."""
+"""The value of `version` in every hello. It stays 10, because peers that speak protocol 10 refuse
+any other number there. The nonce states the supported versions."""
 MAX_HANDSHAKE_FRAME_BYTES = 2048
 _NONCE_BYTES = 32
 _Short = Annotated[str, msgspec.Meta(max_length=200)]

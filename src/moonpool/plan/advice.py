@@ -1,6 +1,6 @@
-"""What limits a plan's choice, and which SLO one instance fewer breaks.
+"""Says what limits a plan's choice, and which SLO breaks with one instance fewer.
 
-Causes and moments are those of the misses in the simulations.
+Causes and moments come from the misses in the simulations.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from moonpool.types import Struct
 
 WINDOW_MINUTES = 5
 BINDS_SHARE = 0.005
-"""If fewer than this share of the requests miss, the bottleneck is taken from the neighbours."""
+"""If a smaller share of requests misses the SLOs, the neighbours' misses give the bottleneck."""
 
 
 class Moment(Struct, frozen=True):
-    """The five minutes with most misses; `at` is hours and minutes since the trace's start."""
+    """The five minutes with the most misses. `at` is hours and minutes since the trace's start."""
 
     at: str
     missed: int
@@ -26,7 +26,7 @@ class Moment(Struct, frozen=True):
 
 
 class InstanceLossEffect(Struct, frozen=True):
-    """The effect of one instance fewer: its outcome, the main cause of misses, and when."""
+    """The effect of one instance fewer: the outcome, and cause and moment of most misses."""
 
     change: str
     outcome: Outcome
@@ -35,7 +35,7 @@ class InstanceLossEffect(Struct, frozen=True):
 
 
 def worst_moment(outcome: Outcome) -> Moment | None:
-    """Returns the five minutes whose arrivals missed most often; None if none missed."""
+    """Returns the five minutes whose arrivals missed most often, or None if none missed."""
     arrived = {minute: number for minute, number, _ in outcome.misses_by_minute}
     missed = {minute: number for minute, _, number in outcome.misses_by_minute}
     best: tuple[int, int] | None = None
@@ -58,7 +58,7 @@ def broken_by_fewer(
 ) -> list[InstanceLossEffect]:
     """Returns the effects of the neighbours with one instance fewer, the worst first.
 
-    `in_full` simulates candidates to the end, where an early end would hide the moment.
+    `in_full` simulates candidates to the end, because an early end would hide the moment.
     """
     fewer = [one for one in around if one.change.endswith("instance fewer")]
     outcomes = {one.change: one.assessment.outcomes[0] for one in fewer}
@@ -73,7 +73,7 @@ def broken_by_fewer(
 
 
 def binding(choice: Assessment, fewer: Sequence[InstanceLossEffect]) -> str:
-    """Returns the bottleneck of the choice; "" if nothing lacks even with an instance less."""
+    """Returns the bottleneck of the choice, or "" if one instance fewer still lacks nothing."""
     misses = choice.misses()
     if sum(misses.values()) >= BINDS_SHARE * choice.outcomes[0].attainment.num_requests:
         return main_cause(misses)

@@ -1,5 +1,5 @@
-"""A plan's answer in a planner's words: what to buy, what it costs, what it holds up to, and what
-breaks first. Words of the field are explained where they stand."""
+"""Writes a plan's answer in a planner's words: what to buy, its cost, the load that it bears, and
+what breaks first. Each answer explains the technical words that it uses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CAUSES = {
     Cause.POOL.value: "the cache of prompts is too small for those that run",
     Cause.DEADLINE.value: "requests reach their deadline before they are answered",
 }
-"""What lacks, for those who do not know the words of the field."""
+"""Names of what a cluster lacks, for readers who do not know the technical words."""
 
 
 class PlanAnswer(Struct, frozen=True):
-    """The parts of an answer, each a label and its sentences. The first says what to buy, or that
-    nothing was found."""
+    """The parts of an answer, each a label and its sentences. The first part says what to buy, or
+    that no cluster was found."""
 
     parts: tuple[tuple[str, str], ...]
 
@@ -50,12 +50,12 @@ class PlanAnswer(Struct, frozen=True):
         return " ".join([begin, *(f"{label}: {text}" for label, text in others)])
 
     def figures(self) -> dict[str, Any]:
-        """The answer as `--json` has it."""
+        """The answer in the form of `--json`."""
         parts = [{"label": label, "text": text} for label, text in self.parts]
         return {"advice": self.text, "answer": parts}
 
     def lines(self) -> Iterator[str]:
-        """Yields the answer for a terminal: the labels in a column of their own."""
+        """Yields the answer for a terminal, with the labels in their own column."""
         for label, text in self.parts:
             found = textwrap.wrap(text, TEXT_WIDTH - LABEL_WIDTH)
             for number, line in enumerate(found):
@@ -90,7 +90,7 @@ def answer(
 
 
 def slo_words(slo: SloConfig) -> str:
-    """Returns the service levels in words: TTFT, TBT, and what both are."""
+    """Returns the service levels in words, with an explanation of TTFT and TBT."""
     usual = slo.usual
     text = (
         f"the first token within {usual.ttft_s:g} s (TTFT, time to first token), the others"
@@ -112,7 +112,7 @@ def _bought(one: Candidate, prepared: Prepared, priced: Priced) -> str:
 
 
 def _pool(one: Candidate, priced: Priced) -> str:
-    """DRAM and SSD of all instances; tokens, because that is what a cache holds."""
+    """Returns DRAM and SSD of all instances in words, with the tokens that they hold."""
     number, size = one.num_instances, priced.pool_bytes
     text = f"DRAM for {tokens(one.cache_tokens * number)} cached tokens"
     text += f" ({_gigabytes(size(one, one.cache_tokens))})"
@@ -157,7 +157,8 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
 
 
 def _up_to(rooms: Sequence[Room], demand: Demand) -> str:
-    """How much load the choice, the first of the rooms, bears; beside the next at its price."""
+    """Says how much load the choice bears, which is the first of the rooms, and how much the next
+    cluster at the same price."""
     load = demand.load_words
     if not rooms or (demand.at_once and rooms[0].missed is None):
         return f"The trace's load of {load}. "
@@ -203,7 +204,7 @@ def _broken(broken: InstanceLossEffect, wanted: float) -> str:
 
 
 def _nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
-    """The answer where no cluster was found."""
+    """Returns the answer for a search that found no cluster."""
     text = (
         f"No cluster was found in which {wanted:.0%} of requests keep both SLOs: {slo_words(slo)}"
     )

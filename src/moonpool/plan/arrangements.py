@@ -1,4 +1,4 @@
-"""All arrangements of instances up to a price, and what failures say of others."""
+"""Yields all arrangements of instances up to a price, and excludes some by known failures."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moonpool.types import Struct
 
 MOST_INSTANCES = 64
 CLEAR = 0.75
-"""Share of the misses for one cause above which it alone is lacking."""
+"""If one cause has more than this share of the misses, the cluster lacks this resource alone."""
 _DECODE = (Cause.DECODE_SPEED.value, Cause.DECODE_MEMORY.value)
 
 
 def decode_share(misses: Mapping[str, int]) -> float:
-    """Returns the share of the misses for which decode lacked something."""
+    """Returns the share of the misses whose cause is in decode."""
     return sum(misses.get(cause, 0) for cause in _DECODE) / max(sum(misses.values()), 1)
 
 
 class Arrangement(Struct, frozen=True):
     """Instances with the least cache, their price, and their load by arithmetic. `name` orders
-    those that are alike in all else."""
+    arrangements that are otherwise equal."""
 
     one: Candidate
     usd_per_h: float
@@ -38,7 +38,7 @@ def arrangements(
     layout: Layout,
     most_instances: int,
 ) -> Iterator[Candidate]:
-    """Yields each arrangement of the hardware of `starts`, with their settings."""
+    """Yields each arrangement of the hardware of `starts`, with the settings of `starts`."""
     seen = set()
     for start in starts:
         hardware = (start.kind, start.prefill_stages, start.decode_kind)
@@ -69,20 +69,20 @@ def _counts(most: int) -> Iterator[tuple[int, int, int]]:
 def possible(
     candidates: Iterator[Candidate], bounds: Bounds, wanted: float
 ) -> Iterator[tuple[Candidate, float]]:
-    """Yields those that arithmetic does not exclude, with their loads."""
+    """Yields the arrangements that arithmetic does not exclude, with their loads."""
     for one in candidates:
         if bounds.most_share(one) >= wanted:
             yield one, bounds.load(one)
 
 
 class Failure(Struct, frozen=True):
-    """An arrangement that no tried setting makes keep the SLOs, and what it lacked."""
+    """An arrangement that missed the SLOs with every tried setting, and what it lacked."""
 
     one: Candidate
-    decode_share: float  # of the misses
+    decode_share: float  # share of the misses
 
     def excludes(self, other: Candidate) -> bool:
-        """Whether `other` has less of what this lacked, and no more of anything.
+        """Whether `other` has less of what this arrangement lacked, and no more of anything else.
 
         More prefill instances may be worse where decode is lacking, because they admit more.
         """

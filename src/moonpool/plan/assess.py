@@ -1,8 +1,8 @@
-"""Simulates candidates: on the trace as it is, and on further samples of its workload.
+"""Simulates candidates on the original trace, and on further samples of its workload.
 
 A candidate keeps the SLOs if the wanted share of the trace's requests meets them. Draws of the
 trace then give the interval of that share. Runs are counted in whole traces. Simulations end at
-their limit, at the time limit or with an interrupt.
+the limit of runs, at the time limit or with an interrupt.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from moonpool.types import Struct
 
 FRESH_SEEDS_FROM = 1001
 ROUNDING = 1e-6
-"""An interval that ends below the goal by less than this still counts as reaching it."""
+"""An interval that ends below the goal by less than this counts as reaching the goal."""
 
 
 class StoppedError(RuntimeError):
-    """The search ended early; the message says why."""
+    """Says that the search ended early, and why."""
 
 
 Report = Callable[[str, float, float | None], None]
-"""Gets what is under way, the runs so far, and about how many seconds are left, if known."""
+"""Gets the name of the stage, the runs so far, and the estimated seconds left, if known."""
 
 
 class PlanGoal(Struct, frozen=True):
@@ -40,22 +40,22 @@ class PlanGoal(Struct, frozen=True):
     wanted: float = 0.9
     confidence: float = 0.95
     num_draws: int = 6
-    max_runs: float = 400.0  # whole traces
+    max_runs: float = 400.0  # in whole traces
     first_seed: int = 0
     time_limit_s: float = float("inf")
 
 
 class Assessment(Struct, frozen=True):
-    """A candidate with its price, and its outcomes on the trace and on draws of it."""
+    """A candidate with its price, and its outcomes on the trace and on draws of the trace."""
 
     candidate: Candidate
     usd_per_h: float
-    outcomes: tuple[Outcome, ...]  # the first is of the trace as it is
-    interval: Interval | None = None  # of another sample
+    outcomes: tuple[Outcome, ...]  # the first outcome is of the original trace
+    interval: Interval | None = None  # interval of another sample
 
     @property
     def share(self) -> float:
-        """Attainment on the trace as it is; an upper bound if the simulation ended early."""
+        """The attainment on the original trace, or an upper bound if the run ended early."""
         return self.outcomes[0].share
 
     @property
@@ -75,9 +75,9 @@ class Assessment(Struct, frozen=True):
 
 
 class Assessor:
-    """Runs simulations of candidates and remembers them.
+    """Runs simulations of candidates and remembers the outcomes.
 
-    `clock` gives seconds.
+    `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Assessor:
         self._any_ran = False
 
     def limit(self, share: float) -> None:
-        """Allows this share of the runs and of the time from now on."""
+        """Allows only this share of the runs and of the time from now on."""
         self._limit = share
 
     @property
@@ -117,11 +117,11 @@ class Assessor:
     def look(
         self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
     ) -> list[Outcome]:
-        """Simulates the trace as it is; a run ends once the candidate cannot keep the SLOs. Idle
-        processes simulate those of `ahead`, which may be looked at next.
+        """Simulates the original trace; a run ends once the candidate cannot keep the SLOs. Idle
+        processes simulate the candidates `ahead`, which the search may look at next.
 
-        A candidate with less cache than one that fails by far gets the outcome of that.
-        Raises StoppedError, ConfigError.
+        If a candidate with more cache has failed by far, its outcome also counts for the candidate
+        with less cache. Raises StoppedError, ConfigError.
         """
         unknown = self._unknown(candidates)
         trials = [self._trial(one, 0, self.goal.wanted) for one in unknown]
@@ -137,8 +137,8 @@ class Assessor:
     def look_faster(
         self, candidates: Sequence[Candidate], speed: float, after: float | None = None
     ) -> list[Outcome]:
-        """Like `look`, with the trace at a multiple of its speed; nothing is remembered. `after`:
-        the multiple that is probably asked for next."""
+        """Like `look`, with the trace at a multiple of its speed, and remembers no outcome. The
+        search will probably ask for the multiple `after` next."""
         trials = [self._trial(one, 0, self.goal.wanted) for one in candidates]
         change = msgspec.structs.replace
         ahead = [] if after is None else [change(one, speed=after) for one in trials]
@@ -156,7 +156,7 @@ class Assessor:
         return self._run([self._trial(one, 0, 0.0) for one in candidates])
 
     def drawn(self, candidate: Candidate) -> Assessment:
-        """Assesses the candidate on the trace and on all draws. Raises as `look`."""
+        """Assesses the candidate on the trace and on all draws. Raises the errors of `look`."""
         seeds = range(1, self.goal.num_draws + 1)
         trials = [self._trial(candidate, seed, 0.0) for seed in seeds]
         outcomes = (*self.look([candidate]), *self._run(trials))
@@ -165,11 +165,11 @@ class Assessor:
     def sure(
         self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
     ) -> Assessment | None:
-        """Assesses the candidate on these draws, which have this many requests on average; None if
-        it does not keep the SLOs at the wanted confidence.
+        """Assesses the candidate on these draws, which have this many requests on average. Returns
+        None if the candidate does not keep the SLOs at the wanted confidence.
 
-        A draw that no others can make up for ends the simulations, as soon as that is clear. The
-        draws come first, which are chosen to show it. Raises as `look`.
+        If no later draws can make up for a bad draw, the simulations end. The draws that are most
+        likely to show a failure come first. Raises the errors of `look`.
         """
         known = self.looks.get(candidate) or self._more_failed(candidate)
         outcomes = [] if known is None else [known]
@@ -178,7 +178,7 @@ class Assessor:
             least = self._least_share(outcomes, 1 + len(seeds), num_requests)
             if least is None:
                 return None
-            if number % 2 == 0:  # the next one runs ahead, and asks for as much
+            if number % 2 == 0:  # the next draw runs ahead, with an equal goal
                 asked = least
             ahead = [self._trial(candidate, later, asked) for later in seeds[number + 1 :][:1]]
             outcomes += self._run([self._trial(candidate, seed, asked)], ahead)
@@ -195,8 +195,8 @@ class Assessor:
     def _least_share(
         self, outcomes: Sequence[Outcome], num_runs: int, num_requests: int | None
     ) -> float | None:
-        """Returns the share that the next draw must have, for further ones to bring the interval of
-        all runs above the goal; None if they cannot."""
+        """Returns the share that the next draw must reach so that further draws can bring the
+        interval of all runs above the goal, or None if they cannot."""
         wanted = self.goal.wanted
         if any(outcome.share < wanted for outcome in outcomes):
             return None
@@ -209,8 +209,7 @@ class Assessor:
         return Assessment(candidate, self.usd_per_h(candidate), outcomes, found)
 
     def known(self, candidate: Candidate) -> Assessment:
-        """Returns the assessment of a candidate from its run on the original trace, not on draws of
-        it."""
+        """Returns the assessment of a candidate from its run on the original trace alone."""
         return Assessment(candidate, self.usd_per_h(candidate), (self.looks[candidate],))
 
     def _unknown(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -254,7 +253,7 @@ class Assessor:
         self.runs += self._pool_of_runs.num_run - before
         for outcome in outcomes:
             if outcome.error and not self._any_ran:
-                raise ConfigError(outcome.error)  # later ones are of clusters that are too small
+                raise ConfigError(outcome.error)  # later errors come from too small clusters
             self._any_ran = True
         return outcomes
 
@@ -267,7 +266,7 @@ class NeighbourFound(Struct, frozen=True):
 
 
 class PlanCheck(Struct, frozen=True):
-    """The results of the chosen cluster on draws that the search never saw, with the promised
+    """The chosen cluster's results on fresh draws, which the search never saw, with the promised
     interval."""
 
     promised: Interval | None
@@ -276,14 +275,14 @@ class PlanCheck(Struct, frozen=True):
 
     @property
     def num_within(self) -> int:
-        """Fresh draws within the promised interval."""
+        """The number of fresh draws within the promised interval."""
         if self.promised is None:
             return 0
         return sum(self.promised.low <= o.share <= self.promised.high for o in self.fresh.outcomes)
 
     @property
     def holds(self) -> bool:
-        """Whether no more than one fresh draw is outside."""
+        """Whether at most one fresh draw is outside the promised interval."""
         return self.num_within >= len(self.fresh.outcomes) - 1
 
     def conclusion(self) -> str:
@@ -299,7 +298,7 @@ class PlanCheck(Struct, frozen=True):
 
 
 def check(choice: Assessment, assessor: Assessor) -> PlanCheck:
-    """Simulates the choice on fresh draws; `assessor` has their seeds. Raises as `look`."""
+    """Simulates the choice on the fresh draws of `assessor`. Raises the errors of `look`."""
     assessor.doing = "fresh draws"
     fresh = assessor.drawn(choice.candidate)
     return PlanCheck(choice.interval, fresh, assessor.goal.wanted)

@@ -1,11 +1,11 @@
-"""What arithmetic says of a cluster before it is simulated: its load, and the most that it attains.
+"""Bounds the load and the attainment of a cluster by arithmetic, before any simulation.
 
-A step of N tokens takes at least as long as their share of a large step; a prompt is computed but
-for what an endless cache holds; a decode step has at most as many sequences as fit in memory and
-keep the TBT. Drafts bring as many tokens as their acceptance says, and as luck may add; each costs
-a row, and a draft model its rounds. The instances that prefill have, for the arrivals of a window
-of time, at most its length and the TTFT SLO; those that decode also have the time of an answer. The
-requests with least work that fill this time are the most that can be effective.
+A step of N tokens takes at least their share of the time of a large step. Prompt tokens that an
+endless cache holds cost nothing. A decode step has at most as many sequences as fit in memory and
+keep the TBT. Drafts bring as many tokens as their acceptance says, and as luck may add. Each draft
+costs a row of a step, and a draft model costs its rounds. For the arrivals of a window of time,
+prefill instances have at most the window's length and the TTFT SLO; decode instances also have the
+time of an answer. At most the requests with the least work that fill this time can be effective.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from moonpool.trace.row import TraceRow
 from moonpool.types import Struct
 
 SURE = 0.95
-"""Share of the computed work that is assumed, because fitted costs are not exact."""
+"""The share of the computed work that a bound assumes, because fitted costs are inexact."""
 MOST_OVER = 1.2
-"""A step that takes this many times the TBT SLO has no effective request."""
+"""If a step takes this many times the TBT SLO, none of its requests is effective."""
 LUCK = 2.0
-"""Standard deviations by which a request's drafts may be right more often than the mean."""
+"""A request's drafts may be right more often than the mean by this many standard deviations."""
 WINDOWS = (1 / 1, 1 / 6, 1 / 24, 1 / 96)
-"""Lengths of windows as shares of the trace."""
+"""The lengths of the time windows, as shares of the trace."""
 
 
 class RequestWork(Struct, frozen=True):
-    """Least seconds of each request on one prefill or mixed, and on one decoding instance."""
+    """The least seconds of each request on one prefill (or mixed) and on one decode instance."""
 
     prefill_s: np.ndarray
     decode_s: np.ndarray
@@ -43,7 +43,7 @@ class RequestWork(Struct, frozen=True):
 
 
 class Bounds:
-    """Bounds for the candidates of one workload."""
+    """Computes the bounds for the candidates of one workload."""
 
     def __init__(self, workload: Workload, base: Config, demand: Demand) -> None:
         self._workload = workload
@@ -61,8 +61,8 @@ class Bounds:
         self._missed: dict[object, int] = {}
 
     def _slowest_s(self) -> float:
-        """Returns how long programs take whose calls just keep the SLOs: no window of time has
-        calls of its own, since each may come later."""
+        """Returns how long programs take if their calls just keep the SLOs. A call of a program has
+        no fixed window of time, because it may come later."""
         slo = self._base.slo.loosest
 
         def answered_s(row: TraceRow) -> float:
@@ -71,7 +71,7 @@ class Bounds:
         return max(call_times_s(self._workload.rows, answered_s))
 
     def load(self, one: Candidate) -> float:
-        """Returns the least work over the time there is, of the role with most of it."""
+        """Returns the least work divided by the available time, for the role with the most work."""
         work = self._work(one)
         if work is None:
             return float("inf")
@@ -81,7 +81,7 @@ class Bounds:
         return max(prefill_s / prefills, decode_s / decodes, both_s) / self._duration_s
 
     def most_share(self, one: Candidate) -> float:
-        """Returns an upper bound of the attainment."""
+        """Returns an upper bound of the candidate's attainment."""
         work = self._work(one)
         if work is None:
             return 0.0
@@ -105,7 +105,7 @@ class Bounds:
         return np.minimum(work.decode_s, work.mixed_decode_s) if one.mixed else work.decode_s
 
     def _misses(self, work_s: np.ndarray, num_instances: int, slack_s: float) -> int:
-        """Returns the fewest requests that cannot be done in time, over all lengths of windows."""
+        """Returns the least number of requests that must be late, over all window lengths."""
         most = 0
         for share in self._windows:
             length_s = self._duration_s * share
@@ -121,7 +121,7 @@ class Bounds:
         return most
 
     def _work(self, one: Candidate) -> RequestWork | None:
-        """Returns the work; None for hardware that cannot exist."""
+        """Returns the work of the requests, or None for hardware that cannot exist."""
         key = _hardware_key(one)
         if key not in self._works:
             try:
@@ -149,8 +149,8 @@ class Bounds:
         )
 
     def _decodes_s(self, node: NodeHardware) -> np.ndarray:
-        """Returns each answer's share of the time of decode steps, in the best case: the batch is
-        as large as its context allows, with the best number of drafts."""
+        """Returns each answer's share of the time of decode steps in the best case, with the
+        largest batch that the context allows and the best number of drafts."""
         config, room = self._base, node.engine_tokens
         speculative = config.engine.speculative_config
         most = 0 if speculative is None else speculative.num_speculative_tokens
@@ -158,7 +158,7 @@ class Bounds:
         shares: dict[int, list[float]] = {}
         found = []
         for context, answer in _pairs(self._input, self._output):
-            size = 1 << (context + 1).bit_length() - 1  # at most the context
+            size = 1 << (context + 1).bit_length() - 1  # the size is at most the context
             if size not in shares:
                 batch = min(room // size, config.engine.max_sequences)
                 shares[size] = [
@@ -180,8 +180,8 @@ def _pairs(left: np.ndarray, right: np.ndarray) -> Sequence[tuple[int, int]]:
 
 
 def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
-    """Returns the tokens that a step with this many drafts brings an answer with luck: their mean
-    and twice its deviation over the steps of the answer."""
+    """Returns the tokens of an answer that a step with this many drafts brings with luck: the mean
+    plus twice the mean's deviation over the steps of the answer."""
     if not drafts or answer_tokens <= 0:
         return 1.0
     chances = [acceptance**number for number in range(drafts + 1)]
@@ -192,19 +192,19 @@ def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
 
 
 def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, drafts: int) -> float:
-    """Returns the least time of a step per sequence, of steps within the TBT. Each sequence has
-    this many drafts."""
+    """Returns the least step time per sequence among steps within the TBT. Each sequence has this
+    many drafts."""
     cost, draft = node.ground_truth, node.draft
 
     def times_s(batch: int) -> tuple[float, float]:
-        """Seconds of one stage, and of the draft model, which the first stage waits for."""
+        """Returns the seconds of one stage, and of the draft model that the first stage awaits."""
         rounds_s = 0.0
         if draft is not None and drafts:
             rounds_s = drafts * draft.ground_truth.step_s((), batch, batch * context)
         return cost.step_s((), batch * (1 + drafts), batch * context), rounds_s
 
     least_s, low, high = sum(times_s(1)), 1, max(most, 1)
-    while low < high:  # a larger batch takes longer, and less per sequence
+    while low < high:  # a larger batch takes longer, but less per sequence
         batch = (low + high + 1) // 2
         stage_s, rounds_s = times_s(batch)
         if stage_s * cost.num_stages + rounds_s > MOST_OVER * tbt_s:

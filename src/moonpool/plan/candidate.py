@@ -1,4 +1,4 @@
-"""A candidate cluster: instances, hardware, cache and policies; its price and its neighbours."""
+"""Describes candidate clusters: instances, hardware, cache, policies, price and neighbours."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CACHE_STEPS = tuple(
     n * 1000
     for n in (32, 64, 125, 250, 375, 500, 750, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 12000)
 )
-"""Tokens of DRAM pool per instance."""
+"""The sizes of the DRAM pool that a search tries, in tokens per instance."""
 SSD_STEPS = (0, 1_000_000, 4_000_000, 16_000_000)
-"""Tokens of SSD per instance."""
+"""The sizes of the SSD tier that a search tries, in tokens per instance."""
 CHUNK_STEPS = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class NodeKind(Struct, frozen=True):
     """A kind of node. With `num_attention` more devices, which keep the KVCache and compute
-    attention (Lamina), it can only decode."""
+    attention (Lamina), the node can only decode."""
 
     device: str
     num_devices: int
@@ -36,7 +36,7 @@ class NodeKind(Struct, frozen=True):
         return f"{own} + {self.num_attention} x {self.attention_device}" if self.offloads else own
 
     def words(self, count: int) -> str:
-        """Returns this many nodes in words: "one node of 8 A800-SXM"."""
+        """Returns this many nodes in words, such as "one node of 8 A800-SXM"."""
         nodes = "one node" if count == 1 else f"{count} nodes"
         own = f"{nodes} of {self.num_devices} {self.device}"
         if not self.offloads:
@@ -48,7 +48,7 @@ class NodeKind(Struct, frozen=True):
         return self.num_attention > 0
 
     def usd_per_h(self, prices: Prices) -> float:
-        """Returns the price per hour. Raises ConfigError where a device has no price."""
+        """Returns the price per hour. Raises ConfigError if a device has no price."""
         usd = prices.node_usd_per_h(self.device, self.num_devices)
         if self.offloads:
             usd += prices.node_usd_per_h(self.attention_device, self.num_attention)
@@ -58,8 +58,8 @@ class NodeKind(Struct, frozen=True):
 class Candidate(Struct, frozen=True):
     """Instances of three roles, each with `cache_tokens` of DRAM pool and `ssd_tokens` of SSD.
 
-    Prefill and mixed instances are `prefill_stages` nodes of `kind` each, decode instances are of
-    `decode_kind`.
+    A prefill or mixed instance has `prefill_stages` nodes of `kind`. A decode instance has one node
+    of `decode_kind`.
     """
 
     kind: NodeKind
@@ -81,13 +81,13 @@ class Candidate(Struct, frozen=True):
 
     @property
     def counts(self) -> str:
-        """Returns the number of instances of each role in short, for programs: "2P+1D"."""
+        """Returns the number of instances of each role in short, such as "2P+1D", for programs."""
         roles = ((self.prefill, "P"), (self.decode, "D"), (self.mixed, "M"))
         return "+".join(f"{number}{role}" for number, role in roles if number)
 
     @property
     def roles(self) -> str:
-        """Returns the number of instances of each role, for people: "2 prefill + 1 decode"."""
+        """Returns the number of instances of each role in words, such as "2 prefill + 1 decode"."""
         roles = ((self.prefill, "prefill"), (self.decode, "decode"), (self.mixed, "mixed"))
         return " + ".join(f"{number} {role}" for number, role in roles if number)
 
@@ -101,7 +101,7 @@ class Candidate(Struct, frozen=True):
 
     @property
     def layout(self) -> str:
-        """Whether roles have instances of their own, share them, or both."""
+        """Says whether prefill and decode have separate instances, share instances, or both."""
         if not self.mixed:
             return "P/D"
         return "mixed" if self.mixed == self.num_instances else "P/D and mixed"
@@ -126,7 +126,7 @@ class Candidate(Struct, frozen=True):
                 prefill=self.prefill,
                 decode=self.decode,
                 mixed=self.mixed,
-                attention=0,  # `hardware` has them
+                attention=0,  # `hardware` has the attention devices
             ),
             hardware=hardware,
             pool=change(
@@ -145,7 +145,7 @@ class Candidate(Struct, frozen=True):
         )
 
     def may_only_lose(self, other: Candidate) -> bool:
-        """Whether this has less cache than the other one, or as much, and is equal otherwise."""
+        """Whether this candidate has at most the cache of `other`, and is equal otherwise."""
         equal = msgspec.structs.replace(
             self, cache_tokens=other.cache_tokens, ssd_tokens=other.ssd_tokens
         )
@@ -161,8 +161,8 @@ def _staged(kind: NodeKind, num_stages: int) -> str:
 
 
 class Priced(Struct, frozen=True):
-    """Prices of candidates, for one model's bytes of KVCache per token, and for the nodes of one
-    prefill (or mixed) and of one decode instance."""
+    """Computes prices of candidates, from the model's bytes of KVCache per token and the nodes of
+    one prefill (or mixed) instance and of one decode instance."""
 
     prices: Prices
     kv_bytes_per_token: float
@@ -172,8 +172,8 @@ class Priced(Struct, frozen=True):
     max_power_w: float = inf
 
     def usd_per_h(self, candidate: Candidate) -> float:
-        """Returns the price per hour; infinite for a cluster that draws more than `max_power_w`.
-        Raises ConfigError where a device has no price."""
+        """Returns the price per hour, which is infinite for a cluster that draws more than
+        `max_power_w`. Raises ConfigError if a device has no price."""
         if self.max_power_w < inf and self.power_w(candidate) > self.max_power_w:
             return inf
         groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
@@ -186,7 +186,7 @@ class Priced(Struct, frozen=True):
         return usd + self.prices.ssd_usd_per_h(self.pool_bytes(candidate, candidate.ssd_tokens))
 
     def pool_bytes(self, candidate: Candidate, tokens: int) -> float:
-        """Returns the bytes that this many tokens of KVCache on each instance take in all."""
+        """Returns the total bytes of this many tokens of KVCache on each instance."""
         groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
         groups *= self.nodes_per_prefill
         return (groups + candidate.decode * self.nodes_per_decode) * (
@@ -194,7 +194,7 @@ class Priced(Struct, frozen=True):
         )
 
     def power_w(self, candidate: Candidate) -> float:
-        """Returns the most that the devices draw; 0 where one's power is not known."""
+        """Returns the most power that the devices draw, or 0 if the power of one is unknown."""
         groups = (candidate.prefill + candidate.mixed) * candidate.prefill_stages
         groups *= self.nodes_per_prefill
         decodes = candidate.decode * self.nodes_per_decode
@@ -213,7 +213,7 @@ class Priced(Struct, frozen=True):
         return sum(n * w for n, w in watts) if all(w for _, w in watts) else 0.0
 
     def words(self, candidate: Candidate) -> str:
-        """Returns instances and their nodes: "1 mixed instance on one node of 8 A800-SXM"."""
+        """Returns instances with nodes, such as "1 mixed instance on one node of 8 A800-SXM"."""
         stages = candidate.prefill_stages
         groups = (candidate.prefill + candidate.mixed) * stages * self.nodes_per_prefill
         decodes = candidate.decode * self.nodes_per_decode
@@ -230,13 +230,13 @@ class Priced(Struct, frozen=True):
 
 
 def _instances(*roles: tuple[int, str]) -> str:
-    """Returns instances of several roles: "2 prefill and 1 decode instances"."""
+    """Returns instances of several roles, such as "2 prefill and 1 decode instances"."""
     named = " and ".join(f"{number} {role}" for number, role in roles if number)
     return f"{named} {'instance' if sum(number for number, _ in roles) == 1 else 'instances'}"
 
 
 class Steps(Struct, frozen=True):
-    """The sizes and policies that a search chooses from, the smallest first."""
+    """The sizes and policies that a search chooses from, with the smallest first."""
 
     caches: tuple[int, ...]
     ssds: tuple[int, ...] = (0,)
@@ -245,7 +245,7 @@ class Steps(Struct, frozen=True):
 
 
 class Neighbour(Struct, frozen=True):
-    """A candidate one step away; `change` says how it differs, as words after "with"."""
+    """A candidate one step away. `change` says how it differs, in words that follow "with"."""
 
     change: str
     candidate: Candidate
@@ -253,7 +253,7 @@ class Neighbour(Struct, frozen=True):
 
 def neighbours(of: Candidate, steps: Steps) -> list[Neighbour]:
     """Returns the candidates that differ in one instance, one step of cache, SSD or chunk, or in
-    eviction, the instances first."""
+    eviction. Candidates that differ in an instance come first."""
     found = _instance_neighbours(of)
     for name, choices, words in (
         ("cache_tokens", steps.caches, "{} cached tokens an instance"),
@@ -292,7 +292,7 @@ def can_serve(prefill: int, decode: int, mixed: int) -> bool:
 
 
 def stepped(steps: Sequence[int], value: int, number: int) -> int | None:
-    """Returns the step `number` steps above the one nearest to `value`; None beyond the ends."""
+    """Returns the step that is `number` above the step nearest to `value`, or None past an end."""
     at = min(range(len(steps)), key=lambda i: abs(steps[i] - value)) + number
     return steps[at] if 0 <= at < len(steps) else None
 

@@ -1,7 +1,7 @@
-"""How sure a share is that several runs measured: attainments, their interval, a verdict.
+"""Computes the confidence interval of a share that several runs measured, and a verdict.
 
-Runs are independent draws of the future, so their spread gives the interval (Student's t). Where
-they hardly differ, the interval is at least that of as many independent requests (Wilson).
+Runs are independent draws of the future, so their spread gives the interval (Student's t). If the
+runs hardly differ, the interval is at least as wide as for as many independent requests (Wilson).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonpool.types import Struct
 
 
 class Attainment(Struct, frozen=True):
-    """Requests of one run, and those completed within both SLOs.
+    """The requests of one run, and the requests completed within both SLOs.
 
     `num_requests` includes rejected and failed requests, `num_effective` does not.
     """
@@ -29,7 +29,7 @@ class Attainment(Struct, frozen=True):
 
 
 class Verdict(Enum):
-    """Whether a share reaches the wanted one, at the wanted confidence."""
+    """Whether a share reaches the wanted share, at the wanted confidence."""
 
     MEETS = "meets"
     MISSES = "misses"
@@ -52,7 +52,7 @@ class Interval(Struct, frozen=True):
 def interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     """Returns the two-sided interval of the share of effective requests in all runs together.
 
-    A single run contributes only the number of its requests, which is too little to decide by.
+    A single run has no spread: only its number of requests counts, which is too little to decide.
     """
     assert runs and 0 < confidence < 1
     num_requests = sum(run.num_requests for run in runs)
@@ -68,10 +68,10 @@ def interval(runs: Sequence[Attainment], confidence: float) -> Interval:
 
 
 def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
-    """Returns the two-sided interval of the share of one more sample like these.
+    """Returns the two-sided interval of the share of one more sample like these samples.
 
-    It is wider than the interval of their mean: it is what one day gives, not what all days give
-    together. It is at least that of as many independent requests as one sample has (Wilson).
+    This interval is for one day alone, so it is wider than the interval of the mean of all days. It
+    is at least as wide as for as many independent requests as one sample has (Wilson).
     """
     assert runs and 0 < confidence < 1
     number = len(runs)
@@ -86,14 +86,14 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
 
 @cache
 def _quantile(confidence: float, number: int) -> float:
-    """Student's, two-sided, of this many samples."""
-    from scipy.special import stdtrit  # the import of scipy.stats takes a second
+    """Returns Student's two-sided quantile for this many samples."""
+    from scipy.special import stdtrit  # because an import of scipy.stats takes a second
 
     return float(stdtrit(number - 1, (1 + confidence) / 2))
 
 
 def _wilson(successes: int, number: int, confidence: float) -> tuple[float, float]:
-    """Wilson's two-sided interval of a share."""
+    """Returns Wilson's two-sided interval of a share."""
     from scipy.special import ndtri
 
     z = float(ndtri(0.5 + 0.5 * confidence))
@@ -105,7 +105,7 @@ def _wilson(successes: int, number: int, confidence: float) -> tuple[float, floa
 
 
 def _deviation(shares: Sequence[float]) -> float:
-    """Returns the expected difference between one more sample and the mean of these."""
+    """Returns the expected difference between one more sample and the mean of these shares."""
     number = len(shares)
     mean = fsum(shares) / number
     squares = fsum((share - mean) ** 2 for share in shares)
@@ -120,11 +120,11 @@ def least_next_share(
     rounding: float,
     num_requests: int | None = None,
 ) -> float | None:
-    """Returns the share that the next run must have, so that the `low` of `num_runs` of at least
-    `wanted` each may come to `wanted`, within the rounding; None if it cannot. `num_requests`: the
-    mean of all runs, where it is known.
+    """Returns the share that the next run must have, so that the `low` of `num_runs` runs of at
+    least `wanted` each can reach `wanted`, within the rounding. Returns None if `low` cannot.
+    `num_requests` is the mean number of requests of all runs, if known.
 
-    The highest `low` is concave in that share, and highest where all others are alike.
+    The highest `low` is concave in that share, and highest if all other shares are equal.
     """
     known = [run.share for run in runs]
     least = wanted
@@ -146,9 +146,9 @@ def least_next_share(
 
 @cache
 def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
-    """Returns the mean share from which on as many independent requests have an interval above the
-    wanted share; above 1 if none has."""
-    low, high = 0, num_requests + 1  # below low: they have not; from high on: they have
+    """Returns the least mean share at which this many independent requests have an interval above
+    the wanted share, or a number above 1 if no share has."""
+    low, high = 0, num_requests + 1  # counts below low are too few, counts from high on suffice
     while low < high:
         middle = (low + high) // 2
         if middle <= num_requests and _wilson(middle, num_requests, confidence)[0] < wanted:
@@ -161,10 +161,12 @@ def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
 def highest_low(
     known: Sequence[float], num_runs: int, least: float, confidence: float
 ) -> tuple[float, float]:
-    """Returns the highest `low` that `sample_interval` can have once there are `num_runs`, of which
-    the first have the `known` shares and no other less than `least`; and each other's share there.
+    """Returns the highest `low` that `sample_interval` can have after `num_runs` runs, and the
+    share of each further run at that point. The first runs have the `known` shares, and each
+    further run has at least the share `least`.
 
-    Mean less a multiple of the deviation is concave, so the others are alike where it is highest.
+    The mean minus a multiple of the deviation is concave, so it is highest if all further runs have
+    equal shares.
     """
     others = num_runs - len(known)
     quantile = _quantile(confidence, num_runs)

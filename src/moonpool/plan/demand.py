@@ -1,8 +1,8 @@
-"""What a workload demands of a cluster by the cost model, and where a search begins.
+"""Computes a workload's demand by the cost model, and the candidates at which a search begins.
 
-`prepare` gives one candidate for each mix of hardware, split or mixed, and the sizes that are worth
-trying. It raises ConfigError for a plan that no cluster can satisfy. Nothing is simulated but an
-endless cache.
+`prepare` returns one candidate for each mix of hardware, split or mixed, and the sizes that are
+worth a try. It raises ConfigError for a plan that no cluster can satisfy. This module simulates
+only an endless cache.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from moonpool.types import Struct
 SPAN_SHARE = 1 / 6
 LEAST_SPAN_S = 120.0
 STAGES_FROM = 0.4
-"""Share of the TTFT SLO that prompts take on an idle instance, above which two stages are tried."""
+"""If prompts take over this share of the TTFT SLO on an idle instance, two stages are tried."""
 MOST_INSTANCES = 4096
 LEAST_DURATION_S = 1.0
 BURST_INSTANCES = 64
-"""Where prompts would need more than these at once, they have until their first tokens are due."""
+"""If prompts need more instances at once than this, they may wait until first tokens are due."""
 
 
 class Demand(Struct, frozen=True):
     """The requests in order: arrival, prompt tokens, tokens that an endless cache hits, answer.
 
-    A call of a program arrives when its tools have run, as if the calls before it took no time.
+    A call of a program arrives when its tools have run, as if earlier calls took no time.
     """
 
     arrived_s: tuple[float, ...]
@@ -66,7 +66,7 @@ class Demand(Struct, frozen=True):
 
     @property
     def load_words(self) -> str:
-        """The rate of the requests, or their number if they come at once."""
+        """The rate of the requests, or their number if they all arrive at once."""
         number = len(self.arrived_s)
         if self.at_once:
             return "one request" if number == 1 else f"{number:,} requests at once"
@@ -87,9 +87,9 @@ class Demand(Struct, frozen=True):
 
 
 class Need(Struct, frozen=True):
-    """Instances of one kind of node that the busiest time needs, by the cost model.
+    """The instances of one kind of node that the busiest time needs, by the cost model.
 
-    `idle_ttft_s` is the quantile of the wanted share of the TTFT on an idle cluster.
+    `idle_ttft_s` is the TTFT on an idle cluster, at the quantile of the wanted share.
     """
 
     prefill: int
@@ -99,7 +99,7 @@ class Need(Struct, frozen=True):
 
 
 def demand_of(workload: Workload, block_tokens: int) -> Demand:
-    """Returns the demand. Raises ConfigError where the two block sizes do not fit."""
+    """Returns the demand. Raises ConfigError if neither block size divides the other."""
     rows = workload.rows
     hits = [0] * len(rows)
     if workload.block_tokens:
@@ -120,8 +120,8 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 def call_times_s(
     rows: Sequence[TraceRow], answered_s: Callable[[TraceRow], float]
 ) -> Iterator[float]:
-    """Yields when each request arrives, if an answer takes this long: a call of a program comes
-    after those that it waits for, and its tools."""
+    """Yields when each request arrives, if an answer takes this long. A call of a program arrives
+    after the calls that it waits for, and after its tools."""
     ended_s: dict[str, float] = {}
     for row in rows:
         at_s = max((ended_s[name] for name in row.after if name in ended_s), default=None)
@@ -138,7 +138,7 @@ def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
 
 
 def busiest_span(demand: Demand, work_s: Sequence[float]) -> Span:
-    """Returns the sixth of the trace with most prefill work; half as much before it warms up."""
+    """Returns the sixth of the trace with the most prefill work, after a warm-up half as long."""
     length_s = max(demand.duration_s * SPAN_SHARE, LEAST_SPAN_S)
     if demand.duration_s < 2 * length_s:
         return WHOLE
@@ -160,8 +160,8 @@ def need_of(
     demand: Demand, span: Span, node: NodeHardware, decoder: NodeHardware, config: Config,
     wanted: float,
 ) -> Need:  # fmt: skip
-    """Returns the need by throughput: prefill seconds per second, and the fewest decode instances
-    whose batches keep the TBT and fit in memory."""
+    """Returns the need by throughput: the prefill seconds per second, and the least number of
+    decode instances whose batches keep the TBT and fit in memory."""
     work_s = prefill_times_s(demand, node)
     end_s = min(span.end_s, demand.duration_s)
     inside = [i for i, at in enumerate(demand.arrived_s) if span.begin_s <= at < end_s]
@@ -209,7 +209,7 @@ def mixed_chunk_tokens(demand: Demand, node: NodeHardware, config: Config) -> in
 
 
 def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -> None:
-    """Raises ConfigError where not even an idle cluster keeps the SLOs."""
+    """Raises ConfigError if not even an idle cluster keeps the SLOs."""
     prefilling = [kind for kind in needs if not kind.offloads]
     fastest = min(prefilling, key=lambda kind: needs[kind].idle_ttft_s)
     idle_s = needs[fastest].idle_ttft_s
@@ -235,8 +235,8 @@ FIRST_CHUNK_TOKENS = 2048
 
 
 class Prepared(Struct, frozen=True):
-    """Where a search begins, and what it chooses from. `left_out`: why kinds of nodes are left
-    out."""
+    """The candidates at which a search begins, and the sizes it chooses from. `left_out` says why
+    kinds of nodes are left out."""
 
     base: Config
     demand: Demand
@@ -244,8 +244,8 @@ class Prepared(Struct, frozen=True):
     steps: Steps
     layout: Layout
     left_out: tuple[str, ...]
-    context_tokens: int  # mean, of a request half-way through its answer
-    has_hashes: bool = True  # the trace tells which prompts begin alike
+    context_tokens: int  # mean context half-way through an answer
+    has_hashes: bool = True  # whether the trace shows equal prefixes
 
     @property
     def shares_prefixes(self) -> bool:
@@ -255,7 +255,7 @@ class Prepared(Struct, frozen=True):
 def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Config:
     """Returns `base` with the cost model for these kinds of nodes.
 
-    That is the measured one if all are the node that it was measured on, else roofline.
+    If all kinds are the measured node, this is the measured cost model, otherwise roofline.
     """
     measured = NodeKind(calibrated.DEVICE, calibrated.NUM_DEVICES)
     if cost is None:
@@ -273,7 +273,7 @@ def prepare(
     wanted: float,
     layout: Layout = "both",
 ) -> Prepared:
-    """Returns where the search begins. Raises ConfigError if no cluster could keep the SLOs."""
+    """Returns the start of the search. Raises ConfigError if no cluster could keep the SLOs."""
     demand = demand_of(workload, base.pool.block_tokens)
     steps = steps_for(demand, base)
     able, left_out = _able_kinds(workload, base, kinds, priced, demand)
@@ -325,9 +325,9 @@ def prepare(
 
 
 def _within_power(starts: Sequence[Candidate], priced: Priced) -> list[Candidate]:
-    """The starts that draw no more than is allowed. Of mixed instances one fewer may do, because
-    the cost model's numbers for prompts and for answers were rounded up each. Raises ConfigError if
-    none is left."""
+    """Returns the starts that draw at most the allowed power. One mixed instance fewer may suffice,
+    because the cost model's numbers for prompts and for answers were each rounded up. Raises
+    ConfigError if no start is left."""
     if not starts:
         raise ConfigError(
             "none of these devices keeps both SLOs on mixed instances: use --layout both"
@@ -349,7 +349,7 @@ def _within_power(starts: Sequence[Candidate], priced: Priced) -> list[Candidate
 
 
 def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:
-    """Returns the numbers of stages of a prefill instance that are worth trying."""
+    """Returns the numbers of stages of a prefill instance that are worth a try."""
     own = base.engine.pipeline_parallel_size
     late = need.idle_ttft_s > STAGES_FROM * base.slo.loosest.ttft_s
     free = base.hardware.nodes_per_prefill == 1 and base.engine.num_shards == 1
@@ -360,8 +360,8 @@ def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:
 
 
 def steps_for(demand: Demand, base: Config) -> Steps:
-    """Returns the sizes that are worth trying: pools that hold the longest request, up to what the
-    whole trace fills; eviction and SSD where prefixes are shared. Raises ConfigError."""
+    """Returns the sizes that are worth a try: pools from the longest request up to the size that
+    the whole trace fills, and eviction and SSD if requests share prefixes. Raises ConfigError."""
     block = base.pool.block_tokens
     least = -(-demand.longest_tokens // block) * block
     shared = any(demand.hit_tokens)
@@ -430,19 +430,19 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 
 class Reasons:
-    """Why kinds of nodes are left out, each reason once for all sizes of a node. Kinds that
-    differ in size alone share one of `lines`, with the reason of the size that lacks least. Kinds
-    come in rising size."""
+    """Collects why kinds of nodes are left out, each reason once for all sizes of a node. Kinds
+    that differ only in size share one of `lines`, with the reason of the size that lacks least.
+    Callers note the kinds in rising size."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], list[tuple[NodeKind, str]]] = {}
 
     def too_small(self, kind: NodeKind, why: str) -> None:
-        """Notes a kind that more devices would make able."""
+        """Notes a kind that would suffice with more devices."""
         self._alike(kind, why).append((kind, why))
 
     def too_large(self, kind: NodeKind, why: str) -> None:
-        """Notes a kind that fewer devices would make able."""
+        """Notes a kind that would suffice with fewer devices."""
         self._alike(kind, why).insert(0, (kind, why))
 
     def lines(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""How long answered requests took, relative to their SLOs: a run can then be judged by other SLOs.
+"""Counts answered requests by their times relative to their SLOs, to judge a run by other SLOs.
 
-A run's requests were admitted and batched under its own SLOs, so that the share within other ones
-is an estimate. It is low for longer SLOs, under which fewer requests would have been refused.
+A run's requests were admitted and batched under its own SLOs, so the share within other SLOs is an
+estimate. For longer SLOs the estimate is low, because fewer requests would have been refused.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ MULTIPLES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3
 
 
 class ClassOutcome(Struct, frozen=True):
-    """What the requests of one class got; "" is the class of those that name none.
+    """The outcome of one class of requests; "" is the class of requests that name no class.
 
-    `times` of those that were answered: (number of the least multiple of the TTFT SLO that it kept,
-    likewise of the TBT SLO, requests). A number past the last multiple: it kept none.
+    `times` counts the answered requests as (index of the least multiple of the TTFT SLO that they
+    kept, likewise of the TBT SLO, number of requests). An index past the last multiple means that
+    they kept no multiple.
     """
 
     name: str
@@ -29,12 +30,13 @@ class ClassOutcome(Struct, frozen=True):
     times: tuple[tuple[int, int, int], ...] = ()
 
     def num_within(self, ttft: int, tbt: int) -> int:
-        """Requests within these multiples of their SLOs, by their numbers in MULTIPLES."""
+        """Returns the number of requests within two multiples of their SLOs, given as indices in
+        MULTIPLES."""
         return sum(number for first, then, number in self.times if first <= ttft and then <= tbt)
 
 
 class LatencyTable:
-    """Counts the requests of a run."""
+    """Counts the requests of a run by class and time."""
 
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()
@@ -50,7 +52,7 @@ class LatencyTable:
             self._times[slo_class, ttft, tbt] += 1
 
     def classes(self) -> tuple[ClassOutcome, ...]:
-        """The classes by name."""
+        """Returns the outcomes of all classes, ordered by name."""
         return tuple(
             ClassOutcome(
                 name,

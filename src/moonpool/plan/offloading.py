@@ -1,8 +1,8 @@
-"""Whether attention offloading pays (Lamina, arXiv 2405.01814v2).
+"""Says whether attention offloading pays (Lamina, arXiv 2405.01814v2).
 
 Decode nodes are compared by the cost model, and by the search's results with and without them. The
-paper compares with nodes of the computing device alone. Nodes of the memory device alone, for the
-same money, are a rival that the paper omits; they are always compared here.
+paper compares with nodes of the computing device alone. Nodes of the memory device alone, at the
+same price, are a rival that the paper omits; this module always compares with them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moonpool.sim.hardware.offload_cost import (
 from moonpool.sim.hardware.prices import Prices
 from moonpool.types import Struct
 
-MOST_DEVICES = 8  # of a node
+MOST_DEVICES = 8  # most devices of a node
 
 
 class Balance(Struct, frozen=True):
-    """Times of one layer for half the batch: model, attention and wire; and the bandwidth that the
-    wire needs (Lamina's BW_min, section 3.1) and has."""
+    """The times of one layer for half the batch (model, attention and wire), and the bandwidth that
+    the wire needs (Lamina's BW_min, section 3.1) and has."""
 
     model_s: float
     attention_s: float
@@ -39,7 +39,7 @@ class Balance(Struct, frozen=True):
 
     @property
     def slower(self) -> str:
-        """The slower side; equal times are best (t_a = t_m / (n - 1), n = 2)."""
+        """The name of the slower side; equal times are best (t_a = t_m / (n - 1), n = 2)."""
         return "attention" if self.attention_s > self.model_s else "model"
 
 
@@ -60,7 +60,8 @@ class DecodeNode(Struct, frozen=True):
 
 
 def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
-    """Returns the node of attention devices alone, a power of two, that the same price buys."""
+    """Returns the largest node of attention devices alone that the same price buys, with a power of
+    two of devices."""
     usd = kind.usd_per_h(prices)
     number = MOST_DEVICES
     while number > 1 and prices.node_usd_per_h(kind.attention_device, number) > usd:
@@ -69,7 +70,8 @@ def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
 
 
 def with_rivals(kinds: Sequence[NodeKind], prices: Prices) -> list[NodeKind]:
-    """Returns the kinds and the rival of each that offloads. Raises ConfigError: no price."""
+    """Returns the kinds, and for each kind that offloads its rival. Raises ConfigError if a device
+    has no price."""
     rivals = [all_memory(kind, prices) for kind in kinds if kind.offloads]
     return list(dict.fromkeys([*kinds, *rivals]))
 
@@ -81,14 +83,14 @@ def decode_nodes_of(
     prices: Prices,
     context_tokens: int,
 ) -> list[DecodeNode]:
-    """Returns the nodes, most tokens per dollar first. Raises ConfigError."""
+    """Returns the nodes, with the most tokens per dollar first. Raises ConfigError."""
     found = [_decode_node(kind, base, catalogue, prices, context_tokens) for kind in kinds]
     return sorted(found, key=lambda one: -one.tokens_per_usd)
 
 
 def verdict(plan: ClusterPlan) -> str:
-    """Says in one sentence whether the chosen cluster offloads, and what the cheapest other one
-    costs."""
+    """Says in one sentence whether the chosen cluster offloads, and what the cheapest cluster of
+    the other kind costs."""
     if plan.choice is None:
         return "Whether offloading attention pays is unknown: no cluster was found."
     chosen = plan.choice.candidate
@@ -135,7 +137,8 @@ def _decode_node(
 
 
 def _largest_batch(cost: StepCost, context_tokens: int, most: int, limit_s: float) -> int:
-    """Bisects, because a step's time never falls with its batch."""
+    """Returns the largest batch within the limit, by bisection: a step's time never falls with its
+    batch."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,7 @@
-"""A plan as one page of HTML: the answer, sliders over its stored runs, prices and doubts.
+"""Writes a plan as one page of HTML: the answer, sliders over its stored runs, prices and doubts.
 
-The page loads nothing from elsewhere. Its one script is written into it, and its content policy
-allows that alone.
+The page loads nothing from elsewhere. The page contains its only script, and its content policy
+allows no other script.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def render_plan(
     priced: Priced,
     command: str,
 ) -> str:
-    """Returns the page. `figures` are those of `--json`, with their `run`."""
+    """Returns the page. `figures` has the figures of `--json`, including `run`."""
     script = resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps(_data(stored, figures, prepared, priced)).replace("<", "\\u003c")
@@ -73,7 +73,7 @@ def render_plan(
 def _data(
     stored: Sequence[StoredRun], figures: dict[str, Any], prepared: Prepared, priced: Priced
 ) -> dict[str, Any]:
-    """What the script reads: clusters with their runs."""
+    """Returns the data that the script reads: the clusters with their runs."""
     demand = prepared.demand
     number = len(demand.arrived_s)
     runs: dict[Candidate, list[StoredRun]] = {}
@@ -123,7 +123,7 @@ def _memory(one: Candidate, priced: Priced) -> str:
 
 
 def attainment_by_price(plan: ClusterPlan, wanted: float) -> ReportFigure:
-    """The clusters that were simulated, by price."""
+    """Returns the chart of the simulated clusters, by price."""
     title = "Price and attainment"
     how = (
         "Each dot is a cluster, simulated on the trace as it is; green ones keep the SLOs for the"
@@ -147,7 +147,8 @@ def attainment_by_price(plan: ClusterPlan, wanted: float) -> ReportFigure:
 def _by_load(
     plan: ClusterPlan, stored: Sequence[StoredRun], figures: dict[str, Any], prepared: Prepared
 ) -> list[ReportFigure]:
-    """The choice at several loads, with each size of DRAM; nothing without stored runs."""
+    """Returns the charts of the choice at several loads, with each size of DRAM, or no chart
+    without stored runs."""
     if plan.choice is None or not stored:
         return []
     chosen = plan.choice.candidate

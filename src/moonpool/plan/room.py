@@ -1,4 +1,4 @@
-"""Which of several clusters at one price bears the most load beyond that of the trace."""
+"""Finds which of several clusters at one price bears the most load beyond the trace's load."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from moonpool.plan.trial import Outcome, main_cause
 from moonpool.types import Struct
 
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
-"""Multiples of the trace's speed that are tried one after the other."""
+"""The multiples of the trace's speed to try, one after the other."""
 FasterLook = Callable[[Sequence[Candidate], float, float | None], list[Outcome]]
-"""Simulates clusters at a multiple of the trace's speed; the last one is probably the next."""
+"""Simulates clusters at a multiple of the trace's speed. The last argument is the next multiple."""
 
 
 class Room(Struct, frozen=True):
-    """A cluster keeps the SLOs at `kept` times the trace's speed, and misses them at `missed`
-    (None: it was not simulated that fast), mostly for lack of `lacked`."""
+    """The load that a cluster bears. It keeps the SLOs at `kept` times the trace's speed, and
+    misses them at `missed`, mostly for lack of `lacked`. `missed` is None if no simulated speed
+    missed them."""
 
     candidate: Candidate
     kept: float
@@ -26,8 +27,8 @@ class Room(Struct, frozen=True):
 
 
 def rooms(contenders: Sequence[Candidate], look: FasterLook, wanted: float) -> list[Room]:
-    """Returns the contenders, which keep the SLOs at the trace's speed, by their room; of equal
-    ones the first comes first."""
+    """Returns the contenders with their room, the largest room first; equal contenders keep their
+    order. All contenders keep the SLOs at the trace's speed."""
     found: list[Room] = []
     left, kept = list(contenders), 1.0
     for speed, after in zip_longest(SPEEDS, SPEEDS[1:]):

@@ -1,4 +1,4 @@
-"""What the tokens of a plan's choice cost, what it draws, and how far to trust its figures."""
+"""Says what a plan's choice costs per token, what power it draws, and how far to trust this."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MILLION = 1e6
 
 
 def costs_of(choice: Assessment | None, prepared: Prepared, priced: Priced) -> dict[str, Any]:
-    """Figures of the choice at the trace's load; empty without one.
+    """Returns the cost figures of the choice at the trace's load, or nothing without a choice.
 
-    `usd_per_million_tokens` shares the price out over `all` tokens of prompts and answers, over
-    those that are `computed` because no cache could have them, and over `output` alone.
+    `usd_per_million_tokens` divides the price by `all` tokens of prompts and answers, by the tokens
+    that must be `computed` because no cache could have them, and by the `output` tokens alone.
     """
     if choice is None:
         return {}
@@ -45,7 +45,7 @@ def costs_of(choice: Assessment | None, prepared: Prepared, priced: Priced) -> d
 
 
 def cost_lines(costs: Mapping[str, Any]) -> Iterator[str]:
-    """Returns the same lines for a person."""
+    """Yields the cost figures as lines for a person."""
     if not costs:
         return
     usd = costs["usd_per_million_tokens"]
@@ -62,7 +62,7 @@ def cost_lines(costs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _notes(chosen: Candidate, prepared: Prepared, priced: Priced) -> Iterator[str]:
-    """Where prices are from, and for what step times were measured."""
+    """Says where prices come from, and for what sizes step times were measured."""
     kinds = [chosen.kind, *([chosen.decode_kind] if chosen.decode else [])]
     names = [name for kind in kinds for name in (kind.device, kind.attention_device) if name]
     for name in dict.fromkeys(names):

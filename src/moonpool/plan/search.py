@@ -1,22 +1,22 @@
-"""The search for the cheapest cluster that keeps the SLOs on a trace.
+"""Searches for the cheapest cluster that keeps the SLOs on a trace.
 
     starting    From the cost model's numbers, each mix of hardware grows by what its misses lacked
                 until it keeps the SLOs. The cheapest cluster so far is the best.
-    tuning      Other placements and admissions, on a cluster that just fails.
+    tuning      Other placements and admissions are tried on a cluster that just fails.
     improving   Of the arrangements (numbers of prefill, decode and mixed instances) that cost less
                 than the best and that arithmetic does not exclude, the most promising is simulated
                 with all cache that its price allows, with several chunk sizes. If it keeps the
                 SLOs, its cache is reduced. If not, it excludes arrangements with less of what it
                 lacked.
-    settling    Of those that keep the SLOs, SSD, eviction, cache and chunk size are brought to
-                their cheapest, and then each neighbour of the best is tried.
+    settling    For clusters that keep the SLOs, the cheapest SSD, eviction, cache and chunk size
+                are found. Each neighbour of the best cluster is tried afterwards.
     drawing     Draws of the trace give the interval of the best cluster's attainment. The sure
-                choice is the cheapest cluster, from the best one upwards, whose interval lies above
+                choice is the cheapest cluster, from the best upwards, whose interval lies above
                 the goal.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
-number of processes. Where it waits for one simulation, idle processes run those that are probably
-chosen next.
+number of processes. While the search waits for one simulation, idle processes run simulations that
+it will probably choose next.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from moonpool.types import Struct
 
 KEPT_STARTS = 8
 DEAREST = 2.0
-"""Mixes above this multiple of the cheapest price, by the cost model, are not simulated."""
+"""Mixes of hardware above this multiple of the cheapest modelled price are not simulated."""
 MAX_GROWTHS = 12
 PATIENCE = 40
-"""Arrangements in a row that fail, after which the search ends."""
+"""The search ends after this many failed arrangements in a row."""
 LEAST_GAIN = 0.01
 """An arrangement that can save no more than this share of the price is not simulated."""
 SEARCH_SHARE = 0.75
-"""Share of the allowed runs and time for all that comes before draws."""
+"""The share of the allowed runs and time for all stages before the draws."""
 MOST_LEVEL = 4
-"""How many other arrangements at the price of the best are simulated."""
+"""At most this many other arrangements at the best cluster's price are simulated."""
 SURE_CANDIDATES = 8
 SURE_DEAREST = 2.0
 SETTINGS = (*("cache_tokens", "ssd_tokens", "eviction", "chunk_tokens", "placement", "admission"),)
 FIRST_LOADS = (0.5, 1.3)
-"""Computed loads at which an arrangement is expected to keep and to miss the SLOs, as long as none
-was simulated."""
+"""The computed loads at which an arrangement is expected to keep and to miss the SLOs, before any
+simulation of its layout."""
 
 
 class MixFound(Struct, frozen=True):
-    """One mix of hardware: where it starts by the cost model, and the cheapest cluster of it that
-    keeps the SLOs."""
+    """One mix of hardware, with the cost model's first candidate and the cheapest cluster of this
+    hardware that keeps the SLOs."""
 
     start: Candidate
     start_usd_per_h: float
@@ -84,10 +84,10 @@ class MixFound(Struct, frozen=True):
 
 
 class ClusterPlan(Struct, frozen=True):
-    """The result of a search. `choice` is None where nothing keeps the SLOs. `sure` keeps them at
-    the wanted confidence; it may be the choice. `assessed`: all simulated candidates, by price.
-    `stopped`: why the search ended early, or "". `num_left`: arrangements that cost less than the
-    choice and were not excluded when the search ended."""
+    """The result of a search. `choice` is None if no cluster keeps the SLOs. `sure` keeps the SLOs
+    at the wanted confidence; it may be the choice. `assessed` has all simulated candidates, by
+    price. `stopped` says why the search ended early, or is "". `num_left` counts the arrangements
+    that cost less than the choice and were not excluded when the search ended."""
 
     choice: Assessment | None
     sure: Assessment | None
@@ -104,7 +104,7 @@ class ClusterPlan(Struct, frozen=True):
         return not self.stopped
 
     def front(self) -> list[Assessment]:
-        """Returns the candidates for which nothing cheaper attains as much."""
+        """Returns the candidates for which no cheaper candidate attains as much."""
         found: list[Assessment] = []
         for one in self.assessed:
             if not one.gave_up and (not found or one.share > found[-1].share):
@@ -113,7 +113,7 @@ class ClusterPlan(Struct, frozen=True):
 
 
 class Planner:
-    """One search, stage by stage."""
+    """Runs one search, stage by stage."""
 
     def __init__(self, assessor: Assessor, prepared: Prepared, bounds: Bounds) -> None:
         self._assessor = assessor
@@ -125,16 +125,16 @@ class Planner:
         self._best: Candidate | None = None
         self._last_failed: Candidate | None = None
         self._settings: dict[str, Any] = {}
-        self._chunks: dict[str, int] = {}  # by layout
-        self._new_failures: list[Failure] = []  # since arrangements were excluded last
+        self._chunks: dict[str, int] = {}  # chunk size by layout
+        self._new_failures: list[Failure] = []  # since the last exclusion
         self._visited: set[Candidate] = set()
         self._open: list[Arrangement] = []
         self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
-        self._kept: list[Candidate] = []  # the cheapest of each arrangement that keeps the SLOs
+        self._kept: list[Candidate] = []  # the cheapest candidates that keep the SLOs
         self._rooms: tuple[Room, ...] = ()
 
     def plan(self) -> ClusterPlan:
-        """Runs all stages. Raises ConfigError."""
+        """Runs all stages and returns the plan. Raises ConfigError."""
         choice = sure = None
         stopped = ""
         self._assessor.limit(SEARCH_SHARE)
@@ -176,8 +176,8 @@ class Planner:
     def _look(
         self, candidates: Sequence[Candidate], ahead: Sequence[Candidate] = ()
     ) -> list[Outcome]:
-        """Simulates, and takes the cheapest that keeps the SLOs as the best. `ahead` are simulated
-        where a process is idle; they change nothing but the time."""
+        """Simulates the candidates, and takes the cheapest that keeps the SLOs as the best. An idle
+        process simulates the candidates `ahead`, which changes only the time."""
         if not candidates:
             return []
         best = "" if self._best is None else f"; best so far {self._named(self._best)}"
@@ -205,8 +205,8 @@ class Planner:
             self._grow(start, after)
 
     def _grow(self, now: Candidate, after: Candidate | None) -> None:
-        """Grows a candidate until it keeps the SLOs or costs more than the best. `after` is grown
-        next."""
+        """Grows a candidate until it keeps the SLOs or costs more than the best. The search grows
+        `after` next."""
         for _ in range(MAX_GROWTHS):
             roomy = self._richest(now)
             if roomy is None:
@@ -221,7 +221,7 @@ class Planner:
             now = msgspec.structs.replace(more, cache_tokens=now.cache_tokens)
 
     def _richest(self, one: Candidate) -> Candidate | None:
-        """Returns the candidate with the most cache, and then SSD, below the best price."""
+        """Returns the candidate with the most cache, then the most SSD, below the best price."""
         for cache, ssd in product(reversed(self._steps.caches), reversed(self._steps.ssds)):
             rich = msgspec.structs.replace(one, cache_tokens=cache, ssd_tokens=ssd)
             if self._price(rich) < self._most:
@@ -231,7 +231,7 @@ class Planner:
     # Tuning
 
     def _tune(self) -> None:
-        """Takes another placement or admission where it does better on a cluster that fails."""
+        """Takes another placement or admission if a failing cluster does better with it."""
         failed = self._last_failed
         if failed is None:
             return
@@ -276,7 +276,7 @@ class Planner:
         ]
 
     def _most_promising(self) -> Arrangement | None:
-        """Returns the arrangement with the largest saving times chance of keeping the SLOs."""
+        """Returns the arrangement with the largest saving times its chance to keep the SLOs."""
         most = self._most * (1 - LEAST_GAIN)
         self._open = [
             each
@@ -303,8 +303,8 @@ class Planner:
         )
 
     def _next_if_failed(self, chosen: Arrangement) -> list[Candidate]:
-        """Returns what is probably simulated next if this arrangement fails for lack of both
-        roles."""
+        """Returns the candidates to simulate next, probably, if this arrangement fails for lack of
+        both roles."""
         kept, missed = self._loads.get(chosen.one.layout, FIRST_LOADS)
         missed = min(missed, max(chosen.load, 1.05 * kept))
         failure = Failure(chosen.one, 0.5)
@@ -314,8 +314,8 @@ class Planner:
         return [] if rich is None else [rich]
 
     def _rich(self, chosen: Arrangement) -> Candidate | None:
-        """Returns the arrangement with the most cache below the best price, and the chunk size that
-        did best for its layout; None if no cache is cheap enough."""
+        """Returns the arrangement with the most cache below the best price and with its layout's
+        best chunk size, or None if no cache is cheap enough."""
         rich = self._richest(chosen.one)
         if rich is None:
             return None
@@ -335,13 +335,13 @@ class Planner:
         self._loads[one.layout] = kept, missed
 
     def _visit(self, chosen: Arrangement) -> bool:
-        """Searches the settings of an arrangement; returns whether any keeps the SLOs."""
+        """Searches the settings of an arrangement, and returns whether any keep the SLOs."""
         self._visited.add(chosen.one)
         rich = self._rich(chosen)
         if rich is None:
             return False
         ahead = self._next_if_failed(chosen)
-        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])  # next if it keeps
+        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])  # next if `rich` keeps
         likely = _chance(chosen, self._loads) > 0.5
         ahead = [bare, *ahead] if likely else [*ahead, bare]
         found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted, ahead)
@@ -397,7 +397,7 @@ class Planner:
     # Equal prices
 
     def _level(self) -> None:
-        """Takes the cluster with the most room of those at the price of the best."""
+        """Takes the cluster with the most room among the clusters at the best price."""
         self._stage = "clusters at the same price"
         done: Candidate | None = None
         while self._best is not None and self._best != done:
@@ -410,7 +410,7 @@ class Planner:
             self._try_cheaper_neighbours()
 
     def _others_at_price(self, best: Candidate) -> list[Candidate]:
-        """Returns arrangements with the settings of the best, those with the least load first."""
+        """Returns arrangements with the settings of the best, with the least load first."""
         alike = {name: getattr(best, name) for name in SETTINGS}
         starts = [msgspec.structs.replace(start, **alike) for start in self._prepared.starts]
         listed = arrangements(starts, self._prepared.layout, best.num_instances)
@@ -433,7 +433,7 @@ class Planner:
     # Being sure
 
     def _sure(self, choice: Assessment) -> Assessment | None:
-        """Returns the cheapest cluster found whose interval is above the goal, or None."""
+        """Returns the cheapest found cluster whose interval is above the goal, or None."""
         assert choice.interval is not None
         if choice.interval.low >= self._wanted:
             return choice
@@ -441,7 +441,7 @@ class Planner:
         if num_requests is not None:
             confidence = self._assessor.goal.confidence
             if least_mean(num_requests, self._wanted - ROUNDING, confidence) > 1.0:
-                return None  # so few requests are never sure
+                return None  # too few requests never give a sure interval
         self._assessor.doing = "a sure choice"
         known = [
             one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted
@@ -463,15 +463,15 @@ class Planner:
         return None
 
     def _requests_of_draws(self, choice: Assessment) -> int | None:
-        """Returns the mean number of requests of the trace and its draws; None where each cluster
-        is judged by a class of its own."""
+        """Returns the mean number of requests of the trace and its draws, or None if clusters are
+        judged by different classes of requests."""
         if self._prepared.base.slo.classes:
             return None
         numbers = [outcome.attainment.num_requests for outcome in choice.outcomes]
         return max(round(sum(numbers) / len(numbers)), 1)
 
     def _grown_variants(self, one: Candidate) -> list[Candidate]:
-        """Returns the candidate with up to two instances and two steps of cache more."""
+        """Returns the candidate with up to two more instances and two more steps of cache."""
         found = []
         roles = [role for role in ("prefill", "decode", "mixed") if getattr(one, role)]
         for adds in product((0, 1, 2), repeat=len(roles)):
@@ -516,7 +516,7 @@ class Planner:
         )
 
     def _mixes(self, assessed: Sequence[Assessment]) -> tuple[MixFound, ...]:
-        """Returns one entry for each hardware and layout, the cheapest first."""
+        """Returns one entry for each hardware and layout, with the cheapest first."""
         found: dict[tuple[str, str], MixFound] = {}
         for start in self._prepared.starts:
             found[start.hardware, start.layout] = MixFound(start, self._price(start))

@@ -1,4 +1,4 @@
-"""The settings of an arrangement: chunk size, cache, SSD and eviction, with few simulations."""
+"""Finds chunk size, cache, SSD and eviction for an arrangement, with few simulations."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Look(Protocol):
 
 
 def grown(candidate: Candidate, misses: Mapping[str, int], missed: float) -> Candidate:
-    """Returns more of what the misses lacked, by the share that missed or at least one; of both if
-    both lacked."""
+    """Returns the candidate with more instances of each role that the misses lacked. The number of
+    instances grows by the share of requests that missed, and by at least one."""
     if candidate.mixed:
         return change(candidate, mixed=_more(candidate.mixed, missed))
     decode = decode_share(misses)
@@ -48,13 +48,13 @@ def with_any_chunk(
     wanted: float,
     ahead: Sequence[Candidate] = (),
 ) -> tuple[Candidate, Outcome]:
-    """Climbs over chunk sizes until one keeps the SLOs; returns it, or the one that came furthest.
+    """Tries chunk sizes until one keeps the SLOs; returns the candidate that got furthest.
 
-    Where decodes are slow, smaller chunks are tried first, else larger ones. `ahead`: what may be
-    simulated next if none keeps them.
+    If decodes are slow, smaller chunks are tried first, otherwise larger chunks. The search may
+    simulate the candidates `ahead` next if no chunk size keeps the SLOs.
     """
     others = _other_chunks(one, steps)
-    # If most requests miss on split instances, no chunk size helps: another cluster comes next.
+    # If most requests miss on split instances, no chunk size helps, so another cluster is next.
     outcome = look([one], [*others, *ahead] if one.mixed else [*ahead, *others])[0]
     best = one, outcome
     first = -1 if decode_share(outcome.misses) > 0.5 else 1
@@ -74,19 +74,19 @@ def with_any_chunk(
                 break
             so_far = found
         if best[1].share >= wanted or (not outcome.nearly() and not one.mixed):
-            break  # where most requests miss on split instances, no chunk size helps
+            break  # no chunk size helps if most requests miss on split instances
     return best
 
 
 def _other_chunks(one: Candidate, steps: Steps) -> list[Candidate]:
-    """Returns the candidate with the next smaller and the next larger chunk."""
+    """Returns two candidates: with the next smaller and with the next larger chunk."""
     chunks = [stepped(steps.chunks, one.chunk_tokens, direction) for direction in (-1, 1)]
     return [change(one, chunk_tokens=chunk) for chunk in chunks if chunk is not None]
 
 
 def first_kept(candidates: Sequence[Candidate], look: Look, wanted: float) -> Candidate | None:
-    """Returns the first that keeps the SLOs. Candidates after it are not looked at, but may run
-    ahead."""
+    """Returns the first candidate that keeps the SLOs. Later candidates are not looked at, but may
+    run ahead."""
     for number, one in enumerate(candidates):
         if look([one], candidates[number + 1 :])[0].share >= wanted:
             return one
@@ -96,7 +96,7 @@ def first_kept(candidates: Sequence[Candidate], look: Look, wanted: float) -> Ca
 def cheapest_settings(
     one: Candidate, look: Look, price: Price, steps: Steps, wanted: float
 ) -> Candidate:
-    """Returns the cheapest settings found with the same instances. `one` keeps the SLOs."""
+    """Returns the cheapest settings found for the instances of `one`, which keeps the SLOs."""
     best = least_cache(one, look, steps, wanted)
     while True:
         variants = [v for v in _variants(best, price, steps) if price(v) < price(best)]
@@ -126,11 +126,11 @@ def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
 
 
 def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Candidate:
-    """Returns the candidate with the least cache that keeps the SLOs, by thirds of the sizes that
-    are left, and without SSD where that keeps them too."""
+    """Returns the candidate with the least cache that keeps the SLOs, without SSD if the SLOs hold
+    without it. Each look divides the remaining sizes of cache into thirds."""
     bare = change(one, ssd_tokens=steps.ssds[0])
     caches = [cache for cache in steps.caches if cache < one.cache_tokens]
-    best, low, high = one, -1, len(caches)  # below low: fails; from high on: keeps the SLOs
+    best, low, high = one, -1, len(caches)  # fails up to low, keeps the SLOs from high on
     if one != bare:
         ahead = [change(bare, cache_tokens=caches[i]) for i in _thirds(low, high)]
         if look([bare], ahead)[0].share >= wanted:

@@ -1,12 +1,13 @@
-"""Processes that run trials in parallel; outcomes come back in the order of the trials.
+"""Runs trials in parallel processes, and returns outcomes in the order of the trials.
 
-The number of processes changes only the time. Each is spawned and receives the workload once; with
-one process, none is spawned. Outcomes are kept, so no trial runs twice.
+The number of processes changes only the time. Each process is spawned and receives the workload
+once. With one process, the trials run in the caller's process. Outcomes are kept, so no trial runs
+twice.
 
 A search mostly waits for one trial, whose outcome says what to ask next. Meanwhile the other
-processes run trials *ahead*: those that it will probably ask for. Such an outcome counts as run
-only once it is asked for, so what is run ahead changes neither the search nor its number of runs. A
-trial ahead gives way where a trial that was asked for has no process.
+processes run trials *ahead*, which the search will probably ask for. A trial that ran ahead counts
+as run only once the search asks for it. So trials ahead change neither the search nor its number of
+runs. A trial ahead stops if a trial that the search asked for has no process.
 
 `concurrent.futures.ProcessPoolExecutor` does not fit: a trial may take minutes, and on Ctrl-C or an
 error the executor waits for running trials, since Python before 3.14 cannot terminate its workers.
@@ -27,7 +28,7 @@ POLL_S = 0.2
 
 
 class SimulationPoolError(RuntimeError):
-    """A process ended before its trial was done."""
+    """Says that a process ended before its trial was done."""
 
 
 def num_cores() -> int:
@@ -38,7 +39,7 @@ def num_cores() -> int:
 
 
 class SimulationPool:
-    """Processes that simulate; they end with the `with` block."""
+    """Owns the processes that simulate. The processes end with the `with` block."""
 
     def __init__(self, workload: Workload, num_processes: int) -> None:
         assert num_processes >= 1
@@ -62,7 +63,7 @@ class SimulationPool:
 
     @property
     def num_run(self) -> int:
-        """Trials that were asked for and have run."""
+        """The number of trials that were asked for and have run."""
         return len(self._asked)
 
     def run(
@@ -72,10 +73,10 @@ class SimulationPool:
         stop: Callable[[], bool] = lambda: False,
         ahead: Sequence[Trial] = (),
     ) -> list[Outcome]:
-        """Returns the outcomes in order; `report` is called with the number of new ones so far.
-        `ahead` may be asked for next, the likeliest first: idle processes run them.
+        """Returns the outcomes in order. Calls `report` with the number of new outcomes so far. The
+        trials `ahead` may come next, with the likeliest first, so idle processes run them.
 
-        Raises StopRequestedError once `stop` says so. Nothing can be run after that.
+        Raises StopRequestedError once `stop` says so. The pool runs no trial after that.
         """
         new = [trial for trial in dict.fromkeys(trials) if trial not in self._asked]
         if self._num_processes == 1 or (len(new) == 1 and not ahead and not self._processes):
@@ -121,7 +122,7 @@ class SimulationPool:
         return [trial for trial in trials if trial not in self._known and trial not in begun]
 
     def _make_room(self, num_waiting: int, asked: Sequence[Trial]) -> None:
-        """Tells processes that run other trials than those asked for to stop, as far as needed."""
+        """Stops as many trials that were not asked for as the asked trials need processes."""
         lacking = num_waiting - len(self._idle) - len(self._told_to_stop)
         for line, trial in self._under_way.items():
             if lacking > 0 and trial not in asked and line not in self._told_to_stop:
@@ -130,7 +131,7 @@ class SimulationPool:
                 lacking -= 1
 
     def _take_outcome(self, line: Connection) -> None:
-        """Receives what a process answers to its trial: an outcome, or None where it stopped."""
+        """Receives a process's answer to its trial: an outcome, or None if the trial stopped."""
         try:
             outcome = line.recv()
         except (EOFError, ConnectionResetError):
@@ -156,8 +157,8 @@ class SimulationPool:
 
 
 def _serve(workload: Workload, line: Connection) -> None:
-    """Runs trials until the parent ends this process or has ended itself. A None from the parent
-    stops the trial under way; one that comes after its end means nothing."""
+    """Runs trials until the parent ends this process or has ended. A None from the parent stops the
+    trial under way; a None after the trial's end has no effect."""
     try:
         with rare_collections():
             while True:

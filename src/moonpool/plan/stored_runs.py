@@ -1,7 +1,8 @@
-"""The runs that a plan's page and tables have: the search's own, and clusters at several loads.
+"""Stores the runs for a plan's page and tables: the search's own, and clusters at several loads.
 
-The search ends a run as soon as it fails. For the page, the choice, twice as much of it, and the
-cheapest cluster of other hardware run to the end, at several loads and with several sizes of DRAM.
+The search ends a run as soon as it fails. For the page, three clusters run to the end, at several
+loads and with several sizes of DRAM: the choice, twice the choice's instances, and the cheapest
+cluster of other hardware.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from moonpool.plan.trial import Outcome, main_cause
 from moonpool.types import Struct
 
 SPEEDS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
-"""Multiples of the trace's load."""
+"""The multiples of the trace's load at which stored runs are simulated."""
 OTHER_HARDWARE = 3
-"""Mixes of hardware beside that of the choice."""
+"""The number of mixes of hardware beside the choice's hardware."""
 MEMORY_STEPS = (-4, 0, 4)
-"""Sizes of DRAM beside that of a cluster, in steps of the search."""
+"""The sizes of DRAM to store runs for, in search steps relative to the cluster's own size."""
 
 
 class StoredRun(Struct, frozen=True):
-    """A simulation of the whole trace at a multiple of its load."""
+    """One simulation of the whole trace at a multiple of its load."""
 
     candidate: Candidate
     speed: float
@@ -36,8 +37,8 @@ class StoredRun(Struct, frozen=True):
 
 
 def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[StoredRun]:
-    """Runs the page's clusters at all loads, the trace's own load first. If the allowed runs or the
-    time end before, or Ctrl-C comes, it returns the runs until then."""
+    """Runs the page's clusters at all loads, with the trace's own load first. If the allowed runs
+    or the time end earlier, or Ctrl-C comes, returns the runs until then."""
     found: list[StoredRun] = []
     clusters = page_clusters(plan, steps)
     assessor.doing = "loads of the page"
@@ -56,7 +57,8 @@ def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[Sto
 
 
 def with_room(plan: ClusterPlan, stored: Sequence[StoredRun], wanted: float) -> ClusterPlan:
-    """The plan with the room of its choice by the stored runs, where the search did not look."""
+    """Returns the plan with the room of its choice. If the search did not look for the room, the
+    stored runs give it."""
     if plan.choice is None or plan.rooms:
         return plan
     chosen = plan.choice.candidate
@@ -74,7 +76,7 @@ def with_room(plan: ClusterPlan, stored: Sequence[StoredRun], wanted: float) -> 
 
 
 def page_clusters(plan: ClusterPlan, steps: Steps) -> list[Candidate]:
-    """The clusters of the page, the choice first."""
+    """Returns the clusters of the page, with the choice first."""
     if plan.choice is None:
         return []
     chosen, change = plan.choice.candidate, msgspec.structs.replace
@@ -105,13 +107,14 @@ COLUMNS = (
     *("share", "ended_early", "ttft_p50_s", "ttft_p90_s", "tbt_p90_s", "hit_ratio", "lacked"),
     *("slo_class", "class_share"),
 )
-"""Columns of the table of runs; a run with classes of service levels has a row for each."""
+"""The columns of the table of runs. A run with classes of service levels has a row per class."""
 
 
 def run_rows(
     plan: ClusterPlan, stored: Sequence[StoredRun], priced: Priced
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields a row for each run and class: the search's on the trace as it is, then the page's."""
+    """Yields a row for each run and class: first the search's runs on the original trace, then the
+    page's runs."""
     for found in plan.assessed:
         yield from _rows(StoredRun(found.candidate, 1.0, found.outcomes[0]), priced)
     known = {one.candidate for one in plan.assessed if not one.gave_up}

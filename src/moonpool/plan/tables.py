@@ -140,8 +140,8 @@ def _attained(found: Assessment, wanted: float) -> str:
 
 
 def _mixes(mixes: Sequence[MixFound]) -> list[str]:
-    """Returns a line for each mix of hardware: its cheapest cluster that keeps the SLOs, if any.
-    Of those that were not simulated, the cheapest by the cost model."""
+    """Returns a line for each mix of hardware, with its cheapest cluster that keeps the SLOs, if
+    any. A mix without a simulation shows its cheapest cluster by the cost model."""
     left = [mix for mix in mixes if mix.cheapest is None and not mix.num_simulated]
     dearer = left[UNTRIED_MIXES:]
     if dearer:
@@ -182,7 +182,7 @@ def figures_of(
     goal: PlanGoal,
     priced: Priced,
 ) -> dict[str, Any]:
-    """Returns the figures of `--json`. They follow from the inputs alone."""
+    """Returns the figures of `--json`, which follow from the inputs alone."""
     choice = plan.choice
     names = {
         name

@@ -1,4 +1,4 @@
-"""How many simulations a search will still run, about: for the time left that it shows."""
+"""Estimates how many simulations a search will still run, to show the time left."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ USUAL_RUNS = {
     "a sure choice": 4.0,
     "neighbours": 6.0,
 }
-"""Stages of a search in order, and how many runs each usually takes."""
+"""The stages of a search in order, and how many runs each usually takes."""
 
 
 class TimeLeft:
-    """Expects of each stage the usual runs, and of one that takes longer one more at a time."""
+    """Estimates the runs left. Each stage counts with its usual runs; a stage that takes longer
+    always counts with one more run."""
 
     def __init__(self, usual_runs: Mapping[str, float] = USUAL_RUNS) -> None:
         self._usual = usual_runs
@@ -27,24 +28,24 @@ class TimeLeft:
         self._began_runs = 0.0
 
     def begin(self, stage: str, runs: float) -> None:
-        """A stage begins after this many runs."""
+        """Notes that a stage begins after this many runs."""
         if stage in self._stages and self._stages.index(stage) != self._stage:
             self._stage, self._began_runs = self._stages.index(stage), runs
 
     def runs(self, runs: float) -> float:
-        """Returns the runs that are left after this many."""
+        """Returns the estimated runs left after this many runs."""
         own = self._usual[self._stages[self._stage]]
         later = sum(self._usual[stage] for stage in self._stages[self._stage + 1 :])
         return max(own - (runs - self._began_runs), 1.0) + later
 
     def seconds(self, runs: float, used_s: float) -> float | None:
-        """Returns the seconds left if each run takes as long as those so far, or None before the
-        first run has ended."""
+        """Returns the seconds left if each run takes as long as the mean run so far, or None before
+        the first run has ended."""
         return self.runs(runs) * used_s / runs if runs else None
 
 
 def time_words(seconds: float | None) -> str:
-    """Returns "about 3 min left", or "" where it is not known."""
+    """Returns words such as "about 3 min left", or "" if `seconds` is None."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -54,5 +55,5 @@ def time_words(seconds: float | None) -> str:
 
 
 def share_done(used_s: float, left_s: float | None) -> float:
-    """Returns the share of all the time that is over, 0 to 1; 0 where it is not known."""
+    """Returns the share of the whole time that is over, from 0 to 1, or 0 if it is unknown."""
     return 0.0 if left_s is None else used_s / max(used_s + left_s, 1e-9)

@@ -1,9 +1,9 @@
-"""One simulation as a unit of work: what to run, its outcome, and the causes of missed SLOs.
+"""Runs one simulation as a unit of work: its input, its outcome, and the causes of missed SLOs.
 
-A trial has the same outcome in any process; nothing in an outcome depends on the machine. A
-rejected request is a miss, and so is a failed one. The cause of a miss is the reason of its
-rejection, or the SLO that it broke; whether decode lacked speed or memory follows from how both
-were used at that moment.
+A trial has the same outcome in any process, and an outcome is independent of the machine. A
+rejected request is a miss, and a failed request too. The cause of a miss is the reason of the
+rejection, or the SLO that the request broke. Whether decode lacked speed or memory follows from the
+use of both at that moment.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moonpool.trace.resample import resample
 from moonpool.trace.row import TraceError, TraceRow
 from moonpool.types import RequestId, Role, Struct
 
-SAMPLE_S = 60.0  # of the simulation's own series, which the planner does not use
+SAMPLE_S = 60.0  # interval of the simulation's series, which the planner does not use
 
 
 class Span(Struct, frozen=True):
-    """Part of a trace in seconds. Arrivals in [begin, end) are counted; those of the `warm_up_s`
-    before are served, too, and fill the caches."""
+    """Part of a trace in seconds. Arrivals in [begin, end) are counted. Arrivals in the `warm_up_s`
+    before `begin` are served and fill the caches, but are not counted."""
 
     begin_s: float = 0.0
     end_s: float = float("inf")
@@ -46,10 +46,10 @@ WHOLE = Span()
 
 
 class Workload(Struct, frozen=True):
-    """What all trials share; each process receives it once."""
+    """The input that all trials share. Each process receives the workload once."""
 
     rows: tuple[TraceRow, ...]
-    block_tokens: int  # of the trace's hashes; 0 means that it has none
+    block_tokens: int  # block size of the trace's hashes, 0 without hashes
     catalogue: Catalogue = BUILT_IN
     profile: FittedCost | None = None
     noise: float = 0.0
@@ -58,8 +58,8 @@ class Workload(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """One simulation to run. `seed` gives a draw of the trace (0: the trace as it is). With
-    `give_up_below`, a run ends once fewer than that share of requests can be effective."""
+    """One simulation to run. `seed` gives a draw of the trace, or the original trace if it is 0.
+    With `give_up_below`, a run ends once less than that share of requests can be effective."""
 
     config: Config
     seed: int = 0
@@ -69,16 +69,16 @@ class Trial(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a trial. `attainment` is that of all requests; where there are classes of
-    service levels, that of the class with the lowest, since each has to be kept.
+    """The outcome of a trial. `attainment` is the attainment of all requests. With classes of
+    service levels, it is the lowest attainment of a class, because each class has to be kept.
 
-    With an `error` it could not run, and nothing else holds. If it `gave_up`, the run ended early,
-    and the true attainment is less than the one here.
+    With an `error` the trial could not run, and the other fields have no meaning. If it `gave_up`,
+    the run ended early, and the true attainment is less than `attainment`.
     """
 
     attainment: Attainment
-    misses: dict[str, int]  # by cause
-    misses_by_minute: tuple[tuple[int, int, int], ...]  # minute of the trace, arrived, missed
+    misses: dict[str, int]  # number of misses by cause
+    misses_by_minute: tuple[tuple[int, int, int], ...]  # (minute, arrived, missed)
     ttft_p50_s: float = 0.0
     ttft_p90_s: float = 0.0
     tbt_p90_s: float = 0.0
@@ -93,13 +93,13 @@ class Outcome(Struct, frozen=True):
         return self.attainment.share
 
     def how_far(self) -> tuple[float, int]:
-        """A key that also orders runs that gave up: by the requests until then."""
+        """A sort key that orders runs that gave up by the number of requests until then."""
         if not self.gave_up:
             return self.share, 0
         return 0.0, sum(arrived for _, arrived, _ in self.misses_by_minute)
 
     def nearly(self) -> bool:
-        """Whether more than half of the requests had arrived before it was clear that it fails."""
+        """Whether more than half of the requests had arrived before the failure was clear."""
         arrived = sum(number for _, number, _ in self.misses_by_minute)
         return not self.gave_up or 2 * arrived > self.attainment.num_requests
 
@@ -108,7 +108,7 @@ BIN_S = 60.0
 
 
 class Cause(Enum):
-    """What a request that missed its SLOs would have needed more of."""
+    """The resource of which a request that missed its SLOs would have needed more."""
 
     PREFILL = "prefill time"
     DECODE_SPEED = "decode speed"
@@ -118,7 +118,7 @@ class Cause(Enum):
 
 
 def main_cause(misses: Mapping[str, int]) -> str:
-    """Returns the most frequent cause; "" if there are no misses."""
+    """Returns the most frequent cause, or "" if there are no misses."""
     return max(sorted(misses), key=lambda cause: misses[cause], default="")
 
 
@@ -131,11 +131,11 @@ _BY_REASON = {
 
 
 class StopRequestedError(RuntimeError):
-    """A simulation was asked to stop before its end."""
+    """Says that a simulation was asked to stop before its end."""
 
 
 class _HopelessError(RuntimeError):
-    """A simulation of programs ended because it cannot reach its goal."""
+    """Says that a simulation of programs ended because it cannot reach its goal."""
 
 
 class Watcher(Collector):
@@ -158,7 +158,7 @@ class Watcher(Collector):
 
     @property
     def num_missed(self) -> int:
-        """Requests that missed; of programs that were given up also the calls never sent."""
+        """The number of requests that missed, including the unsent calls of given-up programs."""
         return self.misses.total() + self._simulation.clients.num_never_sent
 
     def causes(self) -> dict[str, int]:
@@ -171,7 +171,7 @@ class Watcher(Collector):
         return {cause.value: found[cause] for cause in Cause if found[cause]}
 
     def by_minute(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns (minute of the trace, its arrivals, misses of these) for each minute."""
+        """Returns (minute of the trace, arrivals, missed requests of these) for each minute."""
         minutes = sorted(self._arrived)
         return tuple((minute, self._arrived[minute], self._missed[minute]) for minute in minutes)
 
@@ -199,7 +199,7 @@ class Watcher(Collector):
         self.misses[self._cause(record, reason)] += 1
 
     def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
-        """No outcome has the gaps of all requests together, and they take a while to sort in."""
+        """Does nothing, because no outcome has the gaps of all requests, and sorting takes time."""
 
     def _cause(self, record: RequestRecord, reason: str) -> Cause:
         if record.outcome in COMPLETED:
@@ -215,7 +215,7 @@ class Watcher(Collector):
         return Cause.DEADLINE
 
     def _waited_for_decode(self, record: RequestRecord) -> bool:
-        """Whether more than half of the TTFT SLO passed between prefill and decode."""
+        """Whether the request waited more than half of the TTFT SLO between prefill and decode."""
         stages_s = record.stages_s()
         return stages_s.get("handover", 0.0) > 0.5 * record.slo.ttft_s
 
@@ -292,7 +292,8 @@ def _until_hopeless(
 
 
 def _end_if_hopeless(watcher: Watcher, most_misses: int, stop: Callable[[], bool]) -> None:
-    """Looks after each call of a program: its later ones do not come from the trace."""
+    """Ends a hopeless run after any call of a program, because later calls do not come from the
+    trace."""
     if stop():
         raise StopRequestedError
     if watcher.num_missed > most_misses:

@@ -1,1 +1,1 @@
-"""The simulator: a second driver of the machines that serve, in virtual time."""
+"""The simulator runs the scheduling code of the live cluster in virtual time."""

@@ -1,8 +1,8 @@
-"""Hit ratio by eviction policy and capacity: prompts one after the other, without time.
+"""Measures the hit ratio by eviction policy and capacity, with prompts one by one and no clock.
 
 Every prompt passes through a real BlockPool by the calls of an instance: match, acquire, allocate,
-seal, release. Prompts are streamed, so memory holds the pool only. Of a prompt larger than the
-pool, the first blocks that fit are kept.
+seal, release. Prompts are streamed, so memory holds the pool only. If a prompt is larger than the
+pool, the pool keeps the first blocks of the prompt that fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moonpool.types import BlockKey
 
 UNBOUNDED_BLOCKS = 1 << 40
 _OWNER = BlockOwner("work")
-_REPORT_EVERY = 1024  # prompts; a pool queues its changes until they are taken
+_REPORT_EVERY = 1024  # in prompts; a pool queues its changes until a caller takes them
 
 
 class PromptBlocks(NamedTuple):
@@ -30,7 +30,7 @@ class PromptBlocks(NamedTuple):
 
 
 class HitRatios(NamedTuple):
-    """Hits of a run. `any_hit_blocks` also counts blocks whose predecessor was not cached."""
+    """The cache hits of a run. `any_hit_blocks` also counts blocks whose predecessor missed."""
 
     num_prompts: int
     num_blocks: int
@@ -61,10 +61,10 @@ def prompts_of(
     block_tokens: int,
     count_partial: bool = False,
 ) -> Iterator[PromptBlocks]:
-    """The prompts of a trace in blocks of `block_tokens`.
+    """Yields the prompts of a trace in blocks of `block_tokens`.
 
-    Counts full blocks only, as serving does, or with `count_partial` the last one too, as published
-    tables do. Raises ValueError if the block sizes do not fit each other.
+    Counts full blocks only, as serving does. With `count_partial`, also counts a partly filled last
+    block, as published tables do. Raises ValueError if neither block size divides the other.
     """
     if count_partial and block_tokens > trace_block_tokens:
         raise ValueError(
@@ -80,7 +80,7 @@ def prompts_of(
 
 
 class PromptCache:
-    """One cache of `capacity_blocks` (None: unbounded) and its hits so far."""
+    """One cache of `capacity_blocks` (None means unbounded) and its hits so far."""
 
     def __init__(self, policy: str, capacity_blocks: int | None, block_tokens: int) -> None:
         num_blocks = UNBOUNDED_BLOCKS if capacity_blocks is None else capacity_blocks
@@ -117,7 +117,7 @@ class PromptCache:
         return hit_tokens
 
     def ratios(self) -> HitRatios:
-        """The totals so far."""
+        """Returns the total hits so far."""
         return HitRatios(
             self._num_prompts,
             self._num_blocks,

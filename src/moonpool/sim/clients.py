@@ -1,7 +1,8 @@
-"""The clients of a simulation: they start the calls of programs, and try again when refused.
+"""Simulates clients, which start the calls of programs and retry a refused call.
 
 A standalone request is sent once, at its time, as in a recorded trace. A call of a program is sent
-when those before it have ended and its tools have run; refused, it is tried again as clients do.
+when the calls before it have ended and its tools have run. A refused call is retried as real
+clients retry it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from moonpool.types import RequestId
 @dataclass(slots=True)
 class _Sent:
     arrival: Arrival
-    first_s: float  # when it was sent first
+    first_s: float  # the time of the first try
     num_tries: int = 1
 
 
 class Clients:
-    """Reads arrivals, and calls `send` with each when it is due."""
+    """Reads arrivals, and calls `send` with each arrival when it is due."""
 
     def __init__(
         self,
@@ -34,19 +35,19 @@ class Clients:
         block_tokens: int,
         most_programs: int | None = None,
     ) -> None:
-        """`send` may end the request at once. `most_programs`: how many run at a time; further ones
-        begin when one has ended."""
+        """`send` may end the request at once. At most `most_programs` programs run at a time; a
+        further program begins when another has ended."""
         self.figures = ProgramFigures(block_tokens)
         self._clock, self._send = clock, send
         self._loop: ClosedLoop[Arrival] = ClosedLoop()
         self._arrivals: Iterator[Arrival] = iter(())
-        self._sent: dict[str, _Sent] = {}  # calls of programs, by request
+        self._sent: dict[str, _Sent] = {}  # calls of programs, by request id
         self._refused: dict[str, tuple[int, float | None]] = {}
         self._held: Arrival | None = None
         self._most_programs = most_programs
         self.num_sent = 0
-        self.num_to_come = 0  # calls whose tools run, or that will be tried again
-        self.num_never_sent = 0  # calls that wait for one that was given up
+        self.num_to_come = 0  # calls whose tools run, and calls to retry
+        self.num_never_sent = 0  # calls that wait for a call that was given up
         self.has_more = True
 
     def start(self, arrivals: Iterator[Arrival]) -> None:
@@ -55,7 +56,7 @@ class Clients:
 
     @property
     def in_pause(self) -> bool:
-        """Whether a call will come without a look at the trace."""
+        """Whether a call that was read from the trace waits for its tools or for a retry."""
         return self.num_to_come > 0
 
     def _schedule_next(self) -> None:
@@ -76,7 +77,7 @@ class Clients:
 
     def _arrive(self, arrival: Arrival) -> None:
         most = self._most_programs
-        # Only one program has been read but not begun: the one that arrives next.
+        # Only the program that arrives next has been read but not begun.
         if most is not None and arrival.call and self.figures.num_under_way > most:
             self._held = arrival
             return
@@ -112,8 +113,8 @@ class Clients:
             self._refused[request_id] = status, told_s
 
     def end(self, record: RequestRecord) -> bool:
-        """Notes that a request has ended. Whether that is its end for its client, too; its record
-        then counts from the first try."""
+        """Notes that a request has ended. Returns whether the client will not retry the request;
+        its record then counts from the first try."""
         sent = self._sent.pop(record.request_id, None)
         if sent is None:
             return True

@@ -1,4 +1,4 @@
-"""Virtual time: a heap of callbacks in the total order (time, priority, sequence).
+"""Keeps virtual time as a heap of callbacks in the total order (time, priority, sequence).
 
 Time is float seconds. The order is total and the same on every machine: times are finite IEEE
 doubles and compare without tolerance, equal times are ordered by priority, and equal priorities by
@@ -22,12 +22,12 @@ MIN_HEAP_TO_COMPACT = 64
 class Priority(IntEnum):
     """The order at one instant: events that free or break resources come before decisions."""
 
-    FAULT = 0  # an instance lost at t does nothing more at t
-    TRANSFER_END = 1  # bytes that arrive at t are available to a step that starts at t
-    STEP_END = 2  # frees blocks and batch slots before they are requested
-    MESSAGE = 3  # reports and commands: the Conductor sees what has ended ...
-    ARRIVAL = 4  # ... before it places a request that arrives at the same instant
-    TICK = 5  # samples and periodic decisions see all events of t
+    FAULT = 0  # an instance lost at time t does nothing more at t
+    TRANSFER_END = 1  # a step that starts at t can use bytes that arrive at t
+    STEP_END = 2  # a step's end frees blocks and batch slots for requests at t
+    MESSAGE = 3  # reports and commands come after steps and transfers
+    ARRIVAL = 4  # the Conductor places a request after the reports of t
+    TICK = 5  # samples and periodic decisions see all events of time t
     RERATE = 6  # link rates are computed once per instant, after all its changes
 
 
@@ -45,11 +45,11 @@ class Timer:
 
     @property
     def waiting(self) -> bool:
-        """Whether the callback is still to be run."""
+        """Whether the callback still waits to run."""
         return self.callback is not None
 
     def cancel(self) -> None:
-        """Has no effect on a callback that runs, has run or was cancelled."""
+        """Cancels the callback. Has no effect if the callback runs, has run or was cancelled."""
         if self.callback is not None:
             self.callback = None
             self.args = ()
@@ -70,7 +70,7 @@ class Clock:
 
     @property
     def heap_size(self) -> int:
-        """Timers in the heap: those that wait, and cancelled ones that are not removed yet."""
+        """The number of timers in the heap, including cancelled timers that are not yet removed."""
         return len(self._heap)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Clock:
         self, delay_s: float, priority: int, callback: Callable[..., object], *args: Any
     ) -> Timer:
         """Schedules `callback(*args)` for `delay_s` from now."""
-        # As `at`, which would unpack and pack the arguments once more.
+        # The body of `at` is repeated, because a call of `at` would pack the arguments again.
         time_s = self.now + delay_s
         if not self.now <= time_s < inf:
             raise ValueError(
@@ -108,13 +108,13 @@ class Clock:
     def run(self, until: float | None = None) -> None:
         """Runs callbacks in order up to and including `until`, and sets `now` to `until`.
 
-        Without `until`, it runs until none is waiting. An exception of a callback propagates; the
-        callback counts as run, and the clock can run on. Raises ValueError.
+        Without `until`, the clock runs until no callback waits. An exception of a callback
+        propagates; the callback counts as run, and the clock can run on. Raises ValueError.
         """
         if until is not None and not self.now <= until < inf:
             raise ValueError(f"cannot run until {until} s at {self.now} s: give a later time")
         limit_s = inf if until is None else until
-        heap = self._heap  # compaction is in place, so this remains the heap
+        heap = self._heap  # compaction is in place, so `heap` stays the current heap
         while heap and heap[0][0] <= limit_s:
             time_s, _, _, timer = heappop(heap)
             callback = timer.callback
@@ -151,5 +151,5 @@ class Clock:
         heap = self._heap
         if self._num_dead * 2 > len(heap) and len(heap) >= MIN_HEAP_TO_COMPACT:
             heap[:] = [entry for entry in heap if entry[3].callback is not None]
-            heapify(heap)  # keys are unique, so the order does not depend on the layout
+            heapify(heap)  # keys are unique, so the order is independent of the layout
             self._num_dead = 0

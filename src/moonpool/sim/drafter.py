@@ -1,4 +1,4 @@
-"""A simulated draft model: it guesses as often right as it is told, in virtual time."""
+"""Simulates a draft model in virtual time, with a given acceptance rate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ANY_TOKEN_ID = 0
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Which drafts are right: each with this probability, if those before it are.
+    """Decides which drafts are right: each with this probability, if all drafts before it are.
 
-    It depends on the seed, the request and the place in its text alone, so another attempt and
-    another schedule find the same.
+    The decision depends only on the seed, the request and the position in its text. So another
+    attempt and another schedule get the same decision.
     """
 
     probability: float
@@ -34,7 +34,7 @@ class Acceptance:
 
 
 class SimDrafter:
-    """Does the draft tasks of a step, as `moonpool_engine.engine.drafting.drafter.Drafter` does."""
+    """Runs the draft tasks of a step like `moonpool_engine.engine.drafting.drafter.Drafter`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SimDrafter:
     def run(
         self, entries: Sequence[StepEntry]
     ) -> tuple[tuple[StepEntry, ...], Mapping[int, tuple[int, ...]], float]:
-        """Returns the entries with their drafts, what was guessed by entry, and the seconds."""
+        """Returns the entries with their drafts, the guesses by entry, and the seconds."""
         tasks = {i: task for i, entry in enumerate(entries) if (task := entry.draft_task)}
         if not tasks:
             return tuple(entries), {}, 0.0
@@ -69,8 +69,8 @@ class SimDrafter:
         return changed, drafted, seconds
 
     def _rounds(self, entry: StepEntry, task: DraftTask) -> tuple[int, int]:
-        """The number of guesses, and of the rounds that they take. A right guess of the token that
-        ends the answer is the last one, and is not handed on."""
+        """Returns the number of guesses, and of rounds that the guesses take. A right guess of the
+        token that ends the answer is the last guess, and is not handed on."""
         left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
         for number in range(1, task.num_drafts + 1):
             if not self._acceptance.right(entry.attempt_id, entry.start + number):
@@ -80,7 +80,8 @@ class SimDrafter:
         return task.num_drafts, max(task.num_drafts, 1)
 
     def _first_round_s(self, tasks: Sequence[DraftTask]) -> float:
-        """It computes what each request lacks: a few rows, or a chunk."""
+        """Returns the seconds of the first round, which computes the rows that the draft model
+        lacks of each request: a few rows, or a chunk."""
         chunks, rows, context_tokens = [], 0, 0
         for task in tasks:
             number = len(task.token_ids)

@@ -1,10 +1,10 @@
-"""The engine of a simulated instance: runs steps in virtual time.
+"""Runs the steps of a simulated instance in virtual time.
 
 A step takes the time of the ground-truth cost model. Repeated decode steps are advanced together up
 to the end of the first answer, so the cost of a simulation grows with scheduled steps, not tokens.
-A step that reads blocks still under way ends when it is computed, or one layer's time after the
-last block arrived, whichever is later. A pipeline runs one step per stage at a time, and a step
-ends when its last stage ends.
+If blocks that a step reads are still being transferred, the step ends when it is computed, or one
+layer's time after the last block arrived, whichever is later. A pipeline runs one step per stage at
+a time, and a step ends when its last stage ends.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NO_DRAFTS: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 @dataclass(slots=True)
 class EngineFigures:
-    """Totals of one engine. A bubble is the idle time between two steps. Tokens are `outside` if
-    the cost was not measured for such a prompt, or for such a batch of decodes."""
+    """The totals of one engine. A bubble is the idle time between two steps. Tokens are `outside`
+    if the cost was not measured for a prompt, or a batch of decodes, of this size."""
 
     num_steps: int = 0
-    busy_s: float = 0.0  # of one stage; all stages are equal, but the first has the draft model
-    drafting_s: float = 0.0  # of the draft model
+    busy_s: float = 0.0  # time of one stage; stages are equal, but the first has the draft model
+    drafting_s: float = 0.0  # time of the draft model
     prefill_tokens: int = 0
     decode_tokens: int = 0
     outside_prefill_tokens: int = 0
@@ -62,16 +62,16 @@ class _Repeated:
 
 @dataclass(slots=True)
 class _Held:
-    """A step that cannot end before blocks have arrived."""
+    """A step that cannot end before the blocks that it reads have arrived."""
 
-    layer_s: float  # compute time left after the last block arrived, at least
-    ended: StepEnded | None = None  # set by whichever comes first: end of compute, or release
+    layer_s: float  # least compute time left after the last block arrived
+    ended: StepEnded | None = None  # set by the first of end of compute and release
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """`domain`: what the cost was measured for. `acceptance`: which drafts are right. `drafter`:
-    the draft model."""
+    """`domain` holds the sizes that the cost was measured for. `acceptance` decides which drafts
+    are right. `drafter` is the draft model."""
 
     domain: CostDomain | None = None
     acceptance: Acceptance = NEVER
@@ -95,9 +95,9 @@ class SimEngine:
         note_prefill: Callable[[AttemptId, float], None],
         traits: EngineTraits = PLAIN,
     ) -> None:
-        """`num_output_tokens` is the length of an answer, `num_prompt_tokens` that of a prompt (0:
-        unknown). `factor` multiplies the time of a step (see `StepFactor`). `note_prefill` takes
-        the compute time spent on a prompt."""
+        """`num_output_tokens` is the length of an answer. `num_prompt_tokens` is the length of a
+        prompt, or 0 if unknown. `factor` multiplies the time of a step (see `StepFactor`).
+        `note_prefill` takes the compute time spent on a prompt."""
         self.figures = EngineFigures()
         self._clock = clock
         self._cost = cost
@@ -122,12 +122,12 @@ class SimEngine:
 
     @property
     def num_begun(self) -> int:
-        """Prompts that are begun and not complete."""
+        """The number of prompts that are begun and not complete."""
         return len(self._began)
 
     @property
     def busy_s(self) -> float:
-        """Compute time of one stage until now, the finished part of the current step included."""
+        """The compute time of one stage until now, including the finished part of this step."""
         now = self._clock.now
         if self._repeated is not None:
             return self.figures.busy_s + now - self._repeated.began_s
@@ -174,7 +174,7 @@ class SimEngine:
         figures.prefill_tokens += num_tokens - batch
         figures.decode_tokens += batch
         self._note_outside(chunks, batch, context_tokens, batch)
-        # Prefill is charged only for the time beyond that of the decodes alone.
+        # Prefill is charged only for the time beyond the time of the decodes alone.
         alone_s = self._cost.step_s((), batch, context_tokens) * factor if batch and chunks else 0.0
         prefill_s = max(stage_s - alone_s, 0.0) * self._cost.num_stages
         for chunk, owner in zip(chunks, owners, strict=True):
@@ -202,11 +202,11 @@ class SimEngine:
         return start_s, end_s
 
     def release(self, missed: tuple[int, ...]) -> None:
-        """The blocks of the held step have arrived; `missed` are entries whose blocks did not."""
+        """Lets the held step end: its blocks have arrived, except those of the entries `missed`."""
         held = self._held
         assert held is not None
         self._held = None
-        if held.ended is None:  # still computing: `_end_held` ends the step
+        if held.ended is None:  # while the step is still computed, `_end_held` ends it later
             held.ended = StepEnded((), 0.0, missed)
             return
         self._free_s[0] = self._clock.now + held.layer_s
@@ -324,7 +324,7 @@ class SimEngine:
     def _note_outside(
         self, chunks: Sequence[Chunk], batch: int, context_tokens: int, decoded: int
     ) -> None:
-        """Counts the tokens of a step that the cost was not measured for."""
+        """Counts the tokens of a step whose sizes the cost was not measured for."""
         domain, figures = self._domain, self.figures
         if domain is None:
             return
@@ -336,7 +336,7 @@ class SimEngine:
             figures.outside_decode_tokens += decoded
 
     def _draw(self, entry: StepEntry) -> tuple[Token, ...]:
-        """The token of an entry with drafts, and those of its drafts that are right."""
+        """Returns the tokens of an entry: its right drafts, and one token of the model itself."""
         left = self._num_output_tokens(entry.attempt_id) - len(entry.generated)
         num_tokens = 1
         right = self._acceptance.right

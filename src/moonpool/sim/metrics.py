@@ -1,4 +1,4 @@
-"""What a run records, in memory that does not grow with the number of requests.
+"""Records the figures of a run, in memory that does not grow with the number of requests.
 
 `Timeline` keeps a sampled series, `Collector` the figures of all requests.
 """
@@ -40,13 +40,13 @@ class Timeline:
             self.interval_s *= 2
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(time, value) of one figure."""
+        """Returns the samples of one figure as (time, value)."""
         column = self.names.index(name) + 1
         return [(row[0], row[column]) for row in self.rows]
 
 
 class GroupFigures:
-    """What the requests of one tenant or of one class got."""
+    """The figures of the requests of one tenant or of one class."""
 
     __slots__ = (
         "hit_tokens",
@@ -120,16 +120,16 @@ class Collector(GroupFigures):
         self._refused[request_id] = (status, reason)
 
     def forget(self, request_id: RequestId) -> None:
-        """Forgets a request that was refused and that its client will send again: it does not count
-        yet."""
+        """Forgets a refused request that its client will send again, because only the last try of
+        a request counts."""
         self._refused.pop(request_id, None)
         self._prefill_s.pop(request_id, None)
 
     def note_ended(self, record: RequestRecord, slo_class: str = "") -> None:
-        """Adds a request that has ended, of the class with that name. The record is not kept."""
+        """Adds an ended request of the class `slo_class`. The record is not kept."""
         gap_runs = record.gap_runs
         if record.outcome in COMPLETED:
-            record.forget_gaps()  # TBT figures sort the gaps; the runs are kept here
+            record.forget_gaps()  # the collector keeps the gaps itself, sorted for the TBT figures
         self.add(record)
         self._note_tenant(record)
         if slo_class:
@@ -148,8 +148,8 @@ class Collector(GroupFigures):
             self.num_failed += 1
 
     def tenants(self) -> dict[str, GroupFigures]:
-        """The figures by tenant, if there are several or the one has a name. Tenants beyond
-        MAX_TENANTS count as one, named OTHER_TENANTS."""
+        """Returns the figures by tenant, if there are several tenants or the only tenant has a
+        name. Tenants beyond MAX_TENANTS count as one tenant, named OTHER_TENANTS."""
         return self._tenants if self._tenants.keys() - {""} else {}
 
     def _note_tenant(self, record: RequestRecord) -> None:
@@ -158,7 +158,7 @@ class Collector(GroupFigures):
         self._tenants.setdefault(name, GroupFigures()).add(record)
 
     def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
-        """Adds the gaps of a completed request: (seconds, how many in a row)."""
+        """Adds the gaps of a completed request as (seconds, number of such gaps in a row)."""
         for gap_s, number in gap_runs:
             self.gap_s.add(max(gap_s, 0.0), number)
 

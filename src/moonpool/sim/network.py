@@ -1,10 +1,10 @@
-"""Links shared by transfers: the rate of each flow, and the time when its last byte arrives.
+"""Computes, for transfers that share links, the rate of each flow and when its last byte arrives.
 
 A link is anything with a bandwidth that transfers share: one direction of a NIC, PCIe, an SSD.
-Rates are max-min fair: no flow can be faster without slowing another that is not faster than it.
+Rates are max-min fair: a flow can only become faster if an equally fast or slower flow slows down.
 
-Life of a flow: STARTING (latency) -> MOVING -> ENDED | CANCELLED. It occupies its links only while
-MOVING.
+Life of a flow: STARTING (latency) -> MOVING -> ENDED | CANCELLED. A flow occupies its links only
+while MOVING.
 
 Flows are updated lazily: between two changes of its rate, a flow costs no computation. All changes
 of one instant are applied together at its end, since rates matter only when time advances.
@@ -12,8 +12,9 @@ of one instant are applied together at its end, since rates matter only when tim
 A certificate limits how many rates are recomputed. Rates are max-min fair exactly if no link is
 overloaded and each flow runs at its own limit or has a *bottleneck*: a full link on which no flow
 is faster. So only the flows nearest to a change are recomputed first, with all others held fixed.
-Held flows that then lack a bottleneck, or are faster than a new one allows, join the recomputed
-set, until none does. The set is at most the connected component, and mostly a small part of it.
+Held flows that then lack a bottleneck, or are faster than a new bottleneck allows, join the
+recomputed set, until no more flow joins. The set is at most the connected component, and mostly a
+small part of it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from math import inf
 from moonpool.sim.clock import Clock, Priority, Timer
 
 ROUNDING = 1e-12
-"""A link this near to its bandwidth, relatively, is full: sums of rates have rounding errors."""
+"""A link is full within this relative distance of its bandwidth, because sums are rounded."""
 
 
 class FlowState(Enum):
-    """See the module docstring."""
+    """The states of a flow, which the module docstring explains."""
 
     STARTING = "starting"
     MOVING = "moving"
@@ -66,13 +67,13 @@ class Link:
         self.name = name
         self.bytes_per_s = bytes_per_s
         self.peak_flows = 0
-        self._flows: dict[Flow, None] = {}  # the moving ones, in order of joining
-        self.num_bound = 0  # flows whose bottleneck this is
-        self._used = 0.0  # sum of rates
-        self._banked_bytes: float = 0  # an int, and exact, until something is cancelled
+        self._flows: dict[Flow, None] = {}  # the moving flows, in order of joining
+        self.num_bound = 0  # number of flows whose bottleneck is this link
+        self._used = 0.0  # sum of the flows' rates
+        self._banked_bytes: float = 0  # an exact int until a flow is cancelled
         self._banked_busy_s = 0.0
         self._busy_since_s = 0.0
-        # State of `_fill`: bandwidth left, flows to share it, highest rate given, final level.
+        # `_fill` keeps here: bandwidth left, flows to share it, highest rate given, final level.
         self._spare = 0.0
         self._num_open = 0
         self._top = 0.0
@@ -88,13 +89,13 @@ class Link:
 
     @property
     def bytes_carried(self) -> float:
-        """Bytes carried until now, those of unfinished flows included."""
+        """The bytes carried until now, including bytes of unfinished flows."""
         now = self._network.clock.now
         return self._banked_bytes + sum(flow._moved_bytes(now) for flow in self._flows)
 
     @property
     def busy_s(self) -> float:
-        """Time until now with at least one flow on this link, moving or stalled."""
+        """The time until now with at least one flow on this link, moving or stalled."""
         since_s = self._network.clock.now - self._busy_since_s if self._flows else 0.0
         return self._banked_busy_s + since_s
 
@@ -137,9 +138,9 @@ class Flow:
         self._left_bytes: float = num_bytes
         self._settled_s = self.started_s  # the time for which _left_bytes holds
         self._rate = 0.0
-        self._bottleneck: Link | None = None  # None: limited by limit_bytes_per_s
+        self._bottleneck: Link | None = None  # None if limit_bytes_per_s is the limit
         self._timer: Timer | None = None
-        self._next_rate = 0.0  # state of `_fill`; negative: not known yet
+        self._next_rate = 0.0  # used by `_fill`; negative if not yet known
         self._next_bottleneck: Link | None = None
 
     def __repr__(self) -> str:
@@ -181,13 +182,13 @@ class Network:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.links: dict[str, Link] = {}
-        self.num_rerated = 0  # rates computed in total: the cost of fair sharing
-        self._new_flows: dict[Flow, None] = {}  # to be rated at the end of this instant ...
-        self._changed_links: dict[Link, None] = {}  # ... with all flows that have a bottleneck here
+        self.num_rerated = 0  # number of computed rates, the cost of fair sharing
+        self._new_flows: dict[Flow, None] = {}  # to rate at the end of this instant
+        self._changed_links: dict[Link, None] = {}  # to rate with their bound flows
         self._rerate_timer: Timer | None = None
 
     def add_link(self, name: str, bytes_per_s: float) -> Link:
-        """Raises ValueError for a name in use and for a bandwidth that is not finite."""
+        """Adds a link. Raises ValueError for a name in use or a bandwidth that is not finite."""
         if name in self.links:
             raise ValueError(f"there is a link {name!r} already: use another name")
         _check_bandwidth(name, bytes_per_s)
@@ -222,7 +223,7 @@ class Network:
         return flow
 
     def _open(self, flow: Flow) -> None:
-        """Starts moving after the latency."""
+        """Starts to move the bytes of the flow, after its latency."""
         flow._timer = None
         if flow._left_bytes > 0:
             self._join(flow)
@@ -269,8 +270,8 @@ class Network:
             self._rerate_soon((), changed)
 
     def _arrived(self, flow: Flow) -> None:
-        """The last byte has arrived."""
-        flow._left_bytes = 0  # exactly, whatever rounding errors an update would leave
+        """Ends the flow, because its last byte has arrived."""
+        flow._left_bytes = 0  # exactly 0, because an update would leave a rounding error
         self._leave(flow)
         self._end(flow)
 
@@ -301,7 +302,7 @@ class Network:
     # ---- rates ----------------------------------------------------------------------------
 
     def _rate_alone(self, flow: Flow) -> bool:
-        """Rates a flow at its limit at once if that affects no other flow. Returns whether."""
+        """Rates a flow at its limit if that affects no other flow. Returns whether it did."""
         more = flow.limit_bytes_per_s - flow._rate
         for link in flow.path:
             if link.num_bound or link._used + more > link.bytes_per_s:
@@ -361,7 +362,7 @@ class Network:
 
 
 def _fill(region: dict[Flow, None]) -> dict[Link, None]:
-    """Progressive filling: all rates of the region rise together, with all other rates held.
+    """Fills progressively: all rates of the region rise together, with all other rates held.
 
     A flow stops rising at its own limit, or when a link of its path is full. Writes `_next_rate`
     and `_next_bottleneck`; returns the links of the region.
@@ -390,7 +391,7 @@ def _fill(region: dict[Flow, None]) -> dict[Link, None]:
         link._level = inf
         heap.append((spare / link._num_open if spare > 0.0 else 0.0, order, link))
     heapify(heap)
-    limited.sort(key=_limit_of, reverse=True)  # the lowest last
+    limited.sort(key=_limit_of, reverse=True)  # the lowest limit comes last
     while heap:
         level, order, link = heap[0]
         num_open = link._num_open
@@ -428,7 +429,7 @@ def _stop_rising(flow: Flow, rate: float, bottleneck: Link | None) -> None:
 
 
 def _uncertified(region: dict[Flow, None], links: dict[Link, None]) -> dict[Flow, None]:
-    """Held flows whose rates are no longer max-min fair with the new rates of the region."""
+    """Returns the held flows whose rates are no longer max-min fair with the region's new rates."""
     joining: dict[Flow, None] = {}
     for link in links:
         full = link._spare <= ROUNDING * link.bytes_per_s

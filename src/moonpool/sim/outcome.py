@@ -1,4 +1,4 @@
-"""The figures of a run, under the names that `simulate --json` and `replay --json` share."""
+"""Gathers the figures of a run, named as in `simulate --json` and `replay --json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moonpool.types import Role
 
 
 def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
-    """All figures of a simulation. All but `wall_s` follow from trace, configuration and seed."""
+    """Returns all figures of a simulation, which depend on trace, configuration and seed.
+
+    Only `wall_s` also depends on the machine.
+    """
     found = simulation.collector
     simulated_s = max(simulation.last_end_s, 1e-9)
     # If all requests arrive at once, goodput is taken over the whole run.
@@ -60,7 +63,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
 
 
 def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
-    """The figures that follow from the requests alone, simulated or live.
+    """Returns the figures that follow from the requests alone, simulated or live.
 
     `arriving_s` is the time of the last arrival.
     """
@@ -101,7 +104,7 @@ def request_figures(found: Collector, arriving_s: float) -> dict[str, Any]:
 
 
 def _tenants(found: Collector) -> dict[str, Any]:
-    """The figures of each tenant, if the trace names tenants."""
+    """Returns the figures of each tenant, if the trace names tenants."""
     tenants = found.tenants()
     return (
         {"tenants": {name: tenants[name].summary() for name in sorted(tenants)}} if tenants else {}
@@ -109,19 +112,19 @@ def _tenants(found: Collector) -> dict[str, Any]:
 
 
 def slo_class_figures(found: Collector) -> dict[str, Any]:
-    """The figures of each class of service levels, if requests name one."""
+    """Returns the figures of each class of service levels, if requests name a class."""
     classes = found.slo_classes
     return {"slo_classes": {n: classes[n].summary() for n in sorted(classes)}} if classes else {}
 
 
 def _replicated(simulation: Simulation) -> dict[str, int]:
-    """Blocks copied ahead of requests, if the Conductor replicates."""
+    """Returns the blocks that were copied ahead of requests, if the Conductor replicates."""
     replication = simulation.conductor.replication
     return {} if replication is None else {"replicated_blocks": replication.num_blocks}
 
 
 def _learned(simulation: Simulation) -> dict[str, Any]:
-    """The final correction factors of the Conductor's cost estimates, over the instances."""
+    """Returns the final correction factors of the Conductor's cost estimates, over instances."""
     factors: dict[str, list[float]] = {"prefill": [], "decode": [], "transfer": []}
     for state in simulation.conductor.instances.values():
         learned, role = learned_factors(state), state.info.role
@@ -140,8 +143,8 @@ def _learned(simulation: Simulation) -> dict[str, Any]:
 
 
 def _cost_domain(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, Any] | None:
-    """What the cost was measured for, and what of this run lay outside; None if it was not
-    measured."""
+    """Returns the sizes that the cost was measured for, and the tokens of this run outside of
+    them, or None if the cost was not measured."""
     domain = simulation.hardware.prefill.domain
     if domain is None:
         return None
@@ -161,12 +164,12 @@ def _cost_domain(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, 
 def _without_secrets(config: Config) -> dict[str, Any]:
     tables: dict[str, Any] = msgspec.to_builtins(config)
     tables["api"]["api_keys"] = len(config.api.api_keys)
-    tables["slo"]["classes"] = list(tables["slo"]["classes"])  # as it is read from a file
+    tables["slo"]["classes"] = list(tables["slo"]["classes"])  # a list, as in a file's tables
     return tables
 
 
 def _speculation(config: Config, nodes: list[SimInstance]) -> dict[str, Any]:
-    """Drafts and what came of them, if the instances speculate."""
+    """Returns the numbers of drafts and of accepted drafts, if the instances speculate."""
     if config.engine.speculative_config is None:
         return {}
 
@@ -196,11 +199,11 @@ def _transfers(nodes: list[SimInstance]) -> dict[str, Any]:
 
 
 def _ssd(nodes: list[SimInstance]) -> dict[str, Any]:
-    """The work of the SSD tier; all 0 without one.
+    """Returns the figures of the SSD tier, all 0 without an SSD.
 
     Dropped blocks were evicted before they could be written. Refused blocks were not admitted or
     found no slot. Spared blocks were on the SSD already. Prefetched blocks were loaded ahead of a
-    request: used by one, wasted when they left DRAM before, or still waiting for one.
+    request. They are used by a request, wasted if they leave DRAM unused, or still waiting.
     """
     figures = [node.messenger.figures for node in nodes]
 
@@ -231,13 +234,13 @@ def _mean(sums: list[tuple[float, int]]) -> float:
 
 
 def _utilisation(nodes: list[SimInstance], role: Role) -> float:
-    """The share of the time until the last answer in which the engines of a role computed."""
+    """Returns the share of the time until the last answer in which a role's engines computed."""
     span_s = sum(node.role_s.get(role, 0.0) for node in nodes)
     return sum(node.busy_s.get(role, 0.0) for node in nodes) / max(span_s, 1e-9)
 
 
 def _roles(simulation: Simulation) -> dict[str, Any]:
-    """Role changes by the role balance, and its announcements."""
+    """Returns the role changes by the role balance, and its announcements."""
     switching = simulation.conductor.roles
     return {
         "mode": switching.mode,
@@ -249,7 +252,7 @@ def _roles(simulation: Simulation) -> dict[str, Any]:
 
 
 def _instance_hours(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, float]:
-    """Hours of instances by role, from their start (before they boot) to their end."""
+    """Returns the hours of instances by role, from their start (before boot) to their end."""
     hours: dict[str, float] = {}
     for role in Role:
         seconds = sum(node.role_s.get(role, 0.0) for node in nodes)
@@ -260,7 +263,8 @@ def _instance_hours(simulation: Simulation, nodes: list[SimInstance]) -> dict[st
 
 
 def _scaling(simulation: Simulation) -> dict[str, Any]:
-    """What autoscale wanted, as (seconds, prefill, decode), and what it did."""
+    """Returns the numbers of instances that autoscale wanted, as (seconds, prefill, decode), and
+    how many instances it started and ended."""
     scaling = simulation.scaling
     return {
         "wanted": [
@@ -272,7 +276,7 @@ def _scaling(simulation: Simulation) -> dict[str, Any]:
 
 
 def _bubbles(nodes: list[SimInstance], span_s: float) -> dict[str, Any]:
-    """Idle times between steps of an instance: number, mean, and share of all instances' time."""
+    """Returns number and mean of idle times between steps, and their share of instance time."""
     figures = [node.engine.figures for node in nodes]
     idle_s = sum(f.bubble_s for f in figures)
     number = sum(f.num_bubbles for f in figures)
@@ -284,7 +288,7 @@ def _bubbles(nodes: list[SimInstance], span_s: float) -> dict[str, Any]:
 
 
 def _occupation(nodes: list[SimInstance], block_bytes: int) -> dict[str, float]:
-    """KVCache occupation in bytes x seconds, by role (Mooncake v3 section 5.2)."""
+    """Returns the KVCache occupation in bytes x seconds, by role (Mooncake v3 section 5.2)."""
     total: dict[str, float] = {}
     for node in nodes:
         for role, block_s in node.held_block_s.items():

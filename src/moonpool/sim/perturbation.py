@@ -1,8 +1,8 @@
-"""How each simulated instance departs from the cost model that the Conductor estimates with.
+"""Makes simulated instances depart from the cost model that the Conductor estimates with.
 
-Three departures: noise of single steps, instances slower than their role, and the recorded
-behaviour of a live cluster (`cost.recorded`). With a record, an instance reports the recorded
-profile, and each step takes that profile's time multiplied by a recorded ratio.
+There are three departures: noise of single steps, instances slower than their role, and the
+recorded behaviour of a live cluster (`cost.recorded`). With a record, an instance reports the
+recorded profile, and each step takes that profile's time multiplied by a recorded ratio.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from moonpool.sim.hardware.build import NodeHardware
 from moonpool.types import InstanceId, Role
 
 StepFactor = Callable[[bool, bool], float]
-"""(step has prefill chunks, step generates the second token of an answer) -> factor of its time."""
+"""Maps (step has prefill chunks, step generates an answer's second token) to a time factor."""
 
 
 class Perturbation:
-    """Departures of all instances.
+    """The departures of all instances from the cost model.
 
     `noise` is the largest relative departure of a step. `slow` maps instances to factors of their
     step times. `recorded` is a live cluster to imitate; if more instances are simulated than were
@@ -38,7 +38,7 @@ class Perturbation:
         self._recorded = recorded
 
     def hardware(self, hardware: NodeHardware, role: Role, number: int) -> NodeHardware:
-        """The hardware of the `number`-th instance of a role, with its recorded profile if any."""
+        """Returns the hardware of the `number`-th instance of a role, with any recorded profile."""
         record = self._record(role, number)
         if record is None:
             return hardware
@@ -47,7 +47,7 @@ class Perturbation:
     def step_factor(
         self, instance_id: InstanceId, role: Role, number: int, rng: Random
     ) -> StepFactor:
-        """The factor of each step of an instance. Draws from `rng`."""
+        """Returns the function that gives the factor of each step of an instance, from `rng`."""
         slow = self._slow.get(instance_id, 1.0)
         record = self._record(role, number)
         noise = self._noise

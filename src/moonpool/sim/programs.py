@@ -1,8 +1,8 @@
-"""The figures of programs: how long each took, what it lost, and what was computed twice for it.
+"""Gathers figures of programs: how long each took, waited, and had blocks computed twice.
 
-A program is an agent with its sub-agents. It takes from its first call's arrival to its last call's
-end, tools included. It loses the time in which a call of it waits: between two tries of a refused
-call, at the Conductor, in an instance's queue, and for room in a decode batch.
+A program is an agent with its sub-agents. Its time runs from its first call's arrival to its last
+call's end, tools included. A program loses the time in which one of its calls waits: between two
+tries of a refused call, at the Conductor, in an instance's queue, and for room in a decode batch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class _Program:
     began_s: float
     ended_s: float
     lost_s: float = 0.0
-    num_open: int = 0  # calls that were read and have not ended
+    num_open: int = 0  # calls of the program that were read and have not ended
     num_calls: int = 0
     failed: bool = False
     input_tokens: int = 0
     recomputed_tokens: int = 0
-    keys: set[Any] = field(default_factory=set)  # blocks that were computed for it
+    keys: set[Any] = field(default_factory=set)  # blocks computed for this program
     sessions: list[str] = field(default_factory=list)
 
     def take(self, inner: _Program) -> None:
-        """Adds what was noted for a part of it, as long as that was held for a program."""
+        """Adds the figures of `inner`, which had been noted as if it were a program of its own."""
         if inner.num_calls:
             self.began_s = min(self.began_s, inner.began_s) if self.num_calls else inner.began_s
         self.ended_s = max(self.ended_s, inner.ended_s)
@@ -47,20 +47,20 @@ class _Program:
 
 
 class ProgramFigures:
-    """Figures of the programs that have ended; memory holds those under way."""
+    """Sums the figures of ended programs; memory holds only the programs under way."""
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: tokens of a block in the keys that calls have."""
+        """`block_tokens` is the number of tokens in a block that a call's keys name."""
         self.makespan_s, self.lost_s = Histogram(), Histogram()
         self.num_failed = self.num_calls = self.num_retries = 0
         self.input_tokens = self.recomputed_tokens = 0
         self._block_tokens = block_tokens
-        self._programs: dict[str, _Program] = {}  # by the session of its first agent
-        self._roots: dict[str, str] = {}  # by session
+        self._programs: dict[str, _Program] = {}  # by the first agent's session
+        self._roots: dict[str, str] = {}  # root by session
 
     @property
     def num_under_way(self) -> int:
-        """Programs that have begun and have not ended."""
+        """The number of programs that have begun and have not ended."""
         return len(self._programs)
 
     def __len__(self) -> int:
@@ -86,8 +86,8 @@ class ProgramFigures:
         now: float,
         num_dropped: int = 0,
     ) -> None:
-        """Notes that a call has ended for good, and with it the `num_dropped` calls that waited for
-        it."""
+        """Notes that a call has ended for good, and that `num_dropped` calls that waited for it
+        will never be sent."""
         program = self._program(call, now)
         program.ended_s = now
         if record.outcome in ANSWERED:
@@ -135,7 +135,7 @@ class ProgramFigures:
         if session not in self._roots:
             self._roots[session] = root
             program.sessions.append(session)
-            # Its sub-agents were read before it, which has a parent, too.
+            # Sub-agents were read before this agent, which itself turns out to have a parent.
             inner = self._programs.pop(session, None) if session != root else None
             if inner is not None:
                 program.take(inner)
@@ -143,8 +143,8 @@ class ProgramFigures:
         return program
 
     def _with_failed(self) -> dict[str, float]:
-        """P50 and P90 over all programs, where one that was given up takes as long as the longest
-        of the others."""
+        """Returns P50 and P90 over all programs. A program that was given up counts as if it took
+        as long as the longest other program."""
         longest_s, found = self.makespan_s.largest, {}
         total = len(self)
         for name, share in (("p50", 0.5), ("p90", 0.9)):
@@ -171,6 +171,6 @@ class ProgramFigures:
 
 
 def lost_s(record: RequestRecord) -> float:
-    """The time in which the call waited."""
+    """Returns the time in which the call of `record` waited."""
     stages = record.stages_s()
     return sum(stages.get(name, 0.0) for name in ("placement", "queue_and_fetch", "handover"))

@@ -1,8 +1,8 @@
 """Starts and ends simulated instances as the Conductor wants them (`conductor.roles.autoscale`).
 
-An instance that is started joins after its boot time, and is paid for from its start. An instance
-that is no longer needed drains and leaves. Boots are not interrupted: an instance that is no longer
-wanted when it joins drains again.
+An instance that is started joins after its boot time, and costs money from its start. An instance
+that is no longer needed drains and leaves. Boots are not interrupted: if an instance is no longer
+wanted when it joins, it drains at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCALED_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class Scaling:
-    """The instances that boot, and those that are present."""
+    """Keeps count of the instances that boot and the instances that are present."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Scaling:
         drain: Callable[[DrainRequested], None],
         drain_s: float,
     ) -> None:
-        """`states`: the Conductor's instances. `boot` is to lead to a call of `booted` later."""
+        """`states` has the Conductor's instances. `boot` must lead to a later call of `booted`."""
         self.num_boots: Counter[Role] = Counter()
         self.num_drains: Counter[Role] = Counter()
         self._states = states
@@ -38,7 +38,7 @@ class Scaling:
         self._wanted: InstancesWanted | None = None
 
     def want(self, wanted: InstancesWanted) -> None:
-        """Starts missing instances and drains those that are too many."""
+        """Starts missing instances and drains surplus instances."""
         self._wanted = wanted
         for role, number in zip(SCALED_ROLES, (wanted.prefill, wanted.decode), strict=True):
             self._scale(role, number)

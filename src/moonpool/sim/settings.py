@@ -1,4 +1,4 @@
-"""What a simulation depends on besides its configuration, its hardware and its arrivals."""
+"""Defines the settings of a simulation besides its configuration, hardware and arrivals."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from moonpool.types import Struct
 
 
 class SimulationSettings(Struct, frozen=True):
-    """The settings of one simulated run. `slow`, `drain` and `restart` are by name of an instance.
+    """The settings of one simulated run.
 
-    `seed`: with None, the configuration's seed counts. For `noise`, `slow` and `recorded` see
-    `Perturbation`. `drain` gives the times at which instances drain and leave; `restart` likewise,
-    and an empty instance of the same name joins afterwards. `tenant_share`: a tenant's share of an
-    overloaded cluster, relative to 1. `tenant_cache`: most of each instance's cache that a tenant
-    may have. Without `layer_wise`, KVCache is sent and loaded whole. `capped_answers`: clients cap
-    each answer at the length it has, as a replay does. `boot_s`: until an instance that autoscale
-    starts can serve. `sample_s`: between two samples of the load. `node_series`: instances whose
-    busy time is sampled. `most_programs`: that run at a time; None means as many as the trace has.
-    `objects`: policies themselves, by config key (see `plugins.policies`).
+    If `seed` is None, the configuration's seed counts. `slow`, `drain` and `restart` map names of
+    instances. `Perturbation` explains `noise`, `slow` and `recorded`. `drain` gives the times at
+    which instances drain and leave; after a `restart`, an empty instance of the same name joins.
+    `tenant_share` is a tenant's share of an overloaded cluster, relative to 1. `tenant_cache` is
+    the largest part of each instance's cache that a tenant may have. Without `layer_wise`, all
+    layers of KVCache are sent and loaded together. With `capped_answers`, clients cap each answer
+    at its true length, as a replay does. `boot_s` is the time until an instance that autoscale
+    starts can serve. `sample_s` is the time between two samples of the load. `node_series` names
+    the instances whose busy time is sampled. At most `most_programs` programs run at a time; None
+    means as many as the trace has. `objects` has policy objects by config key (see
+    `plugins.policies`).
     """
 
     noise: float = 0.0

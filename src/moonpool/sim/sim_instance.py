@@ -1,4 +1,4 @@
-"""A simulated instance: the scheduler that serves, with a simulated engine and messenger."""
+"""Simulates an instance: the live cluster's scheduler with a simulated engine and messenger."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from moonpool.types import Role
 class SimInstance:
     """Performs the actions of an `Instance` in virtual time.
 
-    Engine and messenger post events to the node, so `attach` adds them after construction.
+    Engine and messenger post events to this instance, so `attach` adds them after construction.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SimInstance:
         self._busy_before_s = 0.0
 
     def attach(self, engine: SimEngine, messenger: SimMessenger) -> None:
-        """Adds engine and messenger. Must be called before `post`."""
+        """Adds engine and messenger. The caller must call `attach` before `post`."""
         self.engine = engine
         self.messenger = messenger
         performers: Performers = {
@@ -82,7 +82,7 @@ class SimInstance:
         self._driver = InstanceDriver(self.instance, lambda: self._clock.now, performers)
 
     def note_occupation(self) -> None:
-        """Adds the occupation since the last call to the current role."""
+        """Counts the occupation since the last call under the current role."""
         now = self._clock.now
         if now > self._noted_s:
             block_s = self._pool.num_held * (now - self._noted_s)
@@ -91,11 +91,11 @@ class SimInstance:
 
     @property
     def role(self) -> Role:
-        """The current role."""
+        """The current role of the instance."""
         return self.instance.role
 
     def note_role(self, until_s: float) -> None:
-        """Adds time and compute time since the last role change to the role until now."""
+        """Counts the time and compute time since the last role change under the current role."""
         role, busy_s = self._role, self.engine.figures.busy_s
         self.role_s[role] = self.role_s.get(role, 0.0) + max(until_s - self._role_since_s, 0.0)
         self.busy_s[role] = self.busy_s.get(role, 0.0) + busy_s - self._busy_before_s
@@ -122,7 +122,7 @@ class SimInstance:
         self._depart()
 
     def _run(self, step: RunStep) -> None:
-        if step.max_repeats > 1:  # decodes only, which neither wait for blocks nor send any
+        if step.max_repeats > 1:  # a step of decodes alone neither waits for blocks nor sends any
             self.engine.submit(step)
             return
         held = [index for index, entry in enumerate(step.entries) if entry.arriving is not None]

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: the Conductor and the instances that serve, driven by a trace.
+"""Drives the Conductor and the instances of a cluster in virtual time, by a trace.
 
 This driver decides nothing. It carries commands from the Conductor to the nodes and reports back,
 each with the latency of the control network. Arrivals are read one by one, so a trace may be larger
@@ -51,11 +51,11 @@ from moonpool.sim.workload import Arrival
 from moonpool.types import InstanceId, Request, RequestId, Role, SamplingParams
 
 IDLE_S = 600.0
-"""After this long without a request every second tick is done, after twice as long every third."""
+"""After this time without a request, every second tick runs; after twice the time, every third."""
 TICK_S = 1.0
 DRAIN_S = 60.0
 MAX_REPEATS = 256
-MAX_ANSWER_TOKENS = 1 << 20  # the limit in the request; the simulated engine ends answers earlier
+MAX_ANSWER_TOKENS = 1 << 20  # the engine ends answers earlier, at the trace's lengths
 POOL_SERIES = (
     "prefill_load",
     "decode_load",
@@ -79,7 +79,7 @@ class Simulation:
         hardware: Hardware,
         settings: SimulationSettings = USUAL_SETTINGS,
     ) -> None:
-        """Raises ConfigError for unknown instance names, and for policies that cannot be loaded."""
+        """Raises ConfigError for an unknown instance name, or a policy that cannot be loaded."""
         self.config = config
         self.hardware = hardware
         self.settings = settings
@@ -99,17 +99,17 @@ class Simulation:
         self._on_end: Callable[[RequestRecord], None] | None = None
         self.collector = Collector()
         self.nodes: dict[InstanceId, SimInstance] = {}
-        self.past_nodes: list[SimInstance] = []  # replaced by a restart
+        self.past_nodes: list[SimInstance] = []  # instances that a restart replaced
         self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
-        self.wanted: list[tuple[float, int, int]] = []  # seconds, prefill, decode
+        self.wanted: list[tuple[float, int, int]] = []  # (seconds, prefill, decode)
         self.timeline = Timeline(POOL_SERIES, settings.sample_s)
         self._perturbation = Perturbation(settings.noise, settings.slow, settings.recorded)
         self._latency_s = hardware.control_latency_s
         self._rng = Random(self.seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
-        self._num_output_tokens: dict[str, int] = {}  # by id: a `RequestId` costs a call each time
+        self._num_output_tokens: dict[str, int] = {}  # str keys: a `RequestId` costs a call
         self._num_prompt_tokens: dict[str, int] = {}
         self._tick_s, self._busy_s = inf, 0.0
         self.clients = self._clients()
@@ -133,7 +133,7 @@ class Simulation:
         on_end: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         """Simulates until all requests have ended. Arrivals must be in order of time. `on_end` gets
-        the record of each request that has ended."""
+        the record of each ended request."""
         self._on_end = on_end
         self.clients.start(iter(arrivals))
         self.clock.after(0.0, Priority.TICK, self._sample)
@@ -290,7 +290,7 @@ class Simulation:
             store_shared=False,
             engine_tokens=hardware.engine_tokens,
             layer_wise_load=self.settings.layer_wise,
-            # Where instances slow each other down, each step depends on which others compute.
+            # Where instances slow each other down, a step's time depends on which others compute.
             max_repeats=MAX_REPEATS if hardware.steady else 1,
             kept_tokens=hardware.kept_tokens,
         )
@@ -298,7 +298,7 @@ class Simulation:
     def _step_factor(
         self, instance_id: InstanceId, role: Role, number: int, hardware: NodeHardware
     ) -> StepFactor:
-        """The factor of a step's time: departures, and contention with busy instances."""
+        """Returns the factor of a step's time, from departures and contention of instances."""
         factor_of_step = self._perturbation.step_factor(instance_id, role, number, self._rng)
         if hardware.steady:
             return factor_of_step
@@ -348,11 +348,11 @@ class Simulation:
         self._keep_ticking()
 
     def _output_of(self, attempt_id: AttemptId) -> int:
-        """The true length of an attempt's answer; 1 if its request has ended."""
+        """Returns the true length of an attempt's answer, or 1 if its request has ended."""
         return self._num_output_tokens.get(attempt_id.partition("/")[0], 1)
 
     def _prompt_of(self, attempt_id: AttemptId) -> int:
-        """The length of its request's prompt; 0 if its request has ended."""
+        """Returns the prompt length of an attempt's request, or 0 if the request has ended."""
         return self._num_prompt_tokens.get(attempt_id.partition("/")[0], 0)
 
     def _note_prefill(self, attempt_id: AttemptId, seconds: float) -> None:
@@ -370,7 +370,7 @@ class Simulation:
         for action in self.conductor.handle(event, self.clock.now):
             match action:
                 case Deliver():
-                    pass  # the tokens of a simulated answer have no reader
+                    pass  # nobody reads the tokens of a simulated answer
                 case Send():
                     self.clock.after(
                         self._latency_s,
@@ -412,8 +412,8 @@ class Simulation:
         return clients.has_more or clients.in_pause or bool(self._num_output_tokens)
 
     def _keep_ticking(self) -> None:
-        """Ticks only while requests or drains are pending: a trace may pause for years. While all
-        programs pause, ticks come the more seldom the longer that lasts, until a call comes."""
+        """Ticks only while requests or drains are pending, because a trace may pause for years.
+        While all programs pause, ticks become rarer with time, until the next call."""
         now = self.clock.now
         drains = any(state.drain for state in self.conductor.instances.values())
         scales = self.config.conductor.autoscale and self.clients.has_more
@@ -429,7 +429,7 @@ class Simulation:
 
     def _tick(self) -> None:
         if self.clock.now != self._tick_s:
-            return  # an earlier one took its place
+            return  # an earlier tick took the place of this tick
         self._tick_s = inf
         self._post(Tick())
         self._keep_ticking()

@@ -1,15 +1,16 @@
-"""The messenger of a simulated instance: transfers of KVCache in virtual time.
+"""Simulates the messenger of an instance, which transfers KVCache in virtual time.
 
 Bytes cross shared links: the sender's NIC out and the receiver's NIC in. Streams to a decode
 instance then cross its PCIe, from DRAM to the accelerators (Mooncake section 3, step 4). With
 layer-wise transfer, the blocks of a chunk leave while the chunk is computed, and no faster than it
-produces them; without, they leave when the chunk is computed (v3 section 5.2).
+produces them. Without layer-wise transfer, the blocks leave when the whole chunk is computed (v3
+section 5.2).
 
-Fetches, and loads from the SSD that request it, move layer after layer in up to PROGRESS_PARTS
-parts, with a progress event after each.
+Fetches move layer after layer in up to PROGRESS_PARTS parts, with a progress event after each part.
+So do loads from the SSD that ask for progress events.
 
 An SSD has two links, one per direction. When a peer fetches blocks from the SSD, the source reads
-them over its SSD link before the NIC transfer starts.
+the blocks over its SSD link before the NIC transfer starts.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from moonpool.types import BlockId, InstanceId
 SSD_LATENCY_S = 1e-4
 PROGRESS_PARTS = 8
 PARK_S = 5.0
-"""How long a sender waits to be expected."""
+"""The seconds that a sender waits until the receiver expects its stream."""
 
 Ended = Callable[[bool], None]
-"""Called once, with whether all blocks arrived."""
+"""A callback that is called once, with whether all blocks arrived."""
 _Name = tuple[str, str]
-"""A transfer: "fetch" or "load", and its id."""
+"""The name of a transfer: "fetch" or "load", and its id."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """The links of an instance."""
+    """The network and SSD links of an instance."""
 
     nic_in: Link
     nic_out: Link
@@ -68,7 +69,7 @@ class NodeLinks:
 
 @dataclass(slots=True)
 class TransferFigures:
-    """Totals of one messenger."""
+    """The totals of one messenger."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -98,7 +99,7 @@ class _Stream:
     num_bytes: int = 0
     finished: bool = False
     ended: bool = False
-    early: list[Sequence[tuple[int, BlockId]]] | None = None  # sent before it was expected
+    early: list[Sequence[tuple[int, BlockId]]] | None = None  # sent before the receiver was ready
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +117,8 @@ class _Fetch:
 
 
 class SimMessenger:
-    """Every operation ends with exactly one terminal event, which is never posted from within the
-    call that starts it."""
+    """Performs transfers. Each transfer ends with exactly one terminal event, which is never posted
+    from within the call that starts the transfer."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class SimMessenger:
         peers: dict[InstanceId, SimMessenger],
     ) -> None:
         self.figures = TransferFigures()
-        self.gone = False  # its instance has left
+        self.gone = False  # True when its instance has left
         self._id = instance_id
         self._clock = network.clock
         self._network = network
@@ -147,7 +148,7 @@ class SimMessenger:
         self._expected: dict[str, ExpectStream] = {}
         self._outgoing: dict[str, _Stream] = {}
         self._incoming: dict[str, _Stream] = {}
-        self._early: dict[str, _Stream] = {}  # from senders that wait to be expected
+        self._early: dict[str, _Stream] = {}  # streams that their receiver does not expect yet
         self._reads: dict[str, _Fetch] = {}
         self._num_reads = 0
         peers[instance_id] = self
@@ -171,7 +172,7 @@ class SimMessenger:
             self._clock.after(PARK_S, Priority.FAULT, receiver._refuse, stream)
 
     def _accept(self, stream: _Stream) -> None:
-        """Receives a stream from where the receiver needs it."""
+        """Starts to receive a stream, from the first block that the receiver lacks."""
         expected = self._expected[stream.stream_id]
         stream.first_index = expected.first_index
         stream.last_index = expected.first_index + len(expected.block_ids)
@@ -188,11 +189,11 @@ class SimMessenger:
             self._break(stream, "the receiver does not expect this stream")
 
     def send(self, stream_id: str, blocks: Sequence[tuple[int, BlockId]]) -> None:
-        """Sends blocks that are complete."""
+        """Sends complete blocks."""
         self._send(stream_id, blocks, 0.0)
 
     def send_while_computed(self, entry: StepEntry, start_s: float, end_s: float) -> None:
-        """Sends the blocks that a step completes: layer by layer while it runs, or at its end."""
+        """Sends the blocks that a step completes, layer by layer while it runs or at its end."""
         if entry.attempt_id not in self._outgoing:
             return
         if self._layer_wise:
@@ -235,7 +236,7 @@ class SimMessenger:
         if stream.early is not None:
             stream.early.append(blocks)
             return
-        # Blocks before `first_index` are with the receiver already; `blocks` is in prompt order.
+        # The receiver already has the blocks before `first_index`; `blocks` is in prompt order.
         num_blocks = len(blocks) - bisect_left(blocks, stream.first_index, key=itemgetter(0))
         if not num_blocks:
             return
@@ -276,7 +277,7 @@ class SimMessenger:
         )
 
     def _on_loaded(self, stream: _Stream) -> None:
-        """The KVCache of a stream has reached the memory of the accelerators."""
+        """Ends a stream, whose KVCache has reached the memory of the accelerators."""
         del self._incoming[stream.stream_id], self._expected[stream.stream_id]
         self._post(
             ReceiveEnded(
@@ -374,7 +375,7 @@ class SimMessenger:
 
     def when_arrived(self, arriving: Arriving, on_end: Ended) -> None:
         """Calls `on_end` once: when all these transfers have ended and their events were posted, at
-        the timeout, or when one of them fails. Calls it at once if all have ended already."""
+        the timeout, or when a transfer fails. If all have ended already, calls it at once."""
         names: list[_Name] = [("load", load_id) for load_id in arriving.load_ids]
         if arriving.fetch_id:
             names.append(("fetch", arriving.fetch_id))
@@ -404,7 +405,7 @@ class SimMessenger:
 
     def _on_read(self, fetch: _Fetch) -> None:
         if fetch.timer is None:
-            return  # it has ended in the meantime
+            return  # the transfer has ended in the meantime
         if self.gone:
             fetch.reader._end_fetch(fetch, "the source has left")
             return

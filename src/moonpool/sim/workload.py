@@ -1,4 +1,4 @@
-"""The workload of a simulation: the rows of a trace as arrivals, with the pool's block keys."""
+"""Turns the rows of a trace into the arrivals of a simulation, with the pool's block keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moonpool.trace.row import TraceError, TraceRow
 from moonpool.types import BlockKey, ProgramContext
 
 LATEST_S = 1e9
-"""Latest arrival. Beyond it, a float cannot resolve microseconds."""
+"""The latest arrival in seconds. Beyond this time, a float cannot resolve microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. `keys` are those of the prompt's full blocks, in the pool's block size."""
+    """One request. `keys` has the keys of the prompt's full blocks, in the pool's block size."""
 
     arrived_s: float
     input_tokens: int
@@ -23,7 +23,7 @@ class Arrival:
     keys: tuple[BlockKey, ...]
     tenant: str = ""
     priority: int = 0
-    call: str = ""  # this and the following as in `TraceRow`
+    call: str = ""  # `TraceRow` explains this and the fields below
     after: tuple[str, ...] = ()
     delay_s: float = 0.0
     session: str = ""
@@ -33,7 +33,7 @@ class Arrival:
 
     @property
     def program(self) -> ProgramContext | None:
-        """What its client says of its program, or None for a standalone call."""
+        """The program that the client names for this request, or None for a standalone call."""
         if not self.call or not self.session:
             return None
         return ProgramContext(program_id=self.session, parent_id=self.parent, tool=self.tool)
@@ -47,8 +47,8 @@ def make_arrivals(
 ) -> Iterator[Arrival]:
     """Yields one arrival per row. A request may have at most `largest_tokens` tokens in total.
 
-    Rows without hashes get keys that no other row shares. Raises TraceError if neither block size
-    divides the other, if a row arrives too late, or if a request is too large for every instance.
+    A row without hashes gets unique keys. Raises TraceError if neither block size divides the
+    other, if a row arrives too late, or if a request is too large for every instance.
     """
     for number, row in enumerate(rows):
         if row.arrived_s > LATEST_S:

@@ -1,1 +1,1 @@
-"""Simulations and plans as Python calls: what `import moonpool` offers, and the commands use."""
+"""Offers simulations and plans as Python calls, for `import moonpool` and for the commands."""

@@ -1,7 +1,7 @@
-"""The public Python API: `moonpool.simulate`, and `moonpool.report` of several runs.
+"""Defines the public Python API: `moonpool.simulate`, and `moonpool.report` of several runs.
 
-Names, parameters and columns are stable: some may be added, and none is renamed or removed without
-an entry in the changelog. docs/python.md shows them.
+Names, parameters and columns are stable: releases may add some, and rename or remove them only with
+an entry in the changelog. docs/python.md shows the API.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def simulate(
     progress: bool | None = None,
     **settings: Any,
 ) -> SimulationResult:
-    """Replays a trace against a simulated cluster, as `moonpool simulate` does.
+    """Replays a trace against a simulated cluster, like `moonpool simulate`.
 
     `trace` is a file, `TraceRows`, or requests in order of arrival: `TraceRow`s without hash_ids.
     `config` is a TOML file, tables, or a `Config`; the other parameters override it. A policy is a
     name, "module:Class", or an object: a class, a function, or an instance (docs/extending.md).
-    `progress` shows a line of progress; None shows it in notebooks.
+    `progress` shows a line of progress; None shows the line only in notebooks.
     `settings` are further fields of `RunSettings`, such as noise=0.05. Raises ValueError
     (`TraceError`, `ConfigError`) with one line about what is wrong.
     """
@@ -103,7 +103,7 @@ def _with_progress(
 
 
 def _policy_name(policy: Any) -> str | None:
-    """The name under which a policy stands in the configuration and the figures."""
+    """Returns the name under which a policy stands in the configuration and the figures."""
     if policy is None or isinstance(policy, str):
         return policy
     named = policy if hasattr(policy, "__qualname__") else type(policy)
@@ -115,7 +115,7 @@ def report(
     path: str | Path,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Writes a page with several runs beside each other, as `moonpool report` does.
+    """Writes a page with several runs beside each other, like `moonpool report`.
 
     A run is a result, its `summary`, or a file of `simulate --json` or `replay --json`. `names`
     are the headings; without them, a run is named after its file or its place. Raises ValueError

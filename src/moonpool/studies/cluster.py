@@ -1,4 +1,4 @@
-"""The configuration of a simulated cluster: the paper's, changed by a file and by single values."""
+"""Builds the configuration of a simulated cluster: the paper's cluster, changed by overrides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.hardware_files import read_text_file
 
 _ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
-"""Values of these mean the catalogue's hardware, not the node that was measured."""
+"""If one of these keys has a value, the catalogue's hardware counts, not the measured node."""
 _FORMAT_KEYS = ("quantization", "kv_cache_dtype")
-"""Values of these in [model] mean it too: the node was measured with bfloat16."""
+"""If one of these keys of [model] has a value, the catalogue's hardware counts, because the node
+was measured with bfloat16."""
 
 
 def cluster_config(
@@ -29,7 +30,7 @@ def cluster_config(
     text, given = "", overrides
     if isinstance(config, Config):
         tables, slo = msgspec.to_builtins(config), config.slo.usual
-        tables["slo"] |= {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}  # a study judges by them
+        tables["slo"] |= {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}  # a study judges by these SLOs
         given = _merged(tables, overrides)
     elif isinstance(config, Mapping):
         given = _merged(config, overrides)
@@ -38,7 +39,7 @@ def cluster_config(
     defaults = DEFAULTS
     cluster, hardware = given.get("cluster", {}), given.get("hardware", {})
     if cluster.get("mixed") and "prefill" not in cluster and "decode" not in cluster:
-        # Instead of the paper's instances, but in addition to those that a file names.
+        # These replace the paper's instances, but add to the instances that a file names.
         defaults = {**DEFAULTS, "cluster": {"prefill": 0, "decode": 0}}
     quantized = any(name in given.get("model", {}) for name in _FORMAT_KEYS)
     if "cost" not in hardware and (quantized or any(name in hardware for name in _ROOFLINE_KEYS)):

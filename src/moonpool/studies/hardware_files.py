@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_text_file(path: str | Path, what: str) -> str:
-    """Returns a text file's content. Raises ConfigError, which names it as `what`."""
+    """Returns a text file's content. Raises ConfigError, which calls the file `what`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -62,7 +62,7 @@ def _check_profile(profile: FittedCost, path: str) -> None:
 
 
 def read_beliefs(path: str | None) -> CostEstimatorRecord | None:
-    """Reads what `profile --beliefs` wrote. Raises ConfigError."""
+    """Reads the file that `profile --beliefs` wrote. Raises ConfigError."""
     from moonpool.cost.recorded import RecordError, parse_beliefs
 
     if path is None:
@@ -79,7 +79,7 @@ def instance_usd(
     profile: FittedCost | None,
     instance_hours: dict[str, float],
 ) -> float | None:
-    """The price of the instances; None where a device has none, or was measured."""
+    """Returns the price of the instances, or None if a device has no price or was measured."""
     from moonpool.sim.hardware.build import instance_usd_per_h
     from moonpool.sim.hardware.prices import parse_prices
 

@@ -1,4 +1,4 @@
-"""What notebooks show of results: plain HTML that takes the notebook's own look."""
+"""Writes results for notebooks, as plain HTML that takes the notebook's own look."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_ROWS = 10
 
 
 class Columns(Protocol):
-    """A table by columns."""
+    """A table that gives its values by column."""
 
     columns: dict[str, Sequence[Any]]
 
@@ -21,7 +21,7 @@ class Columns(Protocol):
 
 
 def table_html(table: Columns) -> str:
-    """The first rows of a table, and how many it has."""
+    """Returns the first rows of a table, and the number of all its rows."""
     names = list(table.columns)
     values = zip(*(column[:SHOWN_ROWS] for column in table.columns.values()), strict=True)
     body = rows_html(names, values)
@@ -30,7 +30,7 @@ def table_html(table: Columns) -> str:
 
 
 def rows_html(names: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table of values; numbers are rounded to six digits."""
+    """Returns a table of values, with numbers rounded to six digits."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = ("".join(f"<td>{escape(shown(value))}</td>" for value in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -38,7 +38,7 @@ def rows_html(names: Iterable[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def pairs_html(title: str, pairs: Mapping[str, str]) -> str:
-    """A heading, and a table of names and texts."""
+    """Returns a heading, and a table of names and texts."""
     lines = "".join(
         f'<tr><th style="text-align: left; vertical-align: top; white-space: nowrap">'
         f'{escape(name)}</th><td style="text-align: left">{escape(text)}</td></tr>'
@@ -48,14 +48,14 @@ def pairs_html(title: str, pairs: Mapping[str, str]) -> str:
 
 
 def drawn(figure: ReportFigure) -> Drawing:
-    """One figure of a page. Raises ValueError where there is nothing to draw."""
+    """Draws one figure of a page. Raises ValueError if there is nothing to draw."""
     if figure.chart is None:
         raise ValueError(f"{figure.title}: {figure.note or 'it is a table'}")
     return Drawing(figure.title, figure.chart)
 
 
 def shown(value: Any) -> str:
-    """A value as text."""
+    """Returns a value as text."""
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

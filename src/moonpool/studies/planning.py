@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class PlanResult:
-    """`summary` are the figures of `moonpool plan --json`. `search`: what was simulated for it."""
+    """The result of a plan. `summary` has the figures of `moonpool plan --json`. `search` has the
+    simulations behind the plan."""
 
     def __init__(self, summary: dict[str, Any], search: SearchDone) -> None:
         self.summary = summary
@@ -44,7 +45,7 @@ class PlanResult:
         return f"<PlanResult: {self.advice}>"
 
     def _repr_html_(self) -> str:
-        """The answer, for notebooks."""
+        """Returns the answer as HTML, for notebooks."""
         from moonpool.studies.notebook_html import pairs_html
 
         parts = {part["label"] or "Answer": part["text"] for part in self.summary["answer"]}
@@ -52,21 +53,21 @@ class PlanResult:
 
     @cached_property
     def runs(self) -> ResultTable:
-        """One row per simulation of the trace: the search's, and those of `what_if`."""
+        """A table with one row per simulation of the trace, by the search or by `what_if`."""
         from moonpool.plan.stored_runs import COLUMNS, run_rows
 
         done = self.search
         return ResultTable.from_rows(COLUMNS, list(run_rows(done.found, done.stored, done.priced)))
 
     def plot(self) -> Drawing:
-        """Attainment of the simulated clusters over their price."""
+        """Draws the attainment of the simulated clusters over their price."""
         from moonpool.plan.page import attainment_by_price
         from moonpool.studies.notebook_html import drawn
 
         return drawn(attainment_by_price(self.search.found, self.summary["goal"]["wanted"]))
 
     def html(self, command: str = "moonpool.plan_cluster(...)") -> str:
-        """The page of `plan --page` as text; its sliders need the runs of `what_if=True`."""
+        """Returns the page of `plan --page`, whose sliders need the runs of `what_if=True`."""
         from moonpool.plan.page import render_plan
 
         done = self.search
@@ -75,7 +76,7 @@ class PlanResult:
         )
 
     def report(self, path: str | Path, command: str = "moonpool.plan_cluster(...)") -> None:
-        """Writes that page. Raises OSError."""
+        """Writes the page of `plan --page`. Raises OSError."""
         Path(path).write_text(self.html(command), encoding="utf-8")
 
     @property
@@ -85,8 +86,8 @@ class PlanResult:
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
-        """The cheapest cluster as tables for `moonpool.simulate(config=...)`. Raises ValueError
-        if no cluster kept the SLOs."""
+        """Returns the cheapest cluster as tables for `moonpool.simulate(config=...)`. Raises
+        ValueError if no cluster kept the SLOs."""
         if self.summary["config"] is None:
             raise ValueError(f"no cluster keeps the SLOs: {self.advice}")
         tables: dict[str, dict[str, Any]] = self.summary["config"]
@@ -94,7 +95,7 @@ class PlanResult:
 
 
 class SearchDone(NamedTuple):
-    """A search that has ended, and what it searched with."""
+    """A search that has ended, and its inputs."""
 
     found: ClusterPlan
     stored: Sequence[StoredRun]
@@ -128,11 +129,11 @@ def plan_cluster(
     what_if: bool = False,
     progress: bool | None = None,
 ) -> PlanResult:
-    """Finds the cheapest cluster that keeps the SLOs on a trace, as `moonpool plan` does.
+    """Finds the cheapest cluster that keeps the SLOs on a trace, like `moonpool plan`.
 
-    `what_if` also simulates clusters at other loads, which the sliders of its page need. `progress`
-    shows a line of progress; None shows it in notebooks.
-    More than one of `processes` are spawned: a script that asks for them needs
+    `what_if` also simulates clusters at other loads, which the sliders of the page need. `progress`
+    shows a line of progress; None shows the line only in notebooks.
+    With more than one of `processes`, the call spawns processes, so a script needs
     `if __name__ == "__main__"` around the call. Raises ValueError (`TraceError`, `ConfigError`).
     """
     from moonpool.plan.answer import answer
@@ -180,7 +181,7 @@ class AskedPlan(NamedTuple):
         given: Config,
         reprice: Callable[[Priced, list[NodeKind]], Priced] = lambda priced, kinds: priced,
     ) -> tuple[Prepared, Workload, Priced]:
-        """Returns where the search begins. `reprice` may change the prices. Raises ConfigError."""
+        """Returns the start of a search. `reprice` may change the prices. Raises ConfigError."""
         base, kinds = _base_and_kinds(given, self.devices, self.cost)
         files = self.catalogue_file, self.prices_file
         workload, priced = _workload(rows, block_tokens, base, kinds, *files, self.max_power_kw)
@@ -200,7 +201,7 @@ class ClusterSearch(NamedTuple):
     priced: Priced
 
     def find(self, tell: Report) -> tuple[ClusterPlan, list[InstanceLossEffect]]:
-        """Returns the plan, and what one instance fewer breaks, which is not known if the search
+        """Returns the plan, and the effects of one instance fewer, which are unknown if the search
         ends early."""
         from moonpool.plan.advice import broken_by_fewer
         from moonpool.plan.assess import StoppedError
@@ -241,8 +242,8 @@ def _teller(line: ProgressLine) -> Report:
 
 
 def _base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Config, list[NodeKind]]:
-    """The configuration that all candidates change, and the nodes that `devices` names. Raises
-    ConfigError."""
+    """Returns the configuration that all candidates change, and the nodes that `devices` names.
+    Raises ConfigError."""
     names = [name.strip() for name in devices.split(",") if name.strip()]
     kinds = [kind for name in names for kind in _node_kinds(name, base)]
     if not kinds:
@@ -251,7 +252,7 @@ def _base_and_kinds(base: Config, devices: str, cost: str | None) -> tuple[Confi
 
 
 def _node_kinds(text: str, base: Config) -> list[NodeKind]:
-    """Returns the kind of node, or those of all sizes where no number is given."""
+    """Returns the named kind of node, or the kinds of all sizes if `text` has no number."""
     own, plus, attention = text.partition("+")
     if plus:
         return [NodeKind(*_devices(own.strip(), base), *_devices(attention.strip(), base))]
@@ -282,7 +283,8 @@ def _workload(
     prices_file: str | None,
     max_power_kw: float,
 ) -> tuple[Workload, Priced]:
-    """What candidates are simulated with, and what they cost. Raises ConfigError."""
+    """Returns the workload that candidates are simulated with, and their prices. Raises
+    ConfigError."""
     from moonpool.plan.trial import Workload
     from moonpool.sim.hardware.build import decode_nodes, prefill_nodes
     from moonpool.sim.hardware.model_shapes import in_formats
@@ -294,7 +296,7 @@ def _workload(
     prices = parse_prices(text, catalogue)
     kv_bytes = in_formats(catalogue.shape(base.hardware.shape), base.model).kv_bytes_per_token
     workload = Workload(rows, block_tokens, catalogue, profile)
-    stages = base.engine.pipeline_parallel_size  # which each candidate counts itself
+    stages = base.engine.pipeline_parallel_size  # each candidate counts its stages
     prefills = prefill_nodes(base).nodes_per_prefill // stages
     nodes = prefills, decode_nodes(base).nodes_per_prefill
     powers = {device.name: device.power_w for device in catalogue.devices if device.power_w}

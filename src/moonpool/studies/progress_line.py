@@ -1,4 +1,4 @@
-"""A line of progress for notebooks: it is written over, and gone at the end."""
+"""Shows a line of progress in notebooks, which is overwritten and removed at the end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WIDTH = 20
 
 
 class ProgressLine:
-    """Shows a bar and a text, at most three times a second: in a notebook as an output of its cell,
-    elsewhere on stderr."""
+    """Shows a bar and a text, at most three times a second. A notebook shows them as an output of
+    the cell; elsewhere they go to stderr."""
 
     def __init__(self, shows: bool | None) -> None:
-        """`shows` None: in a notebook alone."""
+        """If `shows` is None, the line appears only in a notebook."""
         is_notebook = "ipykernel" in sys.modules
         self._shows = is_notebook if shows is None else shows
         self._display: Any = importlib.import_module("IPython.display") if is_notebook else None
@@ -33,7 +33,7 @@ class ProgressLine:
             self._write("")
 
     def show(self, share: float, text: str) -> None:
-        """`share` is that of the work that is done, 0 to 1."""
+        """Shows the line. `share` is the share of the work that is done, from 0 to 1."""
         now_s = time.monotonic()
         if not self._shows or now_s - self._last_s < EVERY_S:
             return
@@ -43,7 +43,7 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         if self._display is not None:
-            # stderr would stay as an empty, coloured line
+            # An output on stderr would stay in the notebook as an empty, coloured line.
             shown = {"text/plain": text, **({} if text else {"text/html": ""})}
             place = {"raw": True, "display_id": self._name}
             self._display.display(shown, update=bool(self._length), **place)

@@ -1,4 +1,4 @@
-"""A table of figures: columns by name, as Python values, as CSV, or as a pandas DataFrame."""
+"""Holds a table of figures, and gives it as Python values, CSV, Parquet or a pandas DataFrame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class ResultTable:
-    """Columns of equal length. Iterating yields each row as a dict; None is a missing value."""
+    """A table of columns of equal length. Iteration yields each row as a dict, with None for a
+    missing value."""
 
     def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
         self.columns = dict(columns)
@@ -21,7 +22,7 @@ class ResultTable:
 
     @classmethod
     def from_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> ResultTable:
-        """The table of these rows, each with one value for each name."""
+        """Returns the table of these rows, each with one value for each name."""
         return cls({name: [row[index] for row in rows] for index, name in enumerate(names)})
 
     def __len__(self) -> int:
@@ -32,31 +33,31 @@ class ResultTable:
             yield dict(zip(self.columns, values, strict=True))
 
     def __getitem__(self, name: str) -> Sequence[Any]:
-        """The column of that name. Raises KeyError."""
+        """Returns the column of that name. Raises KeyError."""
         return self.columns[name]
 
     def __repr__(self) -> str:
         return f"<ResultTable of {len(self):,} rows: {', '.join(self.columns)}>"
 
     def to_pandas(self) -> Any:
-        """Returns a `pandas.DataFrame`. Raises ImportError where pandas is not installed."""
+        """Returns a `pandas.DataFrame`. Raises ImportError if pandas is not installed."""
         return _pandas().DataFrame(self.columns)
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes a header and the rows, missing values as empty fields. Raises OSError."""
+        """Writes a CSV header and the rows, with missing values as empty fields. Raises OSError."""
         with Path(path).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(self.columns)
             writer.writerows(zip(*self.columns.values(), strict=True))
 
     def to_parquet(self, path: str | Path) -> None:
-        """Writes the table as Parquet. Raises ImportError where pyarrow is not installed, and
-        OSError."""
+        """Writes the table as Parquet. Raises OSError, and ImportError if pyarrow is not
+        installed."""
         arrow, parquet = _pyarrow()
         parquet.write_table(arrow.table(self.columns), str(path))
 
     def write(self, path: str | Path) -> None:
-        """Writes Parquet to a name that ends in `.parquet`, else CSV. Raises the errors of
+        """Writes Parquet if the name ends in `.parquet`, otherwise CSV. Raises the errors of
         `to_parquet` and `to_csv`."""
         if Path(path).suffix.lower() == ".parquet":
             self.to_parquet(path)
@@ -64,7 +65,7 @@ class ResultTable:
             self.to_csv(path)
 
     def _repr_html_(self) -> str:
-        """The first rows, for notebooks."""
+        """Returns the first rows as HTML, for notebooks."""
         from moonpool.studies.notebook_html import table_html
 
         return table_html(self)

@@ -25,14 +25,14 @@ from moonpool.trace.row import TraceInfo, TraceRow
 NOT_TOLD = frozenset(
     {"requests", "seed", "recorded", "sample_s", "node_series", "most_programs", "objects"}
 )
-"""Settings of a run that its figures have elsewhere, or that no command has."""
+"""The settings of a run that its figures have elsewhere, or that no command offers."""
 Watch = Callable[[Iterator[TraceRow], TraceInfo], Iterable[TraceRow]]
 """Gets the rows before the simulation does, for a bar or a count."""
 
 
 class RunSettings(SimulationSettings, frozen=True):
-    """What a run depends on besides its trace and configuration; see `moonpool simulate`. The files
-    and the trace are read by these; the simulation takes the others as they are."""
+    """The settings of a run besides its trace and configuration; see `moonpool simulate`. The
+    fields below say how to read the files and the trace. The simulation takes inherited fields."""
 
     speed: float = 1.0
     requests: int | None = None
@@ -44,8 +44,8 @@ class RunSettings(SimulationSettings, frozen=True):
     catalogue_file: str | None = None
 
     def as_figures(self) -> dict[str, Any]:
-        """The part `run` of the figures: what `moonpool simulate` was told, but for the number of
-        requests, which stands beside."""
+        """Returns the part `run` of the figures: the options of `moonpool simulate`, without the
+        number of requests, which the figures have elsewhere."""
         named = {
             name: getattr(self, name) for name in self.__struct_fields__ if name not in NOT_TOLD
         }

@@ -1,4 +1,4 @@
-"""What two runs must have in common to be compared."""
+"""Checks whether two runs have the inputs in common that a comparison needs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INPUTS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("TTFT SLO", (("slo", "ttft_s"), ("config", "slo", "ttft_s"))),
     ("TBT SLO", (("slo", "tbt_s"), ("config", "slo", "tbt_s"))),
 )
-"""What two runs must share. Each name has the places in the figures where it may stand; a replay's
-own SLO stands before its server's."""
+"""The inputs that two runs must share. Each name has the places in the figures where the input may
+stand; a replay's own SLO stands before its server's SLO."""
 
 
 def different_inputs(simulated: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Returns what makes two runs incomparable, as phrases. A file without an input does not
-    differ in it."""
+    """Returns as phrases the inputs in which two runs differ. If a file lacks an input, the runs
+    count as equal in this input."""
     phrases = []
     for name, paths in INPUTS:
         one, other = _first_at(simulated, paths), _first_at(live, paths)

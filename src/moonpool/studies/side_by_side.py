@@ -1,4 +1,4 @@
-"""A page with several runs beside each other, from the figures that their JSON files hold."""
+"""Writes a page with several runs beside each other, from the figures in their JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.sim.report.plots import ReportFigure, Table
 from moonpool.studies.run_inputs import different_inputs
 
 MAX_RUNS = 12
-"""More columns than this do not fit a page."""
+"""The most runs on a page, because more columns do not fit."""
 COLOURS = ("c1", "c2", "c3", "c4", "c5")
 _NO_VALUE = "–"
 ROWS = (
@@ -37,14 +37,14 @@ ROWS = (
     ("mixed instances busy", ("utilisation", "mixed"), "share"),
     ("price in USD", ("usd",), "number"),
 )
-"""Name, place in the figures, and unit. A row that no run has is left out."""
+"""The rows of the page: name, place in the figures, and unit. A row that no run has is left out."""
 CHARTS = (
     ("Requests within both SLOs", "Share of all requests; refused and failed ones are not.", 1),
     ("Time to first token, 90 %", "Nine of ten answers began sooner.", 6),
     ("Time between tokens, 99 %", "Of all gaps between two tokens of an answer.", 9),
     ("Prompt tokens from the cache", "Share that no instance had to compute.", 10),
 )
-"""Title, explanation, and row."""
+"""The charts of the page: title, explanation, and row."""
 
 
 class NamedRun(NamedTuple):
@@ -66,7 +66,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
 
 
 def runs_page(runs: Sequence[NamedRun]) -> str:
-    """The page; the first run is what the others are compared with. Raises ValueError."""
+    """Returns the page, which compares each run with the first run. Raises ValueError."""
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ValueError(f"there are {len(runs)} runs: a page holds 1 to {MAX_RUNS}")
     names = [run.name for run in runs]
@@ -133,7 +133,7 @@ def _rows(runs: Sequence[NamedRun]) -> Iterator[tuple[str, ...]]:
 
 
 def _change(first: float | None, value: float | None) -> str:
-    """How far a value is from the first run's, where that says something."""
+    """Returns how far a value is from the first run's value, if that is meaningful."""
     if not first or value is None or value == first:
         return ""
     return f" ({value / first - 1:+.0%})" if abs(value / first - 1) < 10 else ""

@@ -1,4 +1,4 @@
-"""What a simulation yields: figures, tables of requests, instances and time, and a page."""
+"""Holds the result of a simulation: figures, tables of requests, instances and time, and a page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SimulationResult:
-    """`summary` are the figures of `moonpool simulate --json`; `config` is the whole
-    configuration."""
+    """The result of a simulation. `summary` has the figures of `moonpool simulate --json`, `config`
+    is the whole configuration."""
 
     def __init__(
         self, simulation: Simulation, summary: dict[str, Any], requests: RequestLog
@@ -39,7 +39,7 @@ class SimulationResult:
         )
 
     def _repr_html_(self) -> str:
-        """The main figures, for notebooks."""
+        """Returns the main figures as HTML, for notebooks."""
         from moonpool.studies.notebook_html import pairs_html
 
         found = self.summary
@@ -58,7 +58,7 @@ class SimulationResult:
         return pairs_html(f"Simulation of {found['run']['trace']}", pairs)
 
     def plot(self, what: str = "ttft") -> Drawing:
-        """A chart of the report: "ttft", "tbt" or "requests". Raises ValueError."""
+        """Draws a chart of the report: "ttft", "tbt" or "requests". Raises ValueError."""
         from moonpool.sim.report.user_figures import CHARTS
         from moonpool.studies.notebook_html import drawn
 
@@ -72,23 +72,24 @@ class SimulationResult:
 
     @property
     def simulation(self) -> Simulation:
-        """The whole simulation. The attributes of the simulation may change in any release."""
+        """The whole simulation, whose attributes may change in any release."""
         return self._simulation
 
     @cached_property
     def requests(self) -> ResultTable:
-        """One row per request, in order of arrival."""
+        """A table with one row per request, in order of arrival."""
         return self._requests.table()
 
     @cached_property
     def timeline(self) -> ResultTable:
-        """Load, queues and counts over the simulated time; `time_s` is the first column."""
+        """A table of load, queues and counts over the simulated time. Its first column, `time_s`,
+        is that time."""
         timeline = self._simulation.timeline
         return ResultTable.from_rows(("time_s", *timeline.names), timeline.rows)
 
     @cached_property
     def instances(self) -> ResultTable:
-        """One row per instance: its role, its pool, and the share of the run it computed."""
+        """A table with one row per instance: its role, its pool, and its share of busy time."""
         simulation = self._simulation
         span_s = max(simulation.clock.now, 1e-9)
         tokens = simulation.hardware.layout.block_tokens
@@ -114,7 +115,7 @@ class SimulationResult:
         Path(path).write_text(self.html(command), encoding="utf-8")
 
     def html(self, command: str = "moonpool.simulate(...)") -> str:
-        """The page as text."""
+        """Returns the page of `simulate --report` as text."""
         from moonpool.sim.report.page import render_report
 
         return render_report(self._simulation, self.summary, command, self.summary["run"]["trace"])
@@ -130,12 +131,12 @@ COLUMNS = (
     *("tbt_top10_mean_s", "total_s", "prefill_instance", "decode_instance", "attempts"),
     *(f"{name}_s" for name, _, _ in STAGES),
 )
-"""`request` counts from 0 in order of arrival; all times are seconds. The last columns are the
-stages, which sum to `total_s`."""
+"""The columns of the table of requests. `request` counts from 0 in order of arrival. All times are
+in seconds. The last columns are the stages, which sum to `total_s`."""
 
 
 class RequestLog:
-    """Keeps the figures of each request that has ended."""
+    """Keeps the figures of each ended request."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Any, ...]] = []
@@ -156,5 +157,5 @@ class RequestLog:
         )
 
     def table(self) -> ResultTable:
-        """All requests, in order of arrival."""
+        """Returns the table of all requests, in order of arrival."""
         return ResultTable.from_rows(COLUMNS, sorted(self._rows, key=lambda row: int(row[0])))

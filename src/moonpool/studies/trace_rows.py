@@ -1,4 +1,4 @@
-"""A trace in memory: the requests of a file, or requests of one's own making."""
+"""Holds a trace in memory, read from a file or made by the caller."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moonpool.trace.transform import parse_share, scale_trace
 
 
 class TraceRows:
-    """Requests in order of arrival. `block_tokens` is the size of the blocks that `hash_ids` name;
-    0 where no request has any."""
+    """Requests in order of arrival. `block_tokens` is the size of the blocks that `hash_ids` name,
+    or 0 if no request has `hash_ids`."""
 
     def __init__(
         self, rows: Iterable[TraceRow], block_tokens: int = 0, name: str = "trace"
     ) -> None:
-        """Raises TraceError."""
+        """Checks the rows. Raises TraceError."""
         self.rows = tuple(rows)
         self.block_tokens = block_tokens
         self.name = name
@@ -46,7 +46,7 @@ class TraceRows:
 
     @property
     def table(self) -> ResultTable:
-        """The columns arrived_s, input_tokens, output_tokens, blocks and session."""
+        """A table with the columns arrived_s, input_tokens, output_tokens, blocks and session."""
         names = ("arrived_s", "input_tokens", "output_tokens", "blocks", "session")
         return ResultTable.from_rows(
             names,
@@ -57,7 +57,7 @@ class TraceRows:
         )
 
     def faster(self, speed: float, limit: int | None) -> Trace:
-        """The first requests, arriving `speed` times as fast."""
+        """Returns the first `limit` requests, which arrive `speed` times as fast."""
         chosen = self.rows[:limit]
         info = TraceInfo(
             path=self.name,
@@ -73,7 +73,8 @@ class TraceRows:
 
 
 def as_trace(trace: str | Path | TraceRows | Iterable[TraceRow]) -> str | Path | TraceRows:
-    """Returns what names or holds a trace; requests alone become `TraceRows`. Raises TraceError."""
+    """Returns a file's name or `TraceRows`; makes `TraceRows` of plain requests. Raises
+    TraceError."""
     return trace if isinstance(trace, str | Path | TraceRows) else TraceRows(trace)
 
 
@@ -85,10 +86,10 @@ def read_trace(
     scale_tokens: str | float | Fraction = 1,
     trace_format: str = "auto",
 ) -> TraceRows:
-    """Reads a trace of any known format, or of a format of one's own.
+    """Reads a trace of any known format, or of the caller's own format.
 
-    `requests` keeps the first ones only, `speed` shortens the time between them, `scale_tokens`
-    keeps a share of the tokens. Raises TraceError.
+    `requests` keeps only the first requests, `speed` shortens the time between requests, and
+    `scale_tokens` keeps a share of their tokens. Raises TraceError.
     """
     trace = open_scaled(path, requests, speed, as_share(scale_tokens), trace_format)
     return TraceRows(trace, trace.info.block_tokens, Path(path).name)
@@ -101,7 +102,7 @@ def open_scaled(
     share: Fraction,
     trace_format: str = "auto",
 ) -> Trace:
-    """The requests of a file or of rows in memory, as a stream. Raises TraceError."""
+    """Opens the requests of a file or of rows in memory as a stream. Raises TraceError."""
     if isinstance(trace, TraceRows):
         return scale_trace(trace.faster(speed, requests), share)
     found = open_trace(trace, format=trace_format, limit=requests, speed=speed)
@@ -117,14 +118,14 @@ def as_share(share: str | float | Fraction) -> Fraction:
 
 
 def named_trace(trace: str | Path | TraceRows) -> dict[str, str]:
-    """A trace's name and digest, for the figures of a run."""
+    """Returns a trace's name and digest, for the figures of a run."""
     if isinstance(trace, TraceRows):
         return {"trace": trace.name, "trace_sha256": ""}
     return {"trace": Path(trace).name, "trace_sha256": trace_digest(trace)}
 
 
 def trace_digest(trace_file: str | Path) -> str:
-    """Returns a digest of the file's bytes; "" if it is not a file."""
+    """Returns a digest of the file's bytes, or "" if there is no such file."""
     path = Path(trace_file)
     if not path.is_file():
         return ""

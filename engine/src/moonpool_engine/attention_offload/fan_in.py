@@ -19,8 +19,10 @@ class FanInPart:
 
 @dataclass(slots=True)
 class FanIn:
-    """An operation in `parts`, by name. Ended parts are removed; the last one ends the operation.
-    An index may belong to several parts (a block shared by head); it is missing if any failed."""
+    """Joins the results of an operation that several workers perform in `parts`, by name. An ended
+    part is removed, and the end of the last part ends the operation. An index may belong to several
+    parts, because workers share a block by head. Its block is missing if one of these parts failed.
+    """
 
     parts: dict[str, FanInPart]
     error: str = ""

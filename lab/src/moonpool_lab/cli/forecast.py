@@ -143,7 +143,7 @@ def forecast(
 
 
 def outcome_lines(found: dict[str, Any]) -> list[str]:
-    """A table of what was forecast and what came."""
+    """Returns a table of the forecast and the measured figures."""
     made = found["forecast"]
     slo = made["slo"]
     title = (

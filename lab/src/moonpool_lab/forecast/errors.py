@@ -1,4 +1,4 @@
-"""How far a forecast was from what came."""
+"""Computes how far a forecast was from the measured figures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ LATENCIES = ("ttft_s", "tbt_s")
 
 
 def forecast_errors(forecast: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of latencies, forecast over measured less 1; differences of shares. Figures
-    without a value on both sides, and latencies of nobody, are left out."""
+    """Returns the relative errors of latencies (forecast / measured - 1) and the differences of
+    shares. Figures without a value on both sides, and latencies without requests, are left out."""
     errors: dict[str, float] = {}
     for name in LATENCIES:
         for share, expected in forecast[name].items():

@@ -1,8 +1,8 @@
-"""A table of forecasts and of what came: a file of JSON lines to which entries are only added.
+"""Keeps a table of forecasts and outcomes, a file of JSON lines to which entries are only added.
 
 Each entry names the hash of the previous entry, and has its own hash. So a changed, missing or
-inserted entry breaks the chain, which every reader checks. The last entries can be cut off without
-a trace here; version control of the table shows that, too.
+inserted entry breaks the chain, which every reader checks. The chain does not show that the last
+entries were cut off; version control of the table shows it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 FIRST = "0" * 64
-"""Stands in the first entry for the hash of the entry before."""
+"""The first entry has this value in place of the hash of a previous entry."""
 
 
 class TableError(ValueError):
-    """The table cannot be read or added to; the text says why and what to do."""
+    """Says that the table cannot be read or extended, why, and what to do."""
 
 
 Entry = dict[str, Any]
 
 
 def add_entry(path: Path, entry: Entry) -> str:
-    """Adds an entry at the end, on the disk before this returns, and returns its hash.
+    """Adds an entry at the end, and returns its hash once the entry is on the disk.
 
     Raises TableError if the file cannot be written, or if its content has been changed.
     """
@@ -56,7 +56,8 @@ def read_table(path: Path) -> list[Entry]:
 
 
 def read_entries(lines: Iterable[bytes], name: str) -> list[Entry]:
-    """The entries of the lines of a table. Raises TableError, which names the first broken one."""
+    """Returns the entries in the lines of a table. Raises TableError, which names the first broken
+    entry."""
     entries: list[Entry] = []
     previous = FIRST
     for number, line in enumerate(lines, 1):
@@ -80,6 +81,5 @@ def _hash_of(entry: Entry) -> str:
 
 
 def _text_of(entry: Entry) -> bytes:
-    """Returns the only valid form of an entry, so that a hash can be computed again from what was
-    read."""
+    """Returns the only valid form of an entry, so that a reader can compute its hash again."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

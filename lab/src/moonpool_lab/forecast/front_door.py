@@ -1,7 +1,7 @@
 """Sends single requests to an OpenAI-compatible server and times each token of the answers.
 
-This module asks a server for no more than a client sees: the time of each piece of a stream, and
-the usage at its end.
+This module uses only what a client sees of a server: the time of each piece of a stream, and the
+usage at the stream's end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
-"""A moonpool server refuses none of these requests; others ignore it."""
+"""With these headers a moonpool server refuses no request; other servers ignore them."""
 ROUND_TRIPS = 7
 UNSAID = -1
 
@@ -33,7 +33,7 @@ _BLOCK_SIZE, _NUM_BLOCKS = (
 )
 
 Prompt = list[int]
-"""Token ids below the vocabulary, or places in `WORDS`."""
+"""Token ids below the size of the vocabulary, or indices in `WORDS`."""
 
 
 class _Generation(msgspec.Struct):
@@ -41,13 +41,13 @@ class _Generation(msgspec.Struct):
 
 
 class _Props(msgspec.Struct):
-    """The part of llama-server's answer to `/props` that is used."""
+    """The fields of llama-server's answer to `/props` that this module uses."""
 
     default_generation_settings: _Generation = msgspec.field(default_factory=_Generation)
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):
-    """An answer. `began_s` and `token_s` are times of one clock."""
+    """An answer with its times. `began_s` and `token_s` are times of one clock."""
 
     began_s: float
     token_s: tuple[float, ...]
@@ -59,7 +59,7 @@ class TimedAnswer(msgspec.Struct, frozen=True):
 
 
 class FrontDoor:
-    """A server as its clients see it."""
+    """A connection to a server, which shows only what its clients see."""
 
     def __init__(self, client: HttpClient, facts: ServerFacts, vocab_size: int, as_text: bool):
         self._client = client
@@ -70,15 +70,15 @@ class FrontDoor:
 
     @property
     def longest_tokens(self) -> int | None:
-        """Longest prompt and answer in tokens, or None if the server does not say."""
+        """The longest prompt with its answer in tokens, or None if the server does not say."""
         return self._facts.max_model_tokens
 
     def prompt(self, num_tokens: int) -> Prompt:
-        """A prompt that was never sent before."""
+        """Returns a prompt that was never sent before."""
         return [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
 
     async def round_trip_s(self) -> float:
-        """The time of a request that computes nothing."""
+        """Returns the time of a request that computes nothing."""
         times_s = []
         for _ in range(ROUND_TRIPS):
             began_s = monotonic()
@@ -88,8 +88,8 @@ class FrontDoor:
 
     @staticmethod
     async def context_tokens(client: HttpClient, facts: ServerFacts) -> int | None:
-        """Returns the most tokens of a prompt with its answer: as `/v1/models` lists them, or as
-        llama-server reports them for a slot, or None if the server reports neither."""
+        """Returns the most tokens of a prompt with its answer, from `/v1/models` or from a slot of
+        llama-server, or None if the server reports neither."""
         if facts.max_model_tokens is not None:
             return facts.max_model_tokens
         status, body = await client.get("/props")
@@ -101,7 +101,7 @@ class FrontDoor:
             return None
 
     async def cache_tokens(self) -> int:
-        """The KVCache of one engine as vLLM's metrics report it; 0 if nothing does."""
+        """Returns the KVCache tokens of one engine from vLLM's metrics, or 0 without them."""
         status, body = await self._client.get("/metrics")
         found = _CACHE_BLOCKS.search(body) if status == 200 else None
         size = _BLOCK_SIZE.search(found[0]) if found else None
@@ -109,7 +109,8 @@ class FrontDoor:
         return int(size[1]) * int(count[1]) if size and count else 0
 
     async def ask(self, prompt: Prompt, num_tokens: int) -> TimedAnswer:
-        """Raises ServerUnfitError if no whole answer comes, and ConnectionFailedError."""
+        """Sends a prompt and times the answer. Raises ConnectionFailedError, and ServerUnfitError
+        if no complete answer comes."""
         began_s = monotonic()
         record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
         record.cached_tokens = UNSAID

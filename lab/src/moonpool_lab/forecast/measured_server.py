@@ -1,9 +1,9 @@
-"""Measures a server through its front door, within a given time: a profile for the simulator.
+"""Measures a server through its API, within a given time, to make a profile for the simulator.
 
-Prompts are timed alone, by length and by cached tokens; answers are timed by how many decode at
-once. A long prompt beside answers shows how prompts and decodes share steps. Then prompts fill the
-cache until the first of them is no longer cached. Each part has a share of the time and does its
-most useful cases first; cases without time are derived from the others.
+Prompts are timed alone, by length and by cached tokens. Answers are timed by the number of answers
+that decode together. A long prompt beside answers shows how prompts and decodes share steps. At the
+end, prompts fill the cache until the first prompt is no longer cached. Each part has a share of the
+time and measures its most useful cases first; other cases are derived from the measured cases.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 from moonpool_lab.profiling.decode_curve import with_decode_curve
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
-"""Shares of the measuring time for each kind of measurement; the rest fills the cache."""
+"""The shares of the measuring time for the kinds of measurement; the rest fills the cache."""
 SHORTEST_PROMPT = 16
 NUM_LENGTHS = 6
 MOST_REPEATS = 5
 CACHED_PARTS = (0.75, 0.5)
-"""Shares of a prompt that is cached already."""
+"""The cached shares of the prompts that measure hits."""
 HIT_SHARE = 0.75
-"""A repeated prompt that takes less than this share of its time was found in the cache."""
+"""A repeated prompt counts as cached if it takes less than this share of its first time."""
 BATCHES = (1, 4, 8, 2, 16, 32, 64)
 STEPS = 24
 HANDOVERS = 3
 MOST_ANSWER_TOKENS = 256
 BESIDE = 8
-"""Most answers that run beside the long prompt that shows the size of chunks."""
+"""At most this many answers run beside the long prompt that shows the size of chunks."""
 KV_BYTES_PER_TOKEN = 1024
-"""Nominal: nothing that is forecast depends on it, since transfers are part of measured times."""
+"""A nominal value without effect on a forecast, because measured times include transfers."""
 INSTANT_BYTES_PER_S = 1e12
 DEFAULT_CHUNK_TOKENS = 2048
 MOST_DRIFT = 1.25
-"""A server that becomes faster or slower by this factor while it is measured is measured again."""
+"""If a server's speed changes by this factor during the measurement, it is measured again."""
 MOST_AGAIN = 2
 UNLIMITED_SEQUENCES = 256
-"""The value if no limit was met: the default of engines for many users."""
+"""The value of `max_sequences` if no limit was met: the default of engines for many users."""
 
 
 class MeasuredServer(Struct, frozen=True):
     """The results of measuring a server. `cache_tokens` is a lower limit, unless the cache was
-    `full`. `max_sequences`: most answers at a time, or UNLIMITED_SEQUENCES if no limit was met.
-    `hits_said`: whether the server tells how much of a prompt it found."""
+    `full`. `max_sequences` is the most answers at a time, or UNLIMITED_SEQUENCES if no limit was
+    met. `hits_said` is whether the server tells how much of a prompt it found in its cache."""
 
     cost: FittedCost
     prefills: tuple[PrefillSample, ...]
@@ -72,7 +72,7 @@ class MeasuredServer(Struct, frozen=True):
 
 
 class TraceLengths(Struct, frozen=True):
-    """Lengths of the trace that the measurement is for."""
+    """The lengths in the trace for which the server is measured."""
 
     prompt_tokens: tuple[int, ...]  # sorted
     context_tokens: tuple[int, ...]  # context tokens of prompts and answers, sorted
@@ -94,7 +94,7 @@ class _Part:
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for one more case like the longest before; for one at all."""
+        """Whether there is time for one more case as long as the longest case so far."""
         now_s = monotonic()
         self._longest_s = max(self._longest_s, now_s - self._last_s)
         self._last_s = now_s
@@ -104,8 +104,8 @@ class _Part:
 async def measure_server(
     door: FrontDoor, lengths: TraceLengths, seconds: float, tell: Callable[[str], None]
 ) -> MeasuredServer:
-    """Takes about `seconds`, more where a single long prompt takes longer than its share, and again
-    as long where the server's speed has changed meanwhile. `tell` gets a line for a person then.
+    """Measures a server in about `seconds`, or longer if a long prompt takes more than its share.
+    If the server's speed has changed meanwhile, tells a person so by `tell` and measures again.
 
     Raises ServerUnfitError, ConnectionFailedError.
     """
@@ -178,7 +178,7 @@ class _Measurement:
         return await self._door.ask(prompt, 1)
 
     async def _measure_prefills(self) -> None:
-        """Prompts that share nothing, alone: each length in turn, until the time is over."""
+        """Times single prompts that share nothing, each length in turn, until the time is over."""
         part = _Part(PREFILL_SHARE * self._seconds)
         times_s: dict[int, list[float]] = {}
         lengths = list(_spread(self._lengths))
@@ -236,13 +236,13 @@ class _Measurement:
             )
 
     def _engine_s(self, times_s: Sequence[float]) -> float:
-        """Returns the time without the way to the server and back."""
+        """Returns the engine's time, without the way to the server and back."""
         return max(median(times_s) - self._front_s, 1e-6)
 
     async def _measure_decodes(self) -> None:
-        """Answers together, on short prompts and on usual ones. Both lengths of each batch come
-        before the next batch: with one length, nothing tells the time that a further answer adds
-        from the time that its context adds."""
+        """Times answers that decode together, on short prompts and on usual prompts. Both lengths
+        of a batch come before the next batch, because only two lengths separate the time that a
+        further answer adds from the time that its context adds."""
         part = _Part(DECODE_SHARE * self._seconds)
         usual = self._lengths.prompt_at(0.5)
         lengths = dict.fromkeys((min(SHORTEST_PROMPT, usual), usual))
@@ -258,7 +258,7 @@ class _Measurement:
         return longest is None or length + self._answer_tokens(length, batch) <= longest
 
     def _answer_tokens(self, length: int, batch: int) -> int:
-        """Tokens with which the first answer still runs when the last prompt is computed."""
+        """Returns the answer tokens with which the first answer outlasts the last prompt."""
         near = min(self._prefills, key=lambda s: abs(s.num_tokens - length) + s.cached_tokens)
         step_s = min((s.seconds for s in self._decodes), default=near.seconds)
         waiting = int((batch - 1) * near.seconds / step_s) + 1
@@ -277,7 +277,7 @@ class _Measurement:
             self._decodes.append(DecodeSample(batch=batch, context_tokens=context, seconds=step_s))
 
     async def _measure_chunks(self, cost: FittedCost) -> None:
-        """A long prompt beside answers: how many steps compute it, and what do these take?"""
+        """Measures how many steps compute a long prompt beside answers, and their times."""
         alone = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.num_tokens)
         length, prefill_s = alone.num_tokens, alone.seconds
         beside = min(BESIDE, self._max_sequences - 1)
@@ -309,8 +309,8 @@ class _Measurement:
         )
 
     async def _fill_cache(self) -> tuple[int, bool]:
-        """Sends prompts until the first one is no longer found, then searches for the oldest one
-        that is. Returns the tokens of the prompts that were kept, and whether one was lost."""
+        """Sends prompts until the first prompt is no longer cached, then searches for the oldest
+        cached prompt. Returns the tokens of the cached prompts, and whether a prompt was lost."""
         told = await self._door.cache_tokens()
         if told or not self._has_cache:
             return told, True
@@ -325,12 +325,12 @@ class _Measurement:
             look = 2 * look
             if not await self._is_kept(sent[0], longest):
                 return await self._num_kept(sent, longest) * longest.num_tokens, True
-            sent = [*sent[1:], sent[0]]  # asking has made this prompt the most recently used
+            sent = [*sent[1:], sent[0]]  # the question made this prompt the most recently used
         return len(sent) * longest.num_tokens, False
 
     async def _num_kept(self, sent: list[Prompt], longest: PrefillSample) -> int:
-        """How many of the last prompts were kept. A question renews the prompt that it finds; if it
-        finds nothing, it has displaced one more."""
+        """Returns how many of the last prompts are cached. A repeated prompt that is cached becomes
+        the most recently used; a prompt that is not cached displaces another."""
         lost, kept, displaced = 0, len(sent), 1
         while kept - lost > 1:
             middle = (lost + kept) // 2
@@ -349,7 +349,7 @@ class _Measurement:
 
 
 def _spread(lengths: TraceLengths) -> Iterator[int]:
-    """Lengths from the shortest to the longest that matters, the middle ones first."""
+    """Yields lengths between the shortest and the longest that matters, with the middle first."""
     longest = max(lengths.prompt_at(0.99), 2)
     shortest = min(SHORTEST_PROMPT, lengths.prompt_at(0.0), longest)
     ratio = (longest / shortest) ** (1 / (NUM_LENGTHS - 1))
@@ -359,8 +359,7 @@ def _spread(lengths: TraceLengths) -> Iterator[int]:
 
 
 def most_at_once(answers: Sequence[TimedAnswer]) -> int:
-    """The most answers that were under way at one time, after their first and before their last
-    token."""
+    """Returns the most answers that were at one time between their first and their last token."""
     events = [(answer.token_s[0], 1) for answer in answers]
     events += [(answer.token_s[-1], -1) for answer in answers]
     running = most = 0
@@ -371,7 +370,7 @@ def most_at_once(answers: Sequence[TimedAnswer]) -> int:
 
 
 def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
-    """Returns the mean step while all answers ran, or None if that was too short to tell."""
+    """Returns the mean step time while all answers ran, or None if this time was too short."""
     begin_s = max(answer.token_s[0] for answer in answers)
     end_s = min(answer.token_s[-1] for answer in answers)
     found = []
@@ -387,8 +386,8 @@ def steps_of_prompt(
     prompt: TimedAnswer, beside: TimedAnswer, front_s: float
 ) -> tuple[int, float] | None:
     """Returns the steps that computed a prompt, counted by the tokens of another answer, and their
-    seconds, or None if the answer ended before that. The step under way when it came is not
-    counted."""
+    seconds, or None if the answer ended earlier. The step during which the prompt arrived does not
+    count."""
     during_s = [s for s in beside.token_s if prompt.began_s + front_s <= s <= prompt.token_s[0]]
     if not during_s or beside.token_s[-1] <= prompt.token_s[0]:
         return None

@@ -1,7 +1,7 @@
-"""Forecasts what a server will do under a trace, writes that down, and then tries it.
+"""Forecasts how a server answers a trace, stores the forecast, and then replays the trace.
 
 The order matters: the forecast of all loads is in the table, on the disk, before the first load is
-replayed. The outcomes follow it there, and name its hash.
+replayed. The outcomes follow the forecast in the table, and name its hash.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, ServerUnfitEr
 
 LOADS = (0.5, 0.8, 1.0, 1.5)
 QUIET_S = 2.0
-"""Pause between two runs, so that the answers of one are over."""
+"""The pause between two runs, in which the answers of the first run end."""
 
 
 class ForecastError(ValueError):
-    """There is nothing to forecast; the text gives the reason and what to do."""
+    """Says that there is nothing to forecast, why, and what to do."""
 
 
 class ForecastPlan(Struct, frozen=True, kw_only=True):
-    """What to forecast, and how. None leaves the SLOs to the server, or to its latencies without
-    load."""
+    """The settings of a forecast. If the SLOs are None, the server states them, or they follow from
+    the server's latencies without load."""
 
     url: str
     trace: TraceRows
@@ -68,8 +68,8 @@ Tell = Callable[[str], None]
 
 
 async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
-    """Measures, forecasts, writes down, replays, writes down. `tell` gets lines for a person to
-    read.
+    """Measures the server, stores a forecast, replays the loads, and stores the outcomes. `tell`
+    gets lines for a person to read.
 
     Returns the entry of the forecast and the entries of the outcomes. Raises ForecastError,
     TableError, ServerUnfitError, HopelessError, ConnectionFailedError, ConfigError and TraceError.
@@ -195,8 +195,7 @@ async def _try(
     forecast_hash: str,
     number: int,
 ) -> Entry:
-    """Replays one load. The prompts differ from those at earlier loads, so that each load begins
-    without a cache of them."""
+    """Replays one load. Each load has new prompts, so none of them is cached at the start."""
     load = forecast.load
     figures = await run_replay(
         ReplayPlan(

@@ -1,7 +1,7 @@
-"""The simulator's predictions for a measured server at several loads, before any of these is tried.
+"""Predicts by simulation how a measured server answers several loads, before they are tried.
 
-The server becomes a cluster of the simulator: the cluster that a moonpool server states, or else
-one mixed instance that admits everything. This module has no other model of a server.
+The simulator gets the cluster that a moonpool server states. For another server, it gets one mixed
+instance that admits everything. This module has no other model of a server.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moonpool.types import Slo, Struct
 from moonpool_lab.forecast.measured_server import MeasuredServer
 
 ATTAINMENT = 0.9
-"""Capacity is the highest rate at which this share of the requests meets both SLOs."""
+"""The capacity is the highest rate at which this share of the requests meets both SLOs."""
 SLO_FACTORS = (10.0, 5.0)
-"""SLOs of TTFT and TBT over their P90 without load, if nobody states one; Mooncake's."""
+"""The unstated SLOs of TTFT and TBT as multiples of their P90 without load, as in Mooncake."""
 ALONE_SPEED = 1e-4
-"""Requests this much slower than the trace's do not meet each other."""
+"""At this multiple of the trace's speed, requests never overlap."""
 SEARCH_STEPS = 6
 MOST_DOUBLINGS = 24
 LEAST_REQUESTS = 20
@@ -38,7 +38,7 @@ MESSAGES_OF_A_HANDOVER = 3
 INSTANT_S = 1e-9
 SHARES = ("p50", "p90", "p99")
 OWN_TABLES = ("cluster", "conductor", "engine", "pool")
-"""The tables of a moonpool server's configuration that decide."""
+"""The tables of a moonpool server's configuration that affect its decisions."""
 
 
 class TriedLoad(Struct, frozen=True):
@@ -60,8 +60,8 @@ class SimulatedServer:
     def __init__(
         self, measured: MeasuredServer, described: dict[str, Any] | None, trace: TraceRows
     ) -> None:
-        """`described`: the configuration that a moonpool server shows, or None for another server.
-        Raises ConfigError, TraceError."""
+        """`described` is the configuration that a moonpool server shows, or None for another
+        server. Raises ConfigError, TraceError."""
         self._trace = trace
         self._folder = tempfile.TemporaryDirectory()
         profile = Path(self._folder.name) / "profile.json"
@@ -84,18 +84,18 @@ class SimulatedServer:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """The cluster that was simulated."""
+        """The simulated cluster as tables of a configuration."""
         return {name: table for name, table in self._tables.items() if name != "hardware"}
 
     def usual_slo(self) -> Slo:
-        """SLOs from latencies without load."""
+        """Returns the SLOs that follow from latencies without load."""
         alone = self.run(self._first(CAPACITY_REQUESTS), ALONE_SPEED, Slo(ttft_s=1e4, tbt_s=1e4))
         ttft, tbt = SLO_FACTORS
         return Slo(ttft_s=ttft * alone["ttft_s"]["p90"], tbt_s=tbt * alone["tbt_s"]["p90"])
 
     def capacity_speed(self, slo: Slo) -> float:
-        """Returns how many times faster than in the trace requests may come so that ATTAINMENT of
-        them meet their SLOs, or 0 if not even single requests do."""
+        """Returns the highest speed, as a multiple of the trace's, at which the share ATTAINMENT of
+        requests meets the SLOs, or 0 if not even single requests do."""
         rows = self._first(CAPACITY_REQUESTS)
 
         def holds(speed: float) -> bool:
@@ -118,7 +118,7 @@ class SimulatedServer:
     def forecast(
         self, shares: Sequence[float], capacity: float, run_s: float, slo: Slo
     ) -> list[LoadForecast]:
-        """The figures of each load, of which the requests of `run_s` seconds are taken."""
+        """Returns the figures of each load, from the requests of `run_s` seconds."""
         found = []
         for share in shares:
             speed = share * capacity
@@ -142,8 +142,8 @@ class SimulatedServer:
 
 
 def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures that are forecast, from those of a simulation or a replay. If no request
-    hit a cache about which nothing is known, `hit_ratio` is the counted ratio."""
+    """Returns the forecast figures, from the figures of a simulation or a replay. If no request hit
+    a cache of unknown state, `hit_ratio` is the counted ratio."""
     return {
         "requests": figures["requests"],
         "completed": figures["completed"],
@@ -166,8 +166,8 @@ def _own_tables(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _foreign_tables(measured: MeasuredServer, trace: TraceRows) -> dict[str, Any]:
-    """Returns one mixed instance that admits everything, with the measured sizes. A cache whose end
-    was not found in the time of the measurement has room for the trace, too."""
+    """Returns one mixed instance that admits everything, with the measured sizes. If the
+    measurement did not fill the cache, the simulated cache has room for the whole trace."""
     block_tokens = ENGINE_BLOCK_TOKENS
     if trace.block_tokens and trace.block_tokens % block_tokens:
         # one block size must be a multiple of the other

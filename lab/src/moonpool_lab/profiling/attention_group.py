@@ -1,7 +1,6 @@
-"""Starts attention workers as processes for measurements, with engines that use them, and times
-steps.
+"""Starts attention workers as processes, with engines that use them, and times steps.
 
-One step with attention workers is timed as a whole and by part: model, attention, waiting.
+A step with attention workers is timed in total and by part: model, attention, waiting.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class _Child:
-    """The process of one attention worker; it ends with the measurement."""
+    """The process of one attention worker, which ends with the measurement."""
 
     def __init__(self, number: int, secret: bytes) -> None:
         self._process = subprocess.Popen(  # noqa: S603
@@ -81,8 +80,8 @@ class _Child:
 class LocalAttentionGroup:
     """Attention workers of one engine; `open_attention_group` makes it.
 
-    Each worker has `each` blocks, or its heads of `each` blocks. After these come `own_blocks` of
-    the engine's own process.
+    Each worker has `each` blocks, or its heads of `each` blocks. The `own_blocks` of the engine's
+    own process follow the workers' blocks.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class LocalAttentionGroup:
             self._head_ranges = share_heads(layout.num_kv_heads, len(children))
         self._numbers = itertools.count(
             1
-        )  # step numbers for all engines, which share the connections
+        )  # all engines count steps together, because they share connections
         self._wanted = self._make_wanted()
         self.clients = [self._connect(number, use_shm=True) for number in range(len(children))]
         self._local = self._start_local(own_blocks) if own_blocks else None
@@ -202,9 +201,9 @@ def open_attention_group(
 class Decodes:
     """A batch of decodes with equal contexts, in memories of `sizes` blocks.
 
-    The KVCache is whatever the blocks hold. Neighbouring sequences lie in different memories where
-    there is room. Neighbouring segments of `segment_blocks` of one sequence do so, too, unless that
-    is 0.
+    The KVCache is whatever the blocks hold. Neighbouring sequences lie in different memories if
+    there is room. Unless `segment_blocks` is 0, neighbouring segments of one sequence, each of
+    `segment_blocks` blocks, also lie in different memories.
     """
 
     def __init__(
@@ -235,8 +234,8 @@ class Decodes:
 
 
 class OffloadTimes(Struct, frozen=True):
-    """Times of one step: `attention_s` is the busy time of each worker, `waited_s` the time that
-    the model worker waited for the workers."""
+    """The times of one step. `attention_s` is the busy time of each worker, `waited_s` the time
+    that the model worker waited for the workers."""
 
     step_s: float
     attention_s: float
@@ -265,7 +264,7 @@ def timed_step(engine: Engine, ops: RemoteOps, decodes: Decodes) -> OffloadTimes
 
 
 def by_time(ways: Sequence[OffloadTimes]) -> list[OffloadTimes]:
-    """Sorts by step time, the shortest first."""
+    """Sorts the steps by time, with the shortest first."""
     return sorted(ways, key=lambda way: way.step_s)
 
 

@@ -1,6 +1,6 @@
 """Measures the parts of a decode step with one attention worker: model, attention, messages.
 
-A simulation composes clusters with attention workers from these.
+A simulation composes clusters with attention workers from these parts.
 """
 
 from __future__ import annotations

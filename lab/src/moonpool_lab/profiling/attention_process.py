@@ -1,9 +1,9 @@
-"""An attention worker without a head, for measurements.
+"""Runs an attention worker without a head, for measurements.
 
 `python -m moonpool_lab.profiling.attention_process` starts it.
 
-The command line has its name, the environment the secret. The process prints its address as one
-line of JSON, and ends when its input ends.
+The command line has the worker's name, the environment has the secret. The process prints its
+address as one line of JSON, and ends when its input ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The highest rate at which the SLOs hold, in simulation or on a live server.
+"""Finds the highest rate at which the SLOs hold, in simulation or on a live server.
 
 The search bisects between rates that clearly hold and clearly fail. `measure` may simulate or
 replay to a live cluster (`LiveCapacity`). Each rate is measured with several seeds until the
-confidence interval of its attainment excludes the wanted share, or until the seeds are used up.
-Such a rate is unclear, and the search closes in on it from either side.
+confidence interval of its attainment excludes the wanted share. If the seeds are used up before,
+the rate is unclear, and the search closes in on it from either side.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def one_by_one(measure: Callable[[float, int], Attainment]) -> Measure:
 
 
 class CapacityGoal(Struct, frozen=True):
-    """The goal of a capacity search. `wanted`: the share of requests that must meet both SLOs.
+    """The goal of a capacity search. `wanted` is the share of requests that must meet both SLOs.
 
-    The rates found lie within the relative `tolerance`. A rate is measured with up to `max_seeds`,
-    from `first_seed` on.
+    The found rates lie within the relative `tolerance` of each other. A rate is measured with up to
+    `max_seeds` seeds, from `first_seed` on.
     """
 
     wanted: float = 0.9
@@ -64,14 +64,14 @@ class CapacityPoint(Struct, frozen=True):
 
 
 class Capacity(Struct, frozen=True):
-    """The result. `holds`: the highest rate that clearly meets the goal; `fails`: the lowest that
-    clearly misses it; 0 and infinity if none was found. `estimate`: the rate at which the mean
-    crosses `wanted`."""
+    """The result of a capacity search. `holds` is the highest rate that clearly meets the goal, or
+    0 if no rate does. `fails` is the lowest rate that clearly misses the goal, or infinity if no
+    rate does. `estimate` is the rate at which the mean attainment crosses `wanted`."""
 
     holds: float
     fails: float
     estimate: float | None
-    points: tuple[CapacityPoint, ...]  # by rate
+    points: tuple[CapacityPoint, ...]  # ordered by rate
     num_runs: int
     ended: str  # "found", or the name of the limit that ended the search
 
@@ -81,7 +81,7 @@ class Capacity(Struct, frozen=True):
 
 
 class _SpentError(Exception):
-    """No more runs are allowed."""
+    """Says that no more runs are allowed."""
 
 
 class _Search:
@@ -95,8 +95,8 @@ class _Search:
         self._report = report
 
     def judge(self, rate: float) -> Verdict:
-        """Measures until the verdict is clear, or all seeds of the rate are used up.
-        Raises _SpentError if the search may make no more runs before."""
+        """Measures until the verdict is clear, or all seeds of the rate are used up. Raises
+        _SpentError if the allowed runs end before that."""
         if rate in self.points:
             return self.points[rate].verdict
         goal, runs = self.goal, list[Attainment]()
@@ -124,7 +124,7 @@ class _Search:
         self.points[rate] = CapacityPoint(rate, tuple(runs), found, verdict)
         return verdict
 
-    # Noise may put a clear miss below a clear success; the lower one counts.
+    # Noise may put a clear miss below a clear success; the lower rate counts.
 
     @property
     def fails(self) -> float:
@@ -137,8 +137,8 @@ class _Search:
         return max((rate for rate in rates if rate < self.fails), default=0.0)
 
     def bracket(self, start: float) -> bool:
-        """Doubles or halves the rate until one meets the SLOs and another does not. Returns False
-        if all rates meet the goal, or none does."""
+        """Doubles or halves the rate until one rate meets the goal and another misses it. Returns
+        False if all rates meet the goal, or all miss it."""
         self.judge(start)
         for _ in range(MAX_WIDENINGS):
             if self.holds:
@@ -202,7 +202,7 @@ def _crossing(points: Sequence[CapacityPoint], wanted: float) -> float | None:
 class LiveCapacity:
     """Measures rates on a live server, by one replay after another.
 
-    The server's own SLOs hold unless others are given, which a moonpool server then receives.
+    The server's own SLOs hold unless the caller gives SLOs, which a moonpool server then receives.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class LiveCapacity:
             block_tokens=self._block_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,
-            seed=self._num_runs,  # other tokens, else each run would hit the cache of the last
+            seed=self._num_runs,  # new tokens, which no earlier run left in the cache
         )
         figures = asyncio.run(run_replay(plan))
         if figures["interrupted"]:

@@ -1,8 +1,8 @@
 """Recommends chunk sizes for a measured machine: by saturation, and by the TBT SLO with decodes.
 
 SARATHI section 4.3 profiles chunk sizes for their tiles and their saturation; Sarathi-Serve section
-4.3 takes the largest budget whose step meets the SLO. Instances do the latter for every step
-(`scheduler.batching.chunk_budget`); this is the same calculation in advance.
+4.3 takes the largest budget whose step meets the SLO. Instances compute this budget for every step
+(`scheduler.batching.chunk_budget`); this module makes the same calculation in advance.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def recommend(
     decodes: int,
     context_tokens: int,
 ) -> Profile:
-    """Returns the profile. `curve`: the seconds of a step by the size of its only chunk; not
-    empty."""
+    """Returns the profile. `curve` gives the seconds of a step by the size of its only chunk, and
+    must not be empty."""
     saturated = saturation_tokens(curve, cost.tile_tokens)
     most = max(curve)
     chunks = tuple(_choose(cost, tbt_s, decodes, context_tokens, most) for tbt_s in slos_s)

@@ -1,4 +1,4 @@
-"""Times of single decode steps in a rehearsal, relative to the times that the probes predict.
+"""Computes the times of decode steps in a rehearsal, relative to those that the probes predict.
 
 The module finds out which answers shared a step, and which instances computed at the same time.
 """
@@ -13,7 +13,7 @@ from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.types import Struct
 
 MOST = 20.0
-"""Largest ratio: a longer step was delayed by something outside the model."""
+"""The largest ratio that counts, because something outside the model delays a longer step."""
 
 
 NUM_RATIOS = 32
@@ -33,7 +33,7 @@ class RehearsedRequest(Struct, frozen=True):
         return self.instants_s[0] <= at_s <= self.instants_s[-1]
 
     def begins_at(self, at_s: float) -> bool:
-        """Whether this is between its first two tokens."""
+        """Whether the time lies between the first two tokens of the answer."""
         return self.decodes_at(at_s) and at_s <= self.instants_s[1]
 
     def tokens_at(self, at_s: float) -> int:
@@ -85,7 +85,7 @@ def _computing(answers: Sequence[RehearsedRequest], at_s: float) -> set[str]:
 
 def equally_likely(ratios: Sequence[float]) -> tuple[float, ...]:
     """Reduces ratios (the time of a single step over its usual time) to NUM_RATIOS equally likely
-    values in rising order with the same mean. Empty if there are fewer ratios than that.
+    values in rising order with the same mean. Returns no values for fewer ratios than NUM_RATIOS.
 
     A serving machine runs a head, a client, transfers and a kernel beside the engine. A mean alone
     would make all gaps equal, so no quantile of gaps would be right. A simulation draws from these

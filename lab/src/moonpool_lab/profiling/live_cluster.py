@@ -1,4 +1,4 @@
-"""A local cluster for live measurements: its simulated twin, its workload and its profile.
+"""Describes a local cluster for live measurements: its simulated twin, workload and profile.
 
 One description starts the live cluster and configures the simulation; both get the same rows.
 """
@@ -33,7 +33,8 @@ UNBOUNDED = Slo(ttft_s=1e5, tbt_s=1e5)
 
 
 class LiveCluster(Struct, frozen=True):
-    """The settings of both. The pool's blocks must fit the blocks of the scaled trace."""
+    """The settings of the live and the simulated cluster. The block sizes of the pool and of the
+    scaled trace must divide one another."""
 
     model: str = "random:m30"
     prefill: int = 1
@@ -113,7 +114,7 @@ class LiveCluster(Struct, frozen=True):
 ATTAINED = 0.9
 FIRST_RATE = 1.0
 ENOUGH_REQUESTS = 2000.0
-"""Most requests of one simulation; more would not make a share of 90 % more certain."""
+"""The most requests of one simulation; more requests hardly make a share of 90 % more certain."""
 BURST_EVERY_S = 10.0
 BURST_SHARE = 0.2
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0
@@ -126,13 +127,13 @@ class LiveWorkload(Struct, frozen=True):
     scale: Fraction = Fraction(1, 32)
     seed: int = 1
     trace_file: str = ""
-    longest_tokens: int = 0  # longest request, scaled, that is kept; 0 keeps all
+    longest_tokens: int = 0  # drops longer scaled requests; 0 keeps all
     burst: float = 1.0
-    """How much denser arrivals are in the first fifth of every ten seconds; at most 5."""
+    """The density of arrivals in the first fifth of every ten seconds over the mean; at most 5."""
     prompts: int = 0
     answers: int = 0
-    """Tokens of every prompt and answer; prompts then share nothing. 0 keeps the answers of the
-    workload."""
+    """The tokens of every prompt and answer, with prompts that share nothing. 0 keeps the prompts
+    and answers of the workload."""
 
     @property
     def block_tokens(self) -> int:

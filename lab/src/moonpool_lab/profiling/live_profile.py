@@ -1,10 +1,10 @@
 """Measures a live cluster through its API, for the profile that a simulation of it needs.
 
 Prompts and decodes of many sizes are timed on the idle cluster and fitted. Some are timed again
-while all other instances compute. On one machine these share memory bandwidth and cores; the ratio
-is kept as `contention`, because a profile of an instance alone is too optimistic and one under full
-load too pessimistic. Times are measured at head and client, so they include the overheads between
-steps. Nothing is fitted to the workload of a later comparison.
+while all other instances compute. Instances on one machine share memory bandwidth and cores, so the
+ratio of these times is kept as `contention`: a profile of an instance alone is too optimistic, and
+a profile under full load too pessimistic. Times are measured at head and client, so they include
+the overheads between steps. The fit never uses the workload of a later comparison.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_s
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
 PROMPTS = (32, 128, 384, 512, 1024, 2048)
-CACHED = ((512, 384), (1024, 768), (2048, 1536))  # prompt tokens, of which cached
-# Batch and context of each; light loads have small batches, where steps are not linear.
+CACHED = ((512, 384), (1024, 768), (2048, 1536))  # (prompt tokens, cached tokens)
+# (batch, context) of each probe; light loads have small batches, whose times are not linear.
 DECODES = (
     *((1, 64), (1, 1024), (2, 64), (2, 512), (3, 128)),
     *((4, 64), (4, 512), (6, 128), (8, 256), (16, 128)),
@@ -42,7 +42,7 @@ WARM_ROUNDS = 5
 REPEATS = 3
 MOST_REPEATS = 6
 SLOW_PROBE_S = 2.0
-"""A longer probe is not repeated: noise is small beside it, and slow machines take minutes."""
+"""A probe that takes longer is not repeated: its noise is small, and slow machines take minutes."""
 LEAST_DECODES = 3
 ANSWERED = (64, 1024)
 BUSY_PROMPTS = (128, 512, 1024)
@@ -57,14 +57,14 @@ BACKGROUND_TOKENS = 256
 
 
 class ProfileError(RuntimeError):
-    """The cluster could not be measured."""
+    """Says that the cluster could not be measured."""
 
 
 class LiveProfile(msgspec.Struct, frozen=True):
-    """`cost` for the simulator, and the measurements behind it.
+    """The `cost` for the simulator, and the measurements behind it.
 
-    `num_blocks` is the size of each memory: an instance's, or an attention worker's. Each decoding
-    instance has `attention_workers`, and itself keeps `attention_own_tokens`.
+    `num_blocks` is the size of each memory, of an instance or of an attention worker. Each decoding
+    instance has `attention_workers`, and keeps `attention_own_tokens` in its own memory.
     """
 
     cost: FittedCost
@@ -78,9 +78,7 @@ class LiveProfile(msgspec.Struct, frozen=True):
     seconds: float
     attention_workers: int = 0
     attention_own_tokens: int = 0
-    machine_loop_s: float = (
-        0.0  # time of a fixed loop meanwhile (`benchmarks.suite.live.machine_speed`)
-    )
+    machine_loop_s: float = 0.0  # seconds of a fixed loop (`benchmarks.suite.live.machine_speed`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +94,8 @@ class LiveProfiler:
     """Measures an idle cluster; use `measure`."""
 
     def __init__(self, url: str, longest_tokens: int, ca_file: str = "", api_key: str = "") -> None:
-        """Prompts have at most `longest_tokens`. Raises ProfileError if `url` or `ca_file` (see
-        `HttpClient`) cannot be used."""
+        """Prompts have at most `longest_tokens` tokens. Raises ProfileError if `url` or `ca_file`
+        (see `HttpClient`) cannot be used."""
         try:
             self._client = HttpClient(url, api_key, ca_file=ca_file)
         except ValueError as error:
@@ -110,7 +108,7 @@ class LiveProfiler:
         self._least_start_s = inf
 
     async def measure(self) -> LiveProfile:
-        """Raises ProfileError, ConnectionFailedError."""
+        """Measures the cluster. Raises ProfileError, ConnectionFailedError."""
         began_s = monotonic()
         state = await self._get("/cluster")
         self._instances = state["instances"]
@@ -151,7 +149,7 @@ class LiveProfiler:
             control_latency_s=median(handovers_s) / 3 if handovers_s else 0.0,
             front_s=max(median(_front_s(t) for t in answered), 0.0),
             token_bytes=self._token_bytes,
-            # A client cannot distinguish mixed steps; the engine measured these.
+            # A client cannot distinguish mixed steps, so their times come from the engine.
             mixed=believed.mixed,
             tile_tokens=believed.tile_tokens,
         )
@@ -181,7 +179,7 @@ class LiveProfiler:
         return sum(i["role"] != "prefill" for i in self._instances)
 
     def _memory_blocks(self, attention_workers: int, own_tokens: int) -> int:
-        """Returns the blocks of the smallest memory; `/cluster` counts an instance's together."""
+        """Returns the blocks of the smallest memory; `/cluster` gives the sum for an instance."""
         memories = max(attention_workers, 1)
         own = -(-own_tokens // self._instances[0]["pool"]["block_tokens"])
         return min(
@@ -216,7 +214,7 @@ class LiveProfiler:
 
     @property
     def _busy_share(self) -> float:
-        """The share of an instance's neighbours that decode at the same time as it."""
+        """Returns the share of an instance's neighbours that decode at the same time."""
         return (self._num_decoders - 1) / max(len(self._instances) - 1, 1)
 
     def _decode_contention(self, ratios: dict[str, list[float]]) -> float:
@@ -243,11 +241,11 @@ class LiveProfiler:
         return context + most <= self._longest_tokens and most >= self._usual_tokens(batch)
 
     def _usual_tokens(self, batch: int) -> int:
-        """Answer tokens with which the first answer still runs when the last one begins."""
+        """Returns the answer tokens with which the first answer outlasts the last one's start."""
         return DECODE_TOKENS + 4 * batch * self._num_decoders
 
     def _most_tokens(self, batch: int, context: int) -> int:
-        """Answer tokens with which the batch takes at most half of a pool."""
+        """Returns the answer tokens with which the batch takes at most half of a pool."""
         pool = self._instances[0]["pool"]
         share = (
             pool["blocks"] * pool["block_tokens"] // (2 * batch) - context - pool["block_tokens"]
@@ -386,7 +384,7 @@ class LiveProfiler:
 
     async def _busy_prefill(self, tokens: int) -> float:
         alone = await self._prefill(tokens, 0)
-        if self._mixed:  # one prompt on each instance at the same time
+        if self._mixed:  # sends one prompt to each instance at the same time
             times_s = []
             for _ in range(REPEATS):
                 timed = await self._probe_together(len(self._instances), tokens, 1)
@@ -423,7 +421,7 @@ def believed_cost(instance: dict[str, Any]) -> FittedCost:
 
 
 def common_step_s(timed: Sequence[TimedPart]) -> float | None:
-    """Returns the mean step time while all answers ran, or None if that was too short.
+    """Returns the mean step time while all answers ran, or None if this time was too short.
 
     The median of single gaps would not do: a delayed head delivers tokens in bunches.
     """
@@ -440,7 +438,7 @@ def common_step_s(timed: Sequence[TimedPart]) -> float | None:
 
 
 def prefill_time_s(stages_s: Mapping[str, float], least_start_s: float) -> float:
-    """Returns the time of a prefill on an idle instance, where prefills begin `least_start_s` after
+    """Returns the time of a prefill on an idle instance, whose prefills begin `least_start_s` after
     their placement.
 
     On a busy machine, the reports of its start and its end may reach the head together. The

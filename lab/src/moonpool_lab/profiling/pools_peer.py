@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class Buffer:
-    """Touched memory; each object has a part of its own."""
+    """Memory that was touched in advance, with a separate part for each object."""
 
     def __init__(self) -> None:
         self.mapping = mmap.mmap(-1, BUFFER_BYTES)
@@ -138,7 +138,7 @@ class Mooncake:
 
     def put(self, names: "list[tuple[str, int]]", size: int) -> None:
         """Stores slices of `size` bytes under their names. Raises RuntimeError if the store refuses
-        one."""
+        a slice."""
         keys, places = self._places(names, size)
         if len(keys) == 1:
             codes = [self.store.put_from(keys[0], places[0], size)]
@@ -148,7 +148,7 @@ class Mooncake:
             raise RuntimeError(f"to put {size} bytes gave {codes}")
 
     def get(self, names: "list[tuple[str, int]]", size: int) -> None:
-        """Reads slices of `size` bytes. Raises RuntimeError if one is absent or has another
+        """Reads slices of `size` bytes. Raises RuntimeError if a slice is absent or has another
         size."""
         keys, places = self._places(names, size)
         if len(keys) == 1:

@@ -38,7 +38,7 @@ _RAW_NAME = "raw"
 
 
 class StoreBenchError(RuntimeError):
-    """An operation failed, so that the measurement is void."""
+    """Says that an operation failed, so that the measurement is void."""
 
 
 def bench_store(
@@ -113,7 +113,7 @@ class _Run:
         ours: Callable[[BlockStore, range], None],
         theirs: Callable[[int, int], None],
     ) -> tuple[float, float]:
-        """Returns the total seconds of each; the raw file goes first every other time."""
+        """Returns the total seconds of the raw file and of the store, which go first in turn."""
         spent_s = [0.0, 0.0]
         turn_blocks = max(OPERATION_BLOCKS, TURN_BYTES // self._layout.block_bytes)
         for number, start in enumerate(range(0, self._num_blocks, turn_blocks)):
@@ -150,7 +150,7 @@ class _Run:
         self._wait_rest(LoadEnded, slots)
 
     def _blocks(self, some: range) -> tuple[BlockId, ...]:
-        """Returns blocks of one half of the arena, then those of the other half."""
+        """Returns blocks of one half of the arena, then blocks of the other half."""
         half = OPERATION_BLOCKS * (some[0] // OPERATION_BLOCKS % 2)
         return tuple(BlockId(half + i) for i in range(len(some)))
 
@@ -224,14 +224,14 @@ class _RawFile:
         self._fd = os.open(path, flags, 0o600)
 
     def write(self, offset: int, num_bytes: int) -> None:
-        """Raises OSError if the disk is full or takes only a part."""
+        """Writes bytes. Raises OSError if the disk is full or takes only a part."""
         os.posix_fallocate(self._fd, offset, num_bytes)
         for at, step in self._plan(offset, num_bytes):
             if os.pwritev(self._fd, [step], at) != len(step):
                 raise OSError(errno.EIO, "the disk took only a part")
 
     def read(self, offset: int, num_bytes: int) -> None:
-        """Raises OSError if the disk fails or the file ends before."""
+        """Reads bytes. Raises OSError if the disk fails or the file ends too early."""
         for at, step in self._plan(offset, num_bytes):
             if os.preadv(self._fd, [step], at) != len(step):
                 raise OSError(errno.EIO, "the disk gave only a part")

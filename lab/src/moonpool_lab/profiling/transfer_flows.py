@@ -1,4 +1,4 @@
-"""A large TCP fetch over one connection and over several, with and without a limit per connection.
+"""Measures a large TCP fetch over one and several connections, with and without a limit for each.
 
 The loopback has no limit. A relay paces each connection to FLOW_BYTES_PER_S, as clouds limit single
 flows.
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 256 << 10
 
 
 class FlowLimit:
-    """A relay from `port` on the loopback to the real address, until closed.
+    """A relay from `port` on the loopback to the real address, which runs until it is closed.
 
     The kernel paces the answers of each connection. Requests are not paced.
     """
@@ -42,7 +42,7 @@ class FlowLimit:
     def __init__(self, host: str, port: int, bytes_per_s: int) -> None:
         self._target = host, port
         self._listener = socket.create_server(("127.0.0.1", 0))
-        # Accepted sockets inherit it.
+        # Accepted sockets inherit the pacing rate.
         self._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_s)
         self.port: int = self._listener.getsockname()[1]
         self.num_accepted = 0
@@ -82,7 +82,7 @@ FLOW_BYTES_PER_S = 125_000_000
 
 
 def measure_flows(rounds: int) -> dict[str, dict[str, float]]:
-    """Returns GB/s, the median over the rounds, by path and number of connections."""
+    """Returns the median GB/s over the rounds, by path and number of connections."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=run_far, args=(there, BLOCK_BYTES, NUM_BLOCKS))

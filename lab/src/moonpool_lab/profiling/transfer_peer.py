@@ -1,4 +1,4 @@
-"""The other process of `bench transfer`, which grants reads, receives streams, and serves bare
+"""Runs the other process of `bench transfer`: it grants reads, receives streams, and serves bare
 sockets."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_messenger(
     tcp_connections: int = TCP_CONNECTIONS,
     tls: TlsPaths | None = None,
 ) -> Messenger:
-    """`tls` applies only to the transport of this name."""
+    """Makes a messenger. `tls` applies only to the transport of this name."""
     encrypted = PeerTls(*tls) if tls and transport == "tls" else None
     peer = LocalPeer(InstanceId(name), SECRET, tls=encrypted, use_shared_memory=transport == "shm")
     return Messenger(
@@ -152,7 +152,7 @@ def _look(listener: socket.socket, own: Arena) -> None:
     """
     sock, _ = listener.accept()
     _, (fd,), _, _ = socket.recv_fds(sock, 1, 1)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a computing process has touched it, too
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # as if a step had touched the memory
     mapped = memoryview(mmap.mmap(fd, own.num_bytes, flags=flags, prot=mmap.PROT_READ))
     os.close(fd)
     size = own.block_bytes
@@ -162,7 +162,7 @@ def _look(listener: socket.socket, own: Arena) -> None:
 
 
 def receive_into(sock: socket.socket, view: memoryview) -> None:
-    """Fills `view`. Raises RuntimeError if the other process closes the connection before."""
+    """Fills `view`. Raises RuntimeError if the other process closes the connection too early."""
     filled = 0
     while filled < len(view):
         count = sock.recv_into(view[filled:])

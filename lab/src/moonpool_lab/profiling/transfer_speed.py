@@ -1,14 +1,14 @@
 """Measures blocks between two processes, against memcpy, bare sockets and other pools.
 
-A put is a layer stream, a get is a fetch, of one block at a time. Small blocks are also moved in
-one request of several ("many"), as instances fetch a prefix; other pools use their own calls for
-that. Each round runs every way once, so that a busy moment affects all of them; the result is the
-median of the ratios per round.
+A put is a layer stream of one block, a get is a fetch of one block. Small blocks are also moved
+several in one request ("many"), like an instance fetches a prefix; other pools use their own calls
+for many blocks. Each round runs every way once, so that a busy moment affects all ways. The result
+is the median of the ratios per round.
 
 A put is a block's first send, so both sides hash it. A get is of a block that was sent or received
 before, like all blocks of a pool: its sums are cached, and only the reader hashes. The bare sockets
-compute no checksums, and neither do the other pools. "verify in place" is the hash alone, the least
-time of a verified read without a copy. "read in place" is a read by another process of the same
+compute no checksums, nor do the other pools. "verify in place" is the hash alone, the least time of
+a verified read without a copy. "read in place" is a read by another process of the same
 instance, a stage or a rank, which has the arena mapped and receives only the block's number.
 """
 
@@ -53,7 +53,7 @@ ARENA_BYTES = 64 << 20  # larger than most caches, and blocks are used in turn
 MAX_OPERATIONS = 128
 MANY = 16
 LOOKS = 16
-"""Reads per operation; a single one is too short to time."""
+"""The number of reads per operation, because a single read is too short to time."""
 MANY_UP_TO_BYTES = 1 << 20
 LIMITS = {
     "shm": {"get": "memcpy", "put": "memcpy"},
@@ -64,11 +64,11 @@ LIMITS = {
 
 
 class TransferBenchError(RuntimeError):
-    """The benchmark could not be run; one line says why."""
+    """Says in one line why the benchmark could not run."""
 
 
 class LocalTransfer:
-    """This process. Each way moves `count` blocks one after another and returns seconds."""
+    """This process's side. Each way moves `count` blocks one after another and returns seconds."""
 
     def __init__(
         self, pipe: Pipe, block_bytes: int, count: int, tls: TlsPaths | None = None
@@ -146,7 +146,7 @@ class LocalTransfer:
         return time.perf_counter() - began_s
 
     def _verify(self) -> float:
-        """Hashes blocks, which a verified read in place would still have to do."""
+        """Hashes blocks, because a verified read in place would still have to hash them."""
         blocks = [BlockId(self._next()) for _ in range(self._count)]
         layers = range(self._arena.layout.num_layers)
         named = [bytearray(pack_offers((0, n, block, 0) for n in layers)) for block in blocks]
@@ -295,7 +295,7 @@ def _measure(
     here, there = context.Pipe()
     process = context.Process(target=run_far, args=(there, size, ARENA_BYTES // size, tls))
     process.start()
-    there.close()  # closed, so that the end of the other process is noticed
+    there.close()  # closed here, so that the end of the other process is noticed
     near = LocalTransfer(here, size, count, tls)
     ways = near.ways()
     for peer in pools.names if pools else []:

@@ -1,4 +1,4 @@
-"""The hardware of each simulated instance: ground-truth cost, the Conductor's estimate, links."""
+"""Builds the hardware of simulated instances: true cost, the Conductor's estimate, links."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class NodeHardware:
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
-    domain: CostDomain | None = None  # of a measured ground truth
-    outside_domain: str = ""  # what takes over there
+    domain: CostDomain | None = None  # sizes of a measured ground truth
+    outside_domain: str = ""  # name of the cost model outside of them
     kept_tokens: int = 0  # the window, if all layers have one
     draft: DraftHardware | None = None  # a draft model beside the model
 
@@ -139,8 +139,8 @@ def prefill_nodes(config: Config) -> HardwareConfig:
 
 
 def instance_usd_per_h(config: Config, prices: Prices) -> dict[Role, float]:
-    """The price of one instance of each role, without its DRAM. Raises ConfigError where a device
-    has none."""
+    """Returns the price of one instance of each role, without DRAM. Raises ConfigError if a device
+    has no price."""
     nodes = prefill_nodes(config)
     prefill = nodes.nodes_per_prefill * prices.node_usd_per_h(nodes.device, nodes.devices_per_node)
     nodes = decode_nodes(config)
@@ -163,7 +163,7 @@ def _with_attention(
     """Adds the attention workers of a decode instance.
 
     Their memories hold equal numbers of blocks; the blocks that the instance keeps come last.
-    Raises ConfigError if the profile was measured without what is simulated.
+    Raises ConfigError if the profile lacks a measurement of the simulated arrangement.
     """
     workers, own_tokens = attention_workers(config), config.attention.own_tokens
     if not workers:
@@ -235,7 +235,7 @@ def _with_attention_nodes(config: Config) -> HardwareConfig:
 
 
 def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
-    """Replaces figures by those measured on a live machine, whose instances share its memory."""
+    """Replaces figures by measurements of a live machine, whose instances share its memory."""
     if profile.token_bytes:
         rate = profile.shared_memory_bytes_per_s
         prefill, decode, mixed = (
@@ -285,7 +285,7 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             block_tokens=config.pool.block_tokens,
             num_layers=shape.layers,
             num_kv_heads=1,
-            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # as two of two bytes
+            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # two-byte K and V
             arithmetic="simulated",
         )
     return BlockLayout(

@@ -1,9 +1,9 @@
-"""The measured cost of Mooncake's testbed: one node of 8 x A800 with LLaMA3-70B (FAST'25, Fig. 14).
+"""Gives the measured cost of Mooncake's node of 8 x A800 with LLaMA3-70B (FAST'25, Fig. 14).
 
 Prefill is a polynomial fitted to the figure, within 8 % of all its ten points. Decode follows from
 two measurements: batch 1 takes 26.3 ms + 0.0345 us per context token, and batch 16 takes 1.25 times
-as long as batch 1 at a context of 8192 tokens each (v3, Fig. 2). `DOMAIN` is what these measured;
-outside it, `sim.hardware.domain_cost` turns to the node's roofline.
+as long as batch 1 at a context of 8192 tokens each (v3, Fig. 2). `DOMAIN` has the measured sizes;
+outside of them, `sim.hardware.domain_cost` uses the node's roofline.
 """
 
 from __future__ import annotations

@@ -50,11 +50,11 @@ class Catalogue(Struct, frozen=True):
     shapes: tuple[ModelShape, ...]
 
     def device(self, name: str) -> Device:
-        """Raises ConfigError, which names the nearest known devices."""
+        """Returns a device. Raises ConfigError, which names the nearest known devices."""
         return _find(self.devices, name, "device", _OTHERS)
 
     def shape(self, name: str) -> ModelShape:
-        """Raises ConfigError, which names the nearest known shapes."""
+        """Returns a shape. Raises ConfigError, which names the nearest known shapes."""
         return _find(self.shapes, name, "model shape", _OTHERS)
 
 
@@ -85,7 +85,7 @@ def parse_catalogue(text: str, base: Catalogue | None = None) -> Catalogue:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
-    """The end of an error message about an unknown name: the nearest known ones, or all of them."""
+    """Returns the end of an error message about an unknown name: the nearest or all known names."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=most, cutoff=0.4)
     if close:
@@ -128,7 +128,7 @@ def _merge(
 
 @cache
 def _required(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields without a default. msgspec compiles the types of all fields to tell them."""
+    """Returns the fields without a default, for which msgspec compiles the types of all fields."""
     return tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
 
 

@@ -57,22 +57,22 @@ class Device(Struct, frozen=True):
     peak_flops_per_s: float  # dense bfloat16
     memory_bytes_per_s: float
     memory_bytes: int
-    nvlink_bytes_per_s: float  # 0: no NVLink
+    nvlink_bytes_per_s: float  # 0 means no NVLink
     pcie_bytes_per_s: float
     nic_bytes_per_s: float
     all_reduce: tuple[AllReduce, ...]
     peak_fp8_flops_per_s: float = 0.0  # dense; 0 if products in FP8 run as bfloat16
     gemm: Gemm = Gemm()
     attention: Attention = Attention()
-    elementwise_share: float = 0.5  # of memory_bytes_per_s: norms, rotary, activation, additions
-    rdma_share: float = 0.87  # of nic_bytes_per_s, by bulk transfers
-    collective_share: float = 0.71  # of nic_bytes_per_s, by NCCL
+    elementwise_share: float = 0.5  # share of memory_bytes_per_s
+    rdma_share: float = 0.87  # share of nic_bytes_per_s in bulk transfers
+    collective_share: float = 0.71  # share of nic_bytes_per_s with NCCL
     nic_latency_s: float = 33e-6  # one way, by NCCL
     price: Price | None = None
-    power_w: float = 0.0  # the most that it draws, without its share of the node; 0 if unknown
+    power_w: float = 0.0  # most power, without a share of the node; 0 if unknown
     source: str = ""
 
     def all_reduce_row(self, num_devices: int) -> AllReduce | None:
-        """The row for `num_devices`, or for the next larger number with a row."""
+        """Returns the row for `num_devices`, or for the next larger number with a row."""
         wide_enough = [row for row in self.all_reduce if row.num_devices >= num_devices]
         return min(wide_enough, key=lambda row: row.num_devices, default=None)

@@ -1,20 +1,21 @@
-"""A measured cost inside its domain, the roofline of the same device outside. Pure.
+"""Prices steps by a measured cost inside its domain, and by the device's roofline outside. Pure.
 
     step = roofline(step) + what the measurement adds to it
 
-The roofline prices a step by what is in it: chunks and decodes share one read of the weights, and
-attention is apart. What the measurement adds is its departure from the roofline:
+The roofline prices a step by its parts: chunks and decodes share one read of the weights, and
+attention counts separately. The measurement adds its departure from the roofline:
 
     prompt    weight (fit(n, p) - roofline(n, p)), spread evenly over the n - p computed tokens
     decodes   fit - roofline, at the nearest measured batch and sum of contexts
 
-So a prompt of the domain costs what the fit says, if its chunks run alone with
-`CHUNK_TOKENS` each, and a decode step of the domain too. The weight falls to 0 outside the domain
-(`cost.domain`), and a decode's departure stays what it is at the border, so nothing jumps there.
+So a prompt of the domain costs as much as in the fit, if its chunks run alone with `CHUNK_TOKENS`
+each. A decode step of the domain costs as much as in the fit, too. The weight falls to 0 outside
+the domain (`cost.domain`), and a decode's departure keeps its value at the border, so no cost jumps
+there.
 
-Prompts were measured one at a time. Of several departures in a step, those that shorten it all
-count, and of those that lengthen it only the largest: a constant of each prompt, such as the
-engine's overhead, is paid once.
+Prompts were measured one at a time. All departures that shorten a step count, but only the largest
+departure that lengthens it: a step pays a constant of each prompt, such as the engine's overhead,
+only once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moonpool.cost.model import Chunk, OneStage, prompt_s
 from moonpool.sim.hardware.roofline import RooflineCost
 
 CHUNK_TOKENS = 2048
-"""Chunks with which the measured prompts are taken to have been computed; `simulate`'s default."""
+"""The assumed chunk size of the measured prompts, which is also the default of `simulate`."""
 MEMO_ENTRIES = 65_536
 
 
@@ -102,7 +103,7 @@ class DomainCost(OneStage):
         return weight * departure_s / (num_tokens - cached_tokens)
 
     def _batch_departure_s(self, batch: int) -> float:
-        """The departure of a decode step without its contexts."""
+        """Returns the departure of a decode step without its contexts."""
         found = self._decode_memo.get(batch)
         if found is None:
             nearest, _ = self.domain.nearest_decodes(batch, 0)

@@ -1,8 +1,9 @@
-"""A draft model of simulated instances: its step times, and the memory that it takes.
+"""Computes the step times and the memory of a draft model in simulated instances.
 
-It runs on one device of its instance, as a live one runs in one process. A round of guesses is a
-decode step of its shape on that device. The instance's devices hold equal shares of the model and
-its KVCache, so what the draft model takes of its own device is used on none of them.
+The draft model runs on one device of its instance, as a live draft model runs in one process. A
+round of guesses is a decode step of the draft model on that device. The instance's devices hold
+equal shares of the model and its KVCache, so the memory that the draft model takes of its device
+stays unused on the other devices.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from moonpool.sim.hardware.node_cost import MEMORY_SHARE, NodeCost, kv_capacity_
 from moonpool.sim.hardware.roofline import RooflineCost
 
 ROUND_OVERHEAD_S = 0.001
-"""Seconds of each round of guesses, with CUDA graphs: its rows are prepared and its tokens are
-picked. It has no scheduler, so it takes less than that of a step. This is an assumption."""
+"""The overhead of a round of guesses in seconds, with CUDA graphs, to prepare rows and pick tokens.
+A round has no scheduler, so this is less than a step's overhead. The value is assumed."""
 PADDING_TOKENS = 1024
-"""Vocabularies of one tokenizer differ by unused tokens, and by no more than these."""
+"""Vocabularies of one tokenizer differ by at most this many unused tokens."""
 ANY_POSITIONS = 1 << 40
 KEY = "engine.speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHardware:
-    """The draft model of an instance. `place`: what the instance knows of it."""
+    """The draft model of an instance. `place` has the instance's own data of the draft model."""
 
     ground_truth: StepCost
     place: DraftModelPlace
@@ -38,8 +39,8 @@ class DraftHardware:
 def with_draft(
     node: NodeCost, config: Config, catalogue: Catalogue
 ) -> tuple[NodeCost, DraftHardware | None]:
-    """The node with the memory that the draft model leaves it, and the draft model; None without
-    one. Raises ConfigError for one that is unknown, does not fit, or has another vocabulary."""
+    """Returns the node with the memory that the draft model leaves, and the draft model if any.
+    Raises ConfigError if the draft model is unknown, does not fit, or has another vocabulary."""
     settings = config.engine.speculative_config
     if settings is None or settings.method != "draft_model":
         return node, None
@@ -86,15 +87,15 @@ def _draft_shape(
 
 
 def _room_bytes(node: NodeCost) -> float:
-    """What one device has beside its share of the weights."""
+    """Returns the memory of one device beside its share of the weights."""
     return MEMORY_SHARE * node.device.memory_bytes - node.shape.weight_bytes / node.num_devices
 
 
 def _num_blocks(
     settings: SpeculativeConfig, shape: ModelShape, node: NodeCost, block_tokens: int
 ) -> int:
-    """Blocks of its KVCache: those asked for, else an eighth of what its weights leave its device,
-    and no more tokens than the model has."""
+    """Returns the blocks of the draft model's KVCache: the configured number, or an eighth of the
+    memory that its weights leave on the device, with at most the tokens of the model."""
     room_bytes = max(_room_bytes(node) - shape.weight_bytes, 0.0)
     fitting = int(KVCACHE_SHARE * room_bytes / shape.kv_bytes_per_token)
     tokens = settings.draft_kv_tokens or min(fitting, node.kv_capacity_tokens)
@@ -102,7 +103,8 @@ def _num_blocks(
 
 
 def _left_tokens(node: NodeCost, shape: ModelShape, taken_bytes: float) -> int:
-    """KVCache tokens of the model beside the draft model. Attention devices hold all they did."""
+    """Returns the model's KVCache tokens beside the draft model, which attention devices do not
+    lose."""
     if taken_bytes >= _room_bytes(node):
         raise ConfigError(
             f"{KEY}: {shape.name} and its KVCache need {taken_bytes / 1e9:.1f} GB of a device,"

@@ -1,4 +1,4 @@
-"""The time of one matrix product: its memory and its compute, by a soft maximum."""
+"""Computes the time of one matrix product, as a soft maximum of memory and compute time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ SoftMaximum = Callable[[float, float], float]
 def soft_maximum(sharpness: int) -> SoftMaximum:
     """Returns the function (a^q + b^q)^(1/q) for q = `sharpness`.
 
-    It uses no powers, whose last bits differ between machines. Raises ValueError for other q.
+    The function uses no powers, whose last bits differ between machines. Raises ValueError unless q
+    is 1, 2, 4 or 8.
     """
     known: dict[int, SoftMaximum] = {1: _soft_1, 2: _soft_2, 4: _soft_4, 8: _soft_8}
     if sharpness not in known:

@@ -1,4 +1,4 @@
-"""The sizes of a model that the cost models need; those of known models are in `catalogue.toml`."""
+"""Defines the sizes of a model for the cost models; `catalogue.toml` has known models' sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ExpertShape(Struct, frozen=True):
     """A mixture of experts in place of the feed-forward part: each token passes `per_token` of
     `count` experts of width `ffn`, and a part of width `shared_ffn` that all tokens pass.
 
-    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` of the experts; 0
-    means those of the others.
+    `dense_layers` layers have the model's `ffn` instead. `bytes_per_weight` is the size of a
+    weight of the experts; 0 means the size of the model's other weights.
     """
 
     count: int
@@ -29,7 +29,7 @@ class LatentShape(Struct, frozen=True):
     """Attention over latents (MLA): `rank` + `rope` elements per token and layer are cached, for
     heads whose keys have `nope` + `rope` elements and whose values have `value`.
 
-    `query_rank`: the rank of a latent of the queries; 0 means none.
+    `query_rank` is the rank of the queries' latent; 0 means that queries have no latent.
     """
 
     rank: int
@@ -40,15 +40,16 @@ class LatentShape(Struct, frozen=True):
 
 
 class ModelShape(Struct, frozen=True):
-    """A decoder-only transformer. `gated`: the feed-forward part has a gate and an up projection.
-    `tied`: the embedding is the LM head too.
+    """A decoder-only transformer. If `gated`, the feed-forward part has a gate and an up
+    projection. If `tied`, the embedding is also the LM head.
 
-    `window`: tokens that a layer attends to, 0 for all; every `full_every`-th layer attends to all.
-    Requests hold all KVCache, unless all layers have the window. With `latent`, `kv_heads` is 1 and
-    `head_dim` its rank + rope.
-    `bytes_per_embedding`: bytes of a weight of embedding and LM head; 0 means those of the others.
-    `fp8_products`: the layers multiply in FP8 on devices that can.
-    `max_positions`: longest text of a draft model; 0 means any. Other models are not held to it.
+    A layer attends to `window` tokens, or to all if it is 0; every `full_every`-th layer attends to
+    all tokens. Requests hold all KVCache, unless all layers have the window. With `latent`,
+    `kv_heads` is 1 and `head_dim` is the latent's rank + rope.
+    `bytes_per_embedding` is the size of a weight of embedding and LM head; 0 means the size of
+    other weights.
+    With `fp8_products`, the layers multiply in FP8 on devices with FP8 products.
+    `max_positions` limits the text of a draft model, but of no other model; 0 means no limit.
     """
 
     name: str
@@ -74,7 +75,7 @@ class ModelShape(Struct, frozen=True):
 
     @property
     def attention_products(self) -> tuple[tuple[str, int, int, bool], ...]:
-        """Name, inputs, outputs of each product around attention; whether heads divide it."""
+        """Name, inputs and outputs of each attention product, and whether heads divide it."""
         if self.latent is None:
             width, both = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
             return (
@@ -160,7 +161,7 @@ class ModelShape(Struct, frozen=True):
         return self.layers * self.kv_bytes_per_token_per_layer
 
     def kv_copies(self, num_devices: int) -> int:
-        """How often the devices of an instance hold a token's KVCache: each needs the latent."""
+        """Returns how often an instance's devices hold a token's KVCache; each needs the latent."""
         return 1 if self.latent is None else num_devices
 
     @property
@@ -186,9 +187,10 @@ def is_plain(model: ModelConfig) -> bool:
 
 
 def in_formats(shape: ModelShape, model: ModelConfig) -> ModelShape:
-    """The shape with weights and KVCache as `model` asks. Weights that are smaller stay so.
+    """Returns the shape with the formats of `model` for weights and KVCache. Weights that are
+    already smaller stay as they are.
 
-    The bytes are those of our own formats: int4 has a scale and a minimum of two bytes per 32
+    The bytes follow from moonpool's formats: int4 has a scale and a minimum of two bytes per 32
     weights, int8 a scale of four bytes per 256, and FP8 KVCache a byte of scale per token, head, K
     and V. Embedding and LM head keep their format, as published checkpoints have them.
     """

@@ -1,4 +1,4 @@
-"""One node of a simulated cluster: step times, memory sizes and links, from the configuration."""
+"""Computes step times, memory sizes and links of one simulated node, from the configuration."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moonpool.sim.hardware.parallel_cost import Nic, group_cost
 from moonpool.sim.hardware.roofline import RooflineCost
 
 MEMORY_SHARE = 0.9
-"""Share of the device memory for weights and KVCache; activations use the rest (vLLM's default)."""
+"""The memory share for weights and KVCache; activations use the rest (vLLM's default)."""
 DRAM_BYTES = 10**12
 """DRAM of a node for the KVCache pool: about 1 TB, as in Mooncake's testbed."""
 SSD_READ_BYTES_PER_S = 4 * 6.8e9
 SSD_WRITE_BYTES_PER_S = 4 * 4.0e9
-"""Bandwidth of a node's four NVMe drives on PCIe 4.0 x4, by a vendor's data sheet. This is an
-assumption: Mooncake mentions SSDs without figures."""
+"""The bandwidth of a node's four NVMe drives on PCIe 4.0 x4, by a vendor's data sheet. The value is
+an assumption, because Mooncake mentions SSDs without figures."""
 COSTS = (calibrated.NAME, "roofline")
 PLAIN = ModelConfig()
 
@@ -33,8 +33,8 @@ PLAIN = ModelConfig()
 class NodeCost:
     """One node, and the prefill instance made of `nodes_per_prefill` such nodes.
 
-    `cost` and `prefill_cost` are their ground-truth step times. With `attention`, KVCache capacity
-    and links are those of the attention devices, and `device` holds the weights.
+    `cost` and `prefill_cost` are their ground-truth step times. With `attention`, the attention
+    devices give KVCache capacity and links, and `device` holds the weights.
     """
 
     device: Device
@@ -55,12 +55,12 @@ class NodeCost:
 
     @property
     def domain(self) -> CostDomain | None:
-        """What `cost` was measured for; None if it is not measured."""
+        """The sizes that `cost` was measured for, or None if `cost` is not measured."""
         return self.cost.domain if isinstance(self.cost, DomainCost | FittedCost) else None
 
     @property
     def outside_domain(self) -> str:
-        """What takes over outside `domain`."""
+        """The name of the cost model that applies outside `domain`."""
         if isinstance(self.cost, DomainCost):
             return f"the roofline of {self.num_devices} x {self.device.name}"
         return "its own formula"
@@ -147,7 +147,7 @@ def open_node(
 
 
 def _offloaded(node: NodeCost, pool: AttentionPool, num_batches: int) -> NodeCost:
-    """The node with its KVCache, and the links for it, on the attention devices of `pool`.
+    """Returns the node with its KVCache, and the links for it, on the attention devices of `pool`.
 
     Raises ConfigError if the cost model does not separate attention from the rest.
     """
@@ -180,11 +180,11 @@ def kv_capacity_tokens(
     memory_share: float = MEMORY_SHARE,
     taken_bytes: float = 0.0,
 ) -> int:
-    """KVCache tokens that fit into device memory with the weights. Raises ConfigError if none fit.
+    """Returns the KVCache tokens that fit beside the weights. Raises ConfigError if none fit.
 
     capacity = (memory_share * devices * memory_bytes - weight_bytes) / kv_bytes_per_token / copies
 
-    `taken_bytes`: what something else takes of each device.
+    `taken_bytes` is the memory that a draft model takes of each device.
     """
     usable = memory_share * num_devices * device.memory_bytes - num_devices * taken_bytes
     tokens = int((usable - shape.weight_bytes) / shape.kv_bytes_per_token)

@@ -1,9 +1,9 @@
-"""The step time of decode with attention offloading (Lamina, arXiv 2405.01814v2).
+"""Computes the step time of decode with attention offloading (Lamina, arXiv 2405.01814v2).
 
 Model devices hold the weights and compute everything but attention; attention devices hold the
 KVCache only. Per layer and token, q, k and v travel to the attention devices and the attention
-output travels back. `OffloadCost` models it: n staggered batches on n - 1 model replicas keep both
-sides busy (section 4.3), and one token of all n batches takes, per layer, the longest of
+output travels back. In `OffloadCost`, n staggered batches on n - 1 model replicas keep both sides
+busy (section 4.3), and one token of all n batches takes, per layer, the longest of
 
     n t_m / (n - 1)     the model replicas serve n batches
     n t_a               the attention devices serve n batches
@@ -32,13 +32,13 @@ INFLATION = 0.2
 MIN_STAGGERED = 8
 """Smaller batches are not split in two; moonpool_engine/engine/staggered.py has the same bound."""
 STRAIGHT = 1e-12
-"""Relative distance from a straight line up to which it is a rounding error."""
+"""A relative distance from a straight line up to this value counts as a rounding error."""
 
 
 def piecewise_steps_s(
     step_s: Callable[[int, int], float], batch: int, context_tokens: int, num_steps: int
 ) -> float:
-    """Sum of `num_steps` decode steps whose contexts grow by one token each, in seconds.
+    """Returns the seconds of `num_steps` decode steps whose contexts grow by one token each.
 
     `step_s(batch, context tokens)` must be piecewise linear in the context. Where the middle step
     lies on the line between the first and the last one, the whole range is linear, and its mean
@@ -105,7 +105,7 @@ class OffloadNetwork:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Times of one batch in one layer. `network_s` is what attention does not hide."""
+    """The times of one batch in one layer. `network_s` is the time that attention does not hide."""
 
     model_s: float
     attention_s: float
@@ -179,7 +179,7 @@ class OffloadCost(OneStage):
         return piecewise_steps_s(self._round_s, batch, context_tokens, num_steps)
 
     def _round_s(self, batch: float, context_tokens: float) -> float:
-        """One token of all batches."""
+        """Returns the time of one token of all batches."""
         n = min(self.num_batches, int(batch))
         layers = self.model.shape.layers
         times = self.layer_times(batch / n, context_tokens / n)
@@ -211,10 +211,10 @@ class MeasuredOffload(OneStage):
 
     The profiled instance had `parts.seen_workers` attention workers, or none, and one batch at a
     time. Its times are corrected for the difference to the simulated workers: the modelled time of
-    its layers (model, messages, attention) is replaced by that of the simulated ones. The KVCache
-    that the instance keeps (`own_tokens`) is one more share, attended to while the workers compute.
-    With as many workers as profiled, a step takes the profiled time. Two staggered batches overlap
-    as in `OffloadCost`, limited by the number of cores.
+    its layers (model, messages, attention) gives way to the simulated layers' time. The KVCache
+    that the instance keeps (`own_tokens`) is one more share, which the instance attends to while
+    the workers compute. With as many workers as in the profile, a step takes the profiled time. Two
+    staggered batches overlap as in `OffloadCost`, limited by the number of cores.
     """
 
     def __init__(
@@ -246,9 +246,9 @@ class MeasuredOffload(OneStage):
     def _attention_s(
         self, num_workers: int, own_tokens: int, batch: float, context_tokens: float
     ) -> tuple[float, float]:
-        """Attention time of each worker, and of the instance for the KVCache it keeps.
+        """Returns the attention time of each worker, and of the instance for the KVCache it keeps.
 
-        They compute at the same time as far as there are cores.
+        Workers and instance compute at the same time if there are enough cores.
         """
         e, f, g = self._parts.attention
         places = num_workers + (own_tokens > 0)
@@ -277,12 +277,12 @@ class MeasuredOffload(OneStage):
     def _serial_s(
         self, num_workers: int, own_tokens: int, batch: int, context_tokens: float
     ) -> float:
-        """All layers, with model and attention one after the other."""
+        """Returns the time of all layers, with model and attention one after the other."""
         attention_s, own_s = self._attention_s(num_workers, own_tokens, batch, context_tokens)
         return self._model_s(batch) + max(self._parts.message_s + attention_s, own_s)
 
     def _staggered_s(self, batch: int, context_tokens: float) -> float:
-        """All layers of two staggered half batches."""
+        """Returns the time of all layers of two staggered half batches."""
         half = ceil(batch / 2)
         attention_s, own_s = self._attention_s(
             self._workers, -(-self._own_tokens // 2), half, context_tokens / 2

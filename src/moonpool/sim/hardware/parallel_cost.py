@@ -1,4 +1,4 @@
-"""Several nodes as one instance: the cost of each kind of parallelism, and the bytes it sends.
+"""Computes the cost of several nodes as one instance, and the bytes that they send.
 
 tp      tensor parallelism over all devices: two all-reduces per layer, within the nodes and then
         over the NICs
@@ -146,8 +146,8 @@ class DividedCost(OneStage):
 class SequenceParallelCost(OneStage):
     """Ring attention: each node computes its share of a chunk's tokens with all weights.
 
-    It attends to the KVCache of each node as it passes around the ring, so attention takes the
-    longer of compute and transfer. Each decode stays on one node.
+    A node attends to the KVCache of each other node as this passes around the ring, so attention
+    takes the longer of compute and transfer. Each decode stays on one node.
     """
 
     def __init__(self, base: RooflineCost, num_nodes: int, nic: Nic) -> None:

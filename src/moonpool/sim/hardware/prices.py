@@ -1,4 +1,4 @@
-"""The price of a cluster per hour: its devices, and the DRAM and SSD of the KVCache pool.
+"""Computes a cluster's price per hour, from its devices and its KVCache pool's DRAM and SSD.
 
 The price of a device includes its share of the node, but not the DRAM and SSD of the pool. The
 built-in prices are dated list prices (`catalogue.toml`, `prices.toml`). A file given with
@@ -41,7 +41,7 @@ class Prices(Struct, frozen=True):
     ssd: Price
 
     def node_usd_per_h(self, device: str, num_devices: int) -> float:
-        """Raises ConfigError if the device has no price."""
+        """Returns the node's price per hour. Raises ConfigError if the device has no price."""
         price = self.devices.get(device)
         if price is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Roofline cost model: the time of a step, operator by operator, from device and model figures.
+"""Computes the time of a step by a roofline, operator by operator, from device and model figures.
 
 A matrix product of T rows with a K x N shard takes
 
@@ -36,7 +36,7 @@ from moonpool.sim.hardware.matrix_product import Product, soft_maximum
 from moonpool.sim.hardware.model_shapes import ModelShape
 
 SPREAD = 2.0
-"""The variance that the fullest device exceeds the mean by: 1.4 standard deviations."""
+"""The fullest device exceeds the mean by 1.4 standard deviations, the root of this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ExpertCost:
     products: tuple[Product, ...]
 
     def touched(self, tokens: int) -> tuple[float, float]:
-        """Experts that the fullest device reads, and the rows that it computes."""
+        """Returns the experts that the fullest device reads, and the rows that it computes."""
         devices = self.num_devices
         missed = power(1.0 - self.per_token / self.count, tokens)
         experts = self._fullest(self.count * (1.0 - missed))
@@ -68,7 +68,7 @@ class ExpertCost:
         return mean + sqrt(SPREAD * mean * (1.0 - 1.0 / self.num_devices))
 
     def limits_s(self, tokens: int) -> list[tuple[float, float]]:
-        """Memory and compute time of each product."""
+        """Returns the memory time and the compute time of each product."""
         experts, rows = self.touched(tokens)
         limits = []
         for product in self.products:
@@ -85,7 +85,7 @@ class ExpertCost:
         return sum(product.launch_s for product in self.products)
 
     def time_s(self, tokens: int) -> float:
-        """One layer's experts, without launches."""
+        """Returns the time of one layer's experts, without launches."""
         return sum(
             product.soft(*pair)
             for product, pair in zip(self.products, self.limits_s(tokens), strict=True)
@@ -106,7 +106,7 @@ def power(base: float, exponent: int) -> float:
 ENGINE_OVERHEAD_S = 0.003
 """Per step, with CUDA graphs and a lean scheduler; engines in eager mode take 15 to 25 ms."""
 
-ELEMENTWISE_LAUNCHES = 5  # two norms with their additions, rotary, KVCache write, activation
+ELEMENTWISE_LAUNCHES = 5  # kernels: two norms, rotary, KVCache write, activation
 ELEMENTWISE_LAUNCH_S = 2e-6
 MEMO_ENTRIES = 1 << 16
 
@@ -203,7 +203,7 @@ class RooflineCost(OneStage):
         )
 
     def _latent_products(self) -> tuple[Product, ...]:
-        """Devices share out the heads; each computes the latents."""
+        """Returns the products of MLA. Devices share out the heads; each computes the latents."""
         tp, products = self.num_devices, []
         for name, inputs, outputs, divided in self.shape.attention_products:
             if divided and name == "output":
@@ -360,7 +360,7 @@ class RooflineCost(OneStage):
     # -- parts of a step
 
     def dense_s(self, tokens: int) -> float:
-        """All layers without attention, for `tokens` rows: products, elementwise, all-reduces."""
+        """Returns the time of all layers without attention, for `tokens` rows."""
         layer_s = self._elementwise_launch_s + self._elementwise_row_s * tokens
         layer_s += self._reduce_launch_s + self._reduce_row_s * tokens
         for product in self._products:
@@ -372,7 +372,7 @@ class RooflineCost(OneStage):
         return seconds
 
     def _mixture_s(self, tokens: int) -> float:
-        """The feed-forward parts of all layers of a mixture; 0 for other models."""
+        """Returns the time of the feed-forward parts of a mixture, or 0 for other models."""
         experts, mixture = self.experts, self.shape.experts
         if experts is None or mixture is None or tokens == 0:
             return 0.0
@@ -383,7 +383,7 @@ class RooflineCost(OneStage):
         return sparse * layer_s + mixture.dense_layers * dense_s
 
     def head_s(self, logit_rows: int) -> float:
-        """The LM head for `logit_rows` rows."""
+        """Returns the time of the LM head for `logit_rows` rows."""
         if logit_rows == 0:
             return 0.0
         if len(self._head_memo) >= MEMO_ENTRIES:
@@ -405,7 +405,7 @@ class RooflineCost(OneStage):
         return self._attention_launch_s
 
     def chunk_limits(self, chunk: Chunk) -> tuple[float, float]:
-        """Attention time by compute, and by memory."""
+        """Returns the attention time by compute, and by memory."""
         new, start = chunk.num_tokens, chunk.start
         pairs: float = new * (start + 0.5 * (new + 1))
         keys: float = start + new
@@ -418,10 +418,11 @@ class RooflineCost(OneStage):
         return self.key_compute_s * pairs, self._key_memory_s * keys
 
     def stage(self, num_stages: int) -> RooflineCost:
-        """The slowest of `num_stages` stages: ceil(layers / stages) layers and the LM head."""
+        """Returns the slowest of `num_stages` stages, with ceil(layers / stages) layers and the LM
+        head."""
         layers = -(-self.shape.layers // num_stages)
         shape = msgspec.structs.replace(self.shape, layers=layers)
-        if shape.experts is not None:  # another stage has the dense layers
+        if shape.experts is not None:  # other stages have the dense layers
             dense = max(shape.experts.dense_layers - (self.shape.layers - layers), 0)
             experts = msgspec.structs.replace(shape.experts, dense_layers=dense)
             shape = msgspec.structs.replace(shape, experts=experts)
@@ -436,7 +437,7 @@ class RooflineCost(OneStage):
     def step_parts(
         self, chunks: Sequence[Chunk], decode_batch: int, decode_context_tokens: int
     ) -> StepParts:
-        """The breakdown of `step_s`."""
+        """Returns the breakdown of `step_s`."""
         layers = self.shape.layers
         tokens = decode_batch + sum(chunk.num_tokens for chunk in chunks)
         rows = decode_batch + sum(chunk.last for chunk in chunks)

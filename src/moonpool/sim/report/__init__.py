@@ -1,1 +1,1 @@
-"""The report of a simulation: one self-contained page with charts."""
+"""Writes the report of a simulation as one self-contained page with charts."""

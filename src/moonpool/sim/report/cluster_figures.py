@@ -1,4 +1,4 @@
-"""The sections "How the cluster coped" and "KVCache and network"."""
+"""Makes the report's sections "How the cluster coped" and "KVCache and network"."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moonpool.sim.simulation import Simulation
 from moonpool.types import InstanceId, Role
 
 MAX_CELLS = 160
-"""Windows of the heat map."""
+"""The most time windows of the heat map."""
 NUM_BUSIEST_LINKS = 8
 LINK_KINDS = {
     "in": "into instances",
@@ -69,7 +69,7 @@ def kvcache_figures(simulation: Simulation, figures: dict[str, Any]) -> list[Rep
 
 
 def busy_share(nodes: list[SimInstance], span_s: float) -> list[float]:
-    """The share of the run in which each instance computed."""
+    """Returns the share of the run in which each instance computed."""
     return [min(node.engine.figures.busy_s / max(span_s, 1e-9), 1.0) for node in nodes]
 
 
@@ -121,7 +121,7 @@ def _running(simulation: Simulation) -> ReportFigure:
 
 
 def _role(simulation: Simulation, role: Role) -> str:
-    """`role`, or mixed if the cluster has no instance of that role."""
+    """Returns `role`, or mixed if the cluster has no instance of that role."""
     return role.value if getattr(simulation.config.cluster, role.value) else Role.MIXED.value
 
 

@@ -1,4 +1,4 @@
-"""A standalone chart for notebooks and files: SVG with its own style."""
+"""Makes a standalone chart for notebooks and files, as SVG with its own style."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Drawing:
 
 
 def _style() -> str:
-    """The rules of the project's look that charts need, in light colours and for charts alone: a
-    notebook is one document with other styles."""
+    """Returns the style rules that charts need, in light colours. The rules apply only to charts,
+    because a notebook is one document with other styles."""
     sheet = look()
     root = _ROOT.search(sheet)
     assert root is not None
-    values = root[1].partition(";")[2]  # without the choice of light or dark
+    values = root[1].partition(";")[2]  # leaves out the choice of light or dark
     rules = [
         ", ".join(f"svg.plot {part.removeprefix('svg ').strip()}" for part in names.split(","))
         + " {"

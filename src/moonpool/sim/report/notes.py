@@ -1,4 +1,4 @@
-"""What the figures of a simulation cannot say, in sentences: for the page and for the terminal."""
+"""Says in sentences what the figures of a simulation leave out, for page and terminal."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def notes(figures: dict[str, Any]) -> list[str]:
 
 
 def outside_domain(figures: dict[str, Any]) -> str:
-    """Says how much of the run was outside what its costs were measured for; "" if nothing was, or
-    if they were not measured."""
+    """Says how much of the run was outside the sizes that its costs were measured for. Returns ""
+    if no part was outside, or if the costs were not measured."""
     domain = figures["cost_domain"]
     if not domain or not (domain["outside_prefill_share"] or domain["outside_decode_share"]):
         return ""

@@ -1,8 +1,8 @@
-"""The report of a simulation as one page of HTML.
+"""Writes the report of a simulation as one page of HTML.
 
-The page is self-contained: no scripts, fonts or images from elsewhere; its content policy forbids
-them. The template `page.html.jinja` escapes all text. The same simulation gives the same bytes, so
-the time of the run and its duration are left out.
+The page is self-contained: its content policy forbids scripts, fonts and images from elsewhere. The
+template `page.html.jinja` escapes all text. The same simulation gives the same bytes, so the page
+leaves out the time of the run and its duration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moonpool.sim.report.user_figures import user_figures
 from moonpool.sim.simulation import Simulation
 from moonpool.types import Role
 
-NOT_REPRODUCIBLE = ("wall_s", "config")  # the configuration has a section of its own
+NOT_REPRODUCIBLE = ("wall_s", "config")  # the configuration has a separate section
 CONFIG_TABLES = ("cluster", "hardware", "pool", "slo", "engine", "conductor")
 """The tables that a simulation reads. Other tables may hold secrets and are not shown."""
 LIVE_ONLY = (("engine", "threads"), ("engine", "device"))
@@ -73,8 +73,8 @@ def render_report(
 
 
 def environment(package: str = __package__) -> Environment:
-    """The templates of a package and, for those that it lacks, of this folder. All text in them is
-    escaped."""
+    """Returns the templates of a package. If the package lacks a template, this folder's template
+    counts. All text in templates is escaped."""
     folders = [resources.files(package), resources.files(__package__)]
 
     def read(name: str) -> str:
@@ -94,7 +94,7 @@ def environment(package: str = __package__) -> Environment:
 
 
 def _lead(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> str:
-    """What was simulated, and how many requests were answered within the SLOs."""
+    """Says what was simulated, and how many requests were answered within the SLOs."""
     config = simulation.config
     cluster = config.cluster
     sent = f"{_were(cluster.prefill + cluster.decode + cluster.mixed)} sent"
@@ -107,7 +107,7 @@ def _lead(simulation: Simulation, figures: dict[str, Any], trace_name: str) -> s
 
 
 def describe_cluster(config: Config) -> str:
-    """The cluster in words, up to the verb: `1 mixed instance, 8 x A800-SXM with llama3-70b,`."""
+    """Returns the cluster in words, such as `1 mixed instance, 8 x A800-SXM with llama3-70b,`."""
     cluster, hardware = config.cluster, config.hardware
     counts = (("prefill", cluster.prefill), ("decode", cluster.decode), ("mixed", cluster.mixed))
     pools = " + ".join(f"{number:,} {role}" for role, number in counts if number)
@@ -175,7 +175,7 @@ def _were(number: int) -> str:
 
 
 def _tiles(figures: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
-    """(name, value, remark) of each key figure."""
+    """Returns (name, value, remark) of each key figure."""
     ttft, tbt = figures["ttft_s"], figures["tbt_top10_mean_s"]
     refused = figures["rejected"] / max(figures["requests"], 1)
 
@@ -200,7 +200,7 @@ def _tiles(figures: dict[str, Any]) -> tuple[tuple[str, str, str], ...]:
 
 
 def _price(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The price of the instances, where all devices have one."""
+    """Returns the price of the instances, if all devices have a price."""
     usd = figures.get("usd")
     if usd is None:
         return []

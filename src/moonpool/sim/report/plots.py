@@ -1,4 +1,4 @@
-"""Charts of the report with their titles: series over the run's time, and distributions."""
+"""Makes the report's charts with their titles: series over the run's time, and distributions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOO_SHORT = "The run was too short to be sampled twice."
 
 
 class Table(NamedTuple):
-    """The first column names the row, the others are figures."""
+    """A table whose first column names the row, and whose other columns are figures."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportFigure:
-    """A chart or a table, or a note where there is nothing to show, with how to read it.
+    """A chart or a table with an explanation, or a note if there is nothing to show.
 
     `key` is the legend: (colour class, name). All text is plain; the template escapes it.
     """
@@ -79,7 +79,7 @@ def over_time(
     limit: Limit | None = None,
     wide: bool = False,
 ) -> ReportFigure:
-    """Series over the run's time. `make_axis` takes the highest value; `label` formats a value."""
+    """Draws series over the run's time. `make_axis` takes the highest value, `label` any value."""
     if any(len(one.points) < 2 for one in series):
         return ReportFigure(title, how, note=TOO_SHORT, wide=wide)
     span_s = max(one.points[-1][0] for one in series)
@@ -103,8 +103,8 @@ def over_time(
 def distribution(
     title: str, how: str, curves: Sequence[tuple[str, str, Histogram]], slo_s: float | None = None
 ) -> ReportFigure:
-    """Cumulative distributions of seconds. A curve is (colour class, name, values); the first one
-    has marks at p50, p90 and p99."""
+    """Draws cumulative distributions of seconds. A curve is (colour class, name, values); the first
+    curve has marks at p50, p90 and p99."""
     drawn = [(css, name, values) for css, name, values in curves if values.count]
     if not drawn:
         return ReportFigure(title, how, note=NO_REQUEST)
@@ -140,14 +140,14 @@ def _hover_columns(
 
 
 def values_at(points: Points, instants: Sequence[float]) -> list[float]:
-    """The values of a sampled series at other instants, by linear interpolation."""
+    """Returns the values of a sampled series at other instants, by linear interpolation."""
     x, y = zip(*points, strict=True)
     return [float(value) for value in np.interp(instants, x, y)]
 
 
 def window_edges(points: Points, most: int) -> list[float]:
-    """Divides the span of the series into at most `most` windows of a round length, none finer than
-    its samples. The last window may be up to half as long again, or half as short."""
+    """Divides the span of the series into at most `most` windows of a round length, each at least
+    as long as a sample. The last window has 0.5 to 1.5 times this length."""
     begin_s, end_s = points[0][0], points[-1][0]
     if len(points) < 2:
         return [begin_s, begin_s + 1.0]
@@ -158,7 +158,7 @@ def window_edges(points: Points, most: int) -> list[float]:
 
 
 def rates(points: Points, edges: Sequence[float]) -> list[tuple[float, float]]:
-    """(middle of the window, increase per second in it) of a running count."""
+    """Returns (middle of the window, increase per second in the window) of a running count."""
     values = values_at(points, edges)
     return [
         ((edges[n] + edges[n + 1]) / 2, (values[n + 1] - values[n]) / (edges[n + 1] - edges[n]))
@@ -177,10 +177,10 @@ def thinned(points: Points, most: int = 360) -> list[tuple[float, float]]:
 
 
 def busy_shares(points: Points, edges: Sequence[float]) -> tuple[float, ...]:
-    """The busy share of each window, from a running count of busy seconds.
+    """Returns the busy share of each window, from a running count of busy seconds.
 
-    Decode steps that were simulated together are counted when the last of them ends. A window with
-    more busy seconds than it has therefore passes the excess to the window before.
+    Decode steps that were simulated together count when the last step ends. So a window may count
+    more busy seconds than its length, and passes the excess to the window before.
     """
     values = values_at(points, edges)
     shares = [0.0] * (len(edges) - 1)

@@ -1,4 +1,4 @@
-"""The section "What users felt": latencies, requests over time, stages and refusals."""
+"""Makes the section "What users felt": latencies, requests over time, stages and refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _tbt(simulation: Simulation) -> ReportFigure:
 
 
 def _slo_classes(config: Config, figures: dict[str, Any]) -> list[ReportFigure]:
-    """A row for each class that requests named; nothing without classes."""
+    """Returns a table with a row for each class that requests named, or nothing without classes."""
     found: dict[str, Any] = figures.get("slo_classes", {})
     levels = {one.name: one for one in config.slo.classes}
     rows = [
@@ -169,4 +169,4 @@ CHARTS: dict[str, Callable[[Simulation], ReportFigure]] = {
     "tbt": _tbt,
     "requests": _requests,
 }
-"""Charts that notebooks draw one by one, by name."""
+"""The charts that notebooks draw singly, by name."""

@@ -56,7 +56,7 @@ class ServerDialect(ABC):
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        """Has a request computed, or a call of a client answered. `use`: the slot to use, of a
+        """Has a request computed, or a client's call answered. `use`: the slot to use, of a
         server with slots."""
         asked = Asked(submit, submit.attempt, facts, layout_fingerprint, use)
         if asked.work.call is None:
@@ -65,12 +65,12 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
-        """Has the token ids of a request continued."""
+        """Sends the token ids of a request to the server, and yields the tokens that follow."""
 
     @abstractmethod
     def call_body(self, asked: Asked) -> bytes:
-        """The body of a forwarded call, as this make takes it."""
+        """Returns the body of a forwarded call, in the form that this kind of server accepts."""
 
     async def counts(self) -> PrefixCounts | None:
-        """The hits of its prefix cache, or None if it does not tell."""
+        """Returns the hits of the server's prefix cache, or None if the server does not tell."""
         return None
