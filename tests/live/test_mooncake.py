@@ -38,7 +38,7 @@ def serve(cluster: MooncakeCluster) -> LocalServer:
 
 
 def wait_for(talk: Talk, **least: float) -> Counter[str]:
-    """The counters of all instances; heartbeats bring them once a second."""
+    """Returns the counters of all instances; heartbeats bring them once a second."""
     by_s = time.monotonic() + WAIT_S
     while True:
         found: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def test_a_cluster_that_starts_later_finds_what_was_computed(cluster: MooncakeCl
     with serve(cluster) as server:
         talk = Talk(server.url)
         assert talk.round() == 0
-        wait_for(talk, ssd_written_blocks=blocks)  # as they are computed, not when they are evicted
+        wait_for(talk, ssd_written_blocks=blocks)  # stored when computed, not when evicted
         expected = talk.expected
     with serve(cluster) as server:
         talk = Talk(server.url)
