@@ -137,7 +137,7 @@ class TensorRtStub(ServerStub):
 
 
 PREFILL_S_PER_TOKEN = 1e-3
-"""Sends requests to the server with the prefix. A server that computes prompts in no time would
+"""Is the stubs' time per prompt token. A server that computes prompts in no time would
 give the router no reason for that."""
 
 

@@ -59,7 +59,7 @@ def unlinked(pool: Pool) -> Iterator[None]:
 
 @contextmanager
 def late(pool: Pool) -> Iterator[None]:
-    """Checks ten times whether the pool answers."""
+    """Stops the pool most of the time: it can answer in one of ten moments."""
     ends = threading.Event()
 
     def stop_often() -> None:

@@ -217,7 +217,7 @@ def test_other_numbers(model: list[str]) -> None:
 
 @pytest.mark.long
 def test_structured_answers() -> None:
-    """Uses answers of the built-in model, which ends its answers and continues what it has read."""
+    """Uses the built-in model, which ends its answers and continues what it has read."""
     names = ["ann", "bob", "cat", "dan"] * 4
     word = json.dumps({"names": names})
     body = {

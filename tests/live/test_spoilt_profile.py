@@ -44,7 +44,7 @@ def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
 
 
 FAST = [structs.replace(sample, seconds=1e-6) for sample in SPOILT]
-"""Times are faster than any machine computes, however idle it is."""
+"""Holds step times that are shorter than any machine needs, however idle it is."""
 
 
 def test_the_first_prompt_corrects_the_prediction_of_the_second(

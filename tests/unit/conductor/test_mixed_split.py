@@ -163,7 +163,7 @@ def test_instances_with_one_role_do_not_switch() -> None:
 
 @pytest.mark.parametrize(("fixed_s", "expected"), [(0.02, "mm"), (0.022, "pd")])
 def test_a_large_fixed_time_splits(fixed_s: float, expected: str) -> None:
-    """Is a quarter of a step that may take 85 ms."""
+    """Uses fixed times around a quarter of a step that may take 85 ms."""
     cost = FittedCost(prefill=(fixed_s, 0.0001, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
     assert roles(desk("m0", "m1", tbt_s=0.1, cost=cost)) == expected
 

@@ -35,7 +35,7 @@ def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Is the model: for each instance its incarnation, the next number, and its keys or None
+    """Models the index: for each instance its incarnation, the next number, and its keys or None
     (dropped)."""
 
     def __init__(self) -> None:

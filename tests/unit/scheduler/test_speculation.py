@@ -38,7 +38,7 @@ LAYOUT = BlockLayout(
     head_dim=8,
 )
 CHEAP_ROWS = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.1, 0.001, 0.0))
-"""Has slow reads of the weights and cheap rows, as on most machines at small batches."""
+"""Describes slow reads of the weights and cheap rows, as on most machines at small batches."""
 DEAR_ROWS = FittedCost(prefill=(0.0, 0.1, 0.0, 0.0), decode=(0.0, 0.1, 0.0))
 """Describes a saturated machine: a row costs the same in any batch."""
 NGRAM = SpeculativeConfig(method="ngram")

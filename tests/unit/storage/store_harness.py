@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def make_layout(slice_bytes: int = 256, num_layers: int = 3, model: str = "tiny") -> BlockLayout:
-    """Gives slice sizes: blocks with slices of 4,096 bytes bypass the page cache; blocks with 256
+    """Returns a layout. Blocks with slices of 4,096 bytes bypass the page cache; blocks with 256
     bytes do not."""
     return BlockLayout(
         model_fingerprint=model,
