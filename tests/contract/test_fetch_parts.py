@@ -1,4 +1,4 @@
-"""A large fetch over TCP uses several connections at once and is one fetch to its caller."""
+"""A large fetch over TCP uses several connections at once, but is one fetch to its caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def transport() -> str:
 
 @pytest.fixture
 def pair(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Node]:
-    """Two nodes whose fetches of more than one block use several connections."""
+    """Makes two nodes whose fetches of more than one block use several connections."""
     monkeypatch.setattr(fetch_module, "PART_BYTES", 1)
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
