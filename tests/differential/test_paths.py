@@ -247,7 +247,7 @@ def test_computed_while_the_prefix_arrives(
 def test_damaged_while_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every few slices one is wrong: steps are computed for nothing, and no token is wrong."""
+    """Whether no token is wrong if a slice is wrong now and then and some steps are repeated."""
     monkeypatch.setattr(ShmConnection, "defers_checksums", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
