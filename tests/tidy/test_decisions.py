@@ -28,7 +28,7 @@ def sentences(text: str) -> list[str]:
 
 
 def test_subjects_stay_few() -> None:
-    """Whether a new decision goes into the page of its subject."""
+    """Limits the number of pages: a new decision goes into the page of its subject."""
     assert 30 <= len(PAGES) <= MAX_PAGES
 
 

@@ -23,7 +23,7 @@ CONTAINER = DEPLOY / "container"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
 EXTRAS = {"vllm": r"--vllm=", "epp": r"- epp\n"}
-"""Maps signs in a process of the chart to what the process needs beside moonpool and its engine."""
+"""Maps an extra that a process of the chart needs to the pattern that shows the need."""
 DRAIN_S = 25
 """Is the default of `--drain-seconds`: a program that stops a process must wait for longer."""
 

@@ -66,7 +66,7 @@ def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:
 
 
 def test_every_series_of_a_rule_is_there_before_its_first_event() -> None:
-    """Whether counters begin at 0, because `increase` of a series that begins at 1 is 0."""
+    """Whether all label values are known from the start: the first `increase` from 1 is 0."""
     rules = (ROOT / "deploy/prometheus/moonpool.rules.yml").read_text()
     by_name = {spec.exported_name: spec for spec in CATALOGUE}
     for name in set(re.findall(r"(?:increase|rate)\((\S+?)(?:\{[^}]*\})?\[", rules)):

@@ -62,7 +62,7 @@ def make_ops() -> SplitOps:
 
 
 class Workers:
-    """Attention workers as threads, each with an arena of its own."""
+    """Runs attention workers as threads, each with an arena of its own."""
 
     def __init__(self, count: int, transport: str, dtype: str = "float32") -> None:
         self.model = open_model(NAME, dtype)
@@ -135,7 +135,7 @@ def local_engine(made: Workers) -> Engine:
 
 
 def run(engine: Engine, tables: list[list[int]], lengths: list[int], steps: int) -> list[list[int]]:
-    """Prompts prefilled in two chunks, then decoded together."""
+    """Runs prompts that are prefilled in two chunks, then decoded together."""
     texts = [[(7 * i + t) % 300 for t in range(length)] for i, length in enumerate(lengths)]
     for number, (text, table) in enumerate(zip(texts, tables, strict=True)):
         cut = len(text) // 2
@@ -188,10 +188,10 @@ def test_by_token_range(count: int, transport: str) -> None:
     with workers(count, transport) as made:
         size = SEGMENT // 64
         long = [BLOCKS_EACH * (i // size % count) + i % size for i in range(66)]
-        if count == 2:  # its third segment is at the first worker again
+        if count == 2:  # the third segment is at the first worker again
             long = [*range(size), *(BLOCKS_EACH + i for i in range(size)), 38, 39]
         short = [BLOCKS_EACH + 33, BLOCKS_EACH + 34]
-        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second has rows of both
+        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second worker has rows of both
         assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
         tables, lengths = tables[::-1], lengths[::-1]
         assert run(made.engine, tables, lengths, 2) == run(local_engine(made), tables, lengths, 2)
@@ -268,7 +268,7 @@ def test_a_late_query_gives_the_same_tokens_and_workers_report_their_times(
 def test_an_echo_returns_unchanged_and_an_unknown_message_ends_the_channel(transport: str) -> None:
     with workers(1, transport) as made:
         channel = made.channels[0]
-        for size in (0, 5, 1 << 17):  # the last is larger than the ring
+        for size in (0, 5, 1 << 17):  # the last message is larger than the ring
             sent, back = bytearray(i % 251 for i in range(size)), bytearray(size)
             channel.send(Header(size, ECHO, 3, 9), memoryview(sent))
             assert channel.receive(memoryview(back)) == Header(size, ECHO, 3, 9)

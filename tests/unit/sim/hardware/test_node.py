@@ -1,4 +1,4 @@
-"""Nodes from a configuration: the default is Mooncake's, and mistakes get one line."""
+"""Reads nodes from a configuration: the default is Mooncake's node, and mistakes get one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_default_is_mooncakes_node() -> None:
     assert node.dram_tokens == 3_000_000
     assert node.network_bytes_per_s == pytest.approx(87e9)
     assert node.host_bytes_per_s == 99e9
-    # .9 of 8 x 80 GiB, less 141 GB of weights
+    # The memory is .9 of 8 x 80 GiB, less 141 GB of weights.
     assert node.kv_capacity_tokens == int((0.9 * 8 * 80 * 2**30 - 2 * 70_552_387_584) / 327_680)
 
 
