@@ -1,4 +1,5 @@
-"""Runs moonpool's commands in processes that are forked from one that has imported what they need.
+"""Runs moonpool's commands in processes that are forked from a process that has imported what they
+need.
 
 A new interpreter takes 3 to 4 s of CPU to import torch and what head and workers need; most tests
 of commands take less than that in total. A command that is forked here runs the same code from its

@@ -111,7 +111,7 @@ def _run_batch(
 
 
 def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> str:
-    """Adds a finding if the input takes too much memory."""
+    """Returns a line about the memory if the input takes too much, or an empty string."""
     bytes_before = _forget_peak()
     last.note(data)
     _run(reader, data, folder)

@@ -25,8 +25,8 @@ from tests.live.host_pool import GROUP, Engine, Pool
 from tests.live.waiting import wait_until
 
 LONG_S = 300.0
-"""Is the time that the pool has for an answer. It is long, so that a caller that waits is noticed
-even on a busy machine."""
+"""Is the time that the pool has for an answer. The time is long, so that a caller that waits is
+noticed even on a busy machine."""
 MOST_S = 0.05
 
 

@@ -1,5 +1,6 @@
-"""A Mooncake Store outlives the clusters that use it: one that starts later finds what an earlier
-one has computed, and goes on without it when it is gone. Needs the optional package."""
+"""A Mooncake Store outlives the clusters that use it: a later cluster finds the blocks of an
+earlier cluster, and goes on without the store when the store is gone. Needs the optional package.
+"""
 
 from __future__ import annotations
 

@@ -234,8 +234,8 @@ class TimedVllms:
         self.longest_wait_s, self.hit_tokens = 0.0, 0
 
     def play(self, sessions: Sequence[Session], seconds: float, programs: bool = False) -> None:
-        """With `programs` each session is one: those that began go on to their end, and calls that
-        are refused come again."""
+        """With `programs`, each session is a program: programs that began continue to their end,
+        and refused calls come again."""
         start = self.clock.now
         self._until_s = start + seconds
         for session in sessions:

@@ -1,4 +1,4 @@
-"""deploy/: every file parses, and every command line in it is one that moonpool accepts."""
+"""deploy/: every file parses, and moonpool accepts every command line in it."""
 
 from __future__ import annotations
 
