@@ -187,8 +187,8 @@ def test_a_fetch_from_a_peer_whose_flows_are_limited_uses_several(make_node: Mak
 def test_each_part_is_redirected_to_the_peers_that_store_its_blocks(
     pair: tuple[Node, Node], make_node: MakeNode
 ) -> None:
-    """The parts lie at the source, at one other peer, and at several peers with some of the blocks
-    each."""
+    """Places the parts at the source, at one other peer, and at several peers with some of the
+    blocks each."""
     front, reader = pair
     holder, one, other = make_node("holder"), make_node("one"), make_node("other")
     for number, node in enumerate((holder, one, other)):

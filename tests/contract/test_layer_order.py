@@ -229,7 +229,7 @@ def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
 
 
 def test_a_broken_gate_is_not_opened_by_the_end() -> None:
-    """The operation may have ended with fewer blocks than a reader relied on."""
+    """Whether an operation may end with fewer blocks than a reader relied on."""
     gate = LayerGate()
     gate.open(2)
     gate.break_gate()

@@ -15,9 +15,9 @@ MOST_TELLING = ("in_a_crowd[native-float32-7]", "in_a_crowd[native-int8-bfloat16
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernels are tested each time, and the plain operations, which they are compared with and
-    which are slow, in the long run. Ways of a request are tested each time in bfloat16. In the
-    other dtypes they are tested in the long run, except for the ways that tell dtypes apart most.
+    """The kernels are tested each time. The plain operations, their slow reference, are tested in
+    the long run. Ways of a request are tested each time in bfloat16. In the other dtypes they are
+    tested in the long run, except for the ways that tell dtypes apart most.
     """
     for item in list(items):
         if "differential" not in item.path.parts:

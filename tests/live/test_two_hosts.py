@@ -87,7 +87,7 @@ def cluster(folder: Path) -> Iterator[tuple[Wire, Shell, Shell]]:
 
 
 def ask(wire: Wire, path: str, body: dict[str, Any] | None = None, host: int = 1) -> Any:
-    """Asks the head from a host. Returns None unless the answer has status 200."""
+    """Sends a call to the head from a host. Returns None unless the answer has status 200."""
     words = ["curl", "-sf", "--max-time", "90", f"http://{HOSTS[0]}:8000{path}"]
     if body is not None:
         words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]

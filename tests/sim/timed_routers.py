@@ -106,11 +106,11 @@ class _Program:
 
 
 class ProgramQueueRouter:
-    """Each program has a server, by its hash. A call goes there when the programs that are active
-    there leave it room in the KVCache and no request waits, as of each second. A program stays
-    active during its pauses for as long as `SHARE_HELD` of the last hundred took, up to 10 s; not
-    before there were a hundred. Those that wait are sent the latest first; to another server, the
-    earliest first, if that has so much more room."""
+    """Gives each program a server, by its hash. A call goes to this server when the server's active
+    programs leave room for it in the KVCache and no request waits, as of each second. A program
+    stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up to 10 s;
+    this starts after a hundred pauses. Waiting calls are sent latest first. To another server with
+    that much more room, they are sent earliest first."""
 
     POLL_S = 1.0
     WINDOW = 100

@@ -227,7 +227,7 @@ class TimedVllms:
         return sum(record.effective for record in self.records)
 
     def forget(self) -> None:
-        """Begins new figures; what the Conductor has learned remains."""
+        """Begins new figures, but keeps what the Conductor has learned."""
         self.records.clear()
         self.refused.clear()
         self.calls.clear()
@@ -384,9 +384,9 @@ ROUTERS: dict[str, Callable[[int], TimedRouter]] = {
 
 
 class ServerTimes(msgspec.Struct, frozen=True):
-    """`factors`: how slow each server is beside the others. `slow`: how many times slower all are,
-    and their SLOs longer; tools are as fast as ever. `tbt_s`: the SLO in place of the workload's.
-    `jitter`: see `TimedVllms`. `router`: one of `ROUTERS`; "": the Conductor."""
+    """`factors` say how slow each server is beside the others. `slow` makes all servers slower and
+    their SLOs longer by this factor; tools keep their speed. `tbt_s` replaces the workload's SLO.
+    For `jitter`, see `TimedVllms`. `router` is one of `ROUTERS`, or "" for the Conductor."""
 
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
     slow: float = 1.0
@@ -416,8 +416,8 @@ def played(
     before: float = 0.5,
     number: int = 0,
 ) -> TimedVllms:
-    """A workload at `before` of the capacity, and then at this load, of which the figures are.
-    `number`: each has other sessions."""
+    """Runs a workload at `before` of the capacity, and then at this load, which gives the figures.
+    Each `number` has other sessions."""
     workload = WORKLOADS[name]
     fleet = times.fleet(name, config or ConductorConfig())
     fleet.num_programs = 1_000_000 * number

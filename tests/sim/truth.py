@@ -1,4 +1,4 @@
-"""The correct answer of every request of a run, computed in advance.
+"""Computes the correct answer of every request of a run in advance.
 
 A token is a pure function of all tokens before it and of (seed, position). "KVCache content" is a
 number that stands for the whole prefix and the tenant that may share it.
@@ -26,8 +26,8 @@ def draw(prefix: int, seed: int, position: int) -> int:
 
 
 def next_token(prefix: int, sampling: SamplingParams, position: int, num_done: int) -> int:
-    """The token after a prefix. Greedy answers do not depend on the seed. Until an answer has its
-    least length, they leave the tokens out that would end it, as vLLM does."""
+    """Returns the token after a prefix. Greedy answers do not depend on the seed. Until an answer
+    has its least length, they omit the tokens that would end it, like vLLM."""
     if sampling.temperature:
         return draw(prefix, sampling.seed, position)
     return greedy(prefix, position, sampling, num_done < sampling.min_tokens)

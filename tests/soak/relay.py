@@ -14,7 +14,8 @@ import time
 CHUNK_BYTES = 32 << 10
 HEAD_BYTES = 400
 FRESH_FACTOR = 3
-"""The messages that go with the blocks are few bytes of many: flips there would hardly be met."""
+"""Is the smallest chunk that gets a flip. Smaller chunks are messages beside the blocks, which are
+few of all bytes."""
 MAX_CONNECTIONS = 512
 
 

@@ -138,7 +138,7 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
 
 
 def test_the_image_has_the_extras_of_what_the_chart_starts() -> None:
-    """Its smoke test runs in the environment of the tests, which has all of them."""
+    """The image's smoke test runs in the tests' environment, which has all packages."""
     templates = (DEPLOY / "helm" / "moonpool" / "templates").glob("*.*")
     text = "".join(path.read_text() for path in templates)
     needed = {extra for extra, mark in EXTRAS.items() if re.search(mark, text)}

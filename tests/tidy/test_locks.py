@@ -85,7 +85,8 @@ def test_the_demo_needs_no_package_that_only_draws_or_plans() -> None:
 
 @pytest.mark.parametrize("name", [RUNS.name, LAB.name, DEV.name])
 def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
-    """pip refuses an incomplete list when it installs; this names what is missing."""
+    """Names the packages that the list lacks; pip only refuses an incomplete list when it
+    installs."""
     pinned, checked = beside(name), 0
     roots = [Requirement(line) for line in WANTED[name]]
     extras = {canonicalize_name(root.name): set(root.extras) for root in roots}

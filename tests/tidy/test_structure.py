@@ -344,8 +344,8 @@ def _unsafe_calls(path: Path) -> Iterator[str]:
 
 
 def test_no_wait_swallows_its_cancellation() -> None:
-    """`asyncio.wait_for` of Python 3.11 does if what it waits for ends in the same turn.
-    `asyncio.timeout` does not."""
+    """Whether no code calls `asyncio.wait_for`, which can lose a cancellation in Python 3.11 if its
+    task ends in the same turn. `asyncio.timeout` cannot."""
     report(
         f"{name_of(path)}:{call.lineno}: calls wait_for(): use asyncio.timeout"
         for path in SOURCES
@@ -438,7 +438,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_no_two_test_modules_share_a_name() -> None:
-    """pytest could not import both; it can with `conftest.py`."""
+    """pytest cannot import two test files of one name, but it can import several `conftest.py`."""
     alone = [p for p in TESTS if not (p.parent / "__init__.py").exists()]
     alone = [p for p in alone if p.name != "conftest.py"]
     names = Counter(path.name for path in alone)
@@ -519,7 +519,7 @@ def test_an_error_that_is_explained_is_said(text: str) -> None:
 
 @cache
 def _said() -> str:
-    """All strings of the sources, with `\\0` for each value within one."""
+    """Returns all strings of the sources, with `\\0` for each value within one."""
     parts = []
     for path in SOURCES:
         for node in nodes_of(path):

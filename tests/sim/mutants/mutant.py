@@ -30,7 +30,7 @@ class PatchBrokenError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """`name` says what is wrong with our code; `like` names public bugs of the same kind."""
+    """`name` says what is wrong with the code; `like` names public bugs of the same kind."""
 
     name: str
     owner: object

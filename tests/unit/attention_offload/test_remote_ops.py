@@ -198,7 +198,8 @@ def test_by_token_range(count: int, transport: str) -> None:
 
 
 def test_two_steps_take_turns() -> None:
-    """Each step computes one layer and then waits for the other, as two staggered batches do."""
+    """Computes one layer in each step and then waits for the other step, like two staggered
+    batches."""
     with workers(2) as made:
         ops, cache, local = made.ops, empty_cache(made.layout, 1), make_ops()
         own = empty_cache(made.layout, 2 * BLOCKS_EACH)

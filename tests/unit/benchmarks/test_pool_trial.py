@@ -28,8 +28,8 @@ TIE_NATS = 0.5
 
 
 class Judge(QuietHandler):
-    """Answers as vLLM does: after each token, the next higher one is the likeliest, the one after
-    that nearly as likely, and all others are not."""
+    """Answers like vLLM: after each token, the next higher token is the likeliest, the token after
+    that is nearly as likely, and all other tokens are unlikely."""
 
     def do_POST(self) -> None:
         prompt = self.read_json()["prompt"]

@@ -56,8 +56,8 @@ def test_nothing_is_wanted_before_anything_is_seen() -> None:
 
 
 def day(seed: int) -> tuple[Hall, list[str]]:
-    """Six instances over a day of three phases. Returns the new roles in order, "-" before each
-    phase."""
+    """Plays a day of three phases with six instances. Returns the new roles in order, "-" before
+    each phase."""
     rng = random.Random(seed)
     hall = Hall(*[f"p{i}" for i in range(3)], *[f"d{i}" for i in range(3)])
     switched: list[str] = []

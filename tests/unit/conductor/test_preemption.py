@@ -25,8 +25,8 @@ def paused(actions: list[ConductorAction]) -> list[str]:
 
 
 class Flood:
-    """`number` answers of tenant "flood" fill the room of the cluster, each with 16 tokens of
-    prompt and 48 booked for its answer."""
+    """Fills the room of the cluster with `number` answers of tenant "flood", each with 16 prompt
+    tokens and 48 booked for its answer."""
 
     def __init__(self, *names: str, number: int = 10, prompt: int = 16, **config: Any) -> None:
         names = names or ("p0", "d0")

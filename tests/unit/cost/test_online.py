@@ -18,7 +18,7 @@ from moonpool.cost.online import (
 )
 
 ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1
-"""A sample ends when something after it is seen."""
+"""A sample ends with the next event."""
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 
 

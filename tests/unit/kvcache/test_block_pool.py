@@ -117,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_idle(blocks)
 
     def now_idle(self, blocks: list[int]) -> None:
-        """These holds have ended."""
+        """Ends these holds in the model."""
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             if block in self.held() or block in blocks[:index]:

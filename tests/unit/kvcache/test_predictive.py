@@ -1,4 +1,5 @@
-"""The predictive policy against LRU on several kinds of workloads, and what it learns."""
+"""Compares the predictive policy with LRU on several kinds of workloads, and tests what it
+learns."""
 
 from __future__ import annotations
 

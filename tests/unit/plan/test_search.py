@@ -38,9 +38,10 @@ STEPS = Steps(CACHE_STEPS[2:-3], (0, 4_000_000), ("lru", "length-aware"), CHUNKS
 def truth(
     prefill: float, decode: float, faster: float = 1.0, cache: float = 0.0, chunk: int = 512
 ) -> Truth:
-    """`prefill` and `decode`: instances of A that are needed; B counts `faster` times. A small
-    cache costs prefill: up to `cache` of it more, and SSD counts like a quarter of DRAM. A mixed
-    instance has three quarters of each role, less with another chunk size than `chunk`."""
+    """`prefill` and `decode` are the needed numbers of instances of A; an instance of B counts
+    `faster` times. A small cache costs prefill: up to `cache` of it more, and SSD counts like a
+    quarter of DRAM. A mixed instance has three quarters of each role, less with another chunk size
+    than `chunk`."""
 
     def of(config: Config) -> tuple[float, float]:
         cluster, hardware, pool = config.cluster, config.hardware, config.pool

@@ -31,8 +31,8 @@ CLUSTERS = [
 
 
 def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
-    """Twelve requests with a common prefix of 31 blocks arrive at once. `warm`: this many had it
-    before."""
+    """Plays twelve requests with a common prefix of 31 blocks that arrive at once. `warm` is the
+    number of instances that had the prefix before."""
     tables: dict[str, Any] = {
         "cluster": cluster,
         "engine": {"chunk_tokens": 512, "max_sequences": 128},
@@ -69,8 +69,8 @@ def test_the_predicted_ttft_is_near_the_real_one(cluster: dict[str, int], warm: 
 def test_a_cold_cluster_of_a_slow_machine_is_known_by_its_first_prompts(
     cluster: dict[str, int], slower: float
 ) -> None:
-    """It computes prompts two or three times slower than its profile says. Twelve of them come one
-    by one. Until then each of them was predicted as the profile has it."""
+    """An instance computes prompts two or three times slower than its profile says. Twelve prompts
+    come one by one. Without the correction, the prediction for each would follow the profile."""
     tables: dict[str, Any] = {"cluster": cluster, "pool": {"block_tokens": BLOCK}}
     config = parse_config("", tables)
     records: list[RequestRecord] = []

@@ -1,4 +1,4 @@
-"""Prefill on one kind of node, decode on another."""
+"""Runs prefill on one kind of node and decode on another."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PAIRS = {slot: slot for slot in range(NUM_BLOCKS)}
 
 
 class LayeredBench(Bench):
-    """Its loads bring layer after layer."""
+    """Makes the store's loads bring layer after layer."""
 
 
 @pytest.fixture(autouse=True)

@@ -131,8 +131,8 @@ def test_a_late_event_is_no_missing_one() -> None:
 
 
 def test_prompts_that_no_event_names_do_not_count() -> None:
-    """These are prompts of adapters, prompts computed elsewhere, and all prompts of a server
-    without a prefix cache."""
+    """Whether such prompts are ignored: prompts of adapters, prompts computed elsewhere, and all
+    prompts of a server without a prefix cache."""
     server = Server()
     for number in range(LEAST_JUDGED):
         server.cache.note_computed(keys(number), server.now, False)

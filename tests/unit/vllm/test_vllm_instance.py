@@ -140,8 +140,8 @@ def test_an_answer_from_begin_to_end() -> None:
 
 
 def outgrowing(max_tokens: int) -> list[VllmAction]:
-    """What an instance of 14 tokens of context does with a prompt of 12 after two tokens, of which
-    the second is the last that fits."""
+    """Returns what an instance with 14 tokens of context does with a prompt of 12 tokens after two
+    tokens, of which the second is the last that fits."""
     bench = Bench(context_tokens=14)
     bench.handle(StartPrefill(attempt=work("a", max_tokens=max_tokens)))
     bench.step(piece("a", 1))

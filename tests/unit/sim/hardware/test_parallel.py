@@ -58,8 +58,8 @@ def test_chunked_pipelines_shorten_long_prompts_and_plain_ones_do_not(
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_a_chunked_pipeline_costs_short_inputs_nothing(base: str, nodes: int) -> None:
-    """Its nodes' time for a prompt of one chunk is that of one node, where tensor parallelism's and
-    (taken apart) sequence parallelism's is much more."""
+    """In a chunked pipeline, all nodes together take the time of one node for a prompt of one
+    chunk. Tensor parallelism and (separately) sequence parallelism take much more."""
     alone_s = node_s(base, "cpp", 1, CHUNK_TOKENS)
     assert node_s(base, "cpp", nodes, CHUNK_TOKENS) <= 1.10 * alone_s
     assert node_s(base, "tp", nodes, CHUNK_TOKENS) > 1.4 * alone_s
@@ -78,7 +78,8 @@ def test_it_sends_least(nodes: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_tensor_parallelism_over_nics_gains_little(base: str) -> None:
-    """Four nodes, 32k tokens: less than half of what a chunked pipeline gains."""
+    """Whether the gain with four nodes and 32k tokens is less than half of a chunked pipeline's
+    gain."""
     one = latency_s(base, "tp", 1, 32768)
     assert one / latency_s(base, "tp", 4, 32768) < 2
     assert one / latency_s(base, "cpp", 4, 32768) > 3

@@ -131,9 +131,9 @@ def test_kv_bytes(name: str) -> None:
 
 
 def unseen_share(name: str, context_tokens: int) -> float:
-    """The share of a request's KVCache that no later token sees: what lies before the window, of
-    the layers that have one. Blocks hold the KVCache of all layers as long as one layer sees all
-    tokens."""
+    """Computes the share of a request's KVCache that no later token sees: the part before the
+    window, in layers with a window. Blocks hold the KVCache of all layers as long as one layer sees
+    all tokens."""
     shape = BUILT_IN.shape(name)
     return shape.windowed_share * max(1.0 - shape.window / context_tokens, 0.0)
 
