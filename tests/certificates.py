@@ -1,4 +1,4 @@
-"""Certificates of an authority made for one test, by the openssl command."""
+"""Makes certificates of an authority for one test, by the openssl command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDER = "MOONPOOL_TEST_CERTIFICATES"
 
 
 class Files(NamedTuple):
-    """Paths of a part's certificate, its key, and the authority."""
+    """Holds the paths of a part's certificate, its key, and the authority."""
 
     certfile: str
     keyfile: str
@@ -36,7 +36,7 @@ class Files(NamedTuple):
 
 
 def make_certificates(folder: Path, authority: str, name: str) -> Files:
-    """Makes a certificate, and its authority unless the folder has it."""
+    """Makes a certificate, and its authority unless the folder has one."""
     if OPENSSL is None:
         pytest.skip("no openssl command makes certificates")
     ca, ca_key = folder / f"{authority}.pem", folder / f"{authority}.key"
@@ -51,7 +51,8 @@ def make_certificates(folder: Path, authority: str, name: str) -> Files:
 
 @cache
 def shared_tls() -> PeerTls:
-    """Contexts of one part, for all parts of this process and of those that it starts."""
+    """Makes TLS contexts of one part, for all parts of this process and of the processes that it
+    starts."""
     found = os.environ.get(_FOLDER)
     if found is None:
         found = mkdtemp(prefix="moonpool-tls-")

@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Holds the settings of all tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ settings.register_profile("short", deadline=None, max_examples=33)
 settings.register_profile("long", deadline=None, max_examples=100)
 
 MANY_EXAMPLES = 10
-"""A property that names fewer is quick."""
+"""A property that names a smaller number of examples is quick."""
 PATIENCE_S = 120.0
 
 
@@ -35,14 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def be_patient() -> None:
-    """httpx gives up after 5 s by itself, and a server of a busy machine may take longer."""
+    """httpx gives up after 5 s by default, and a server on a busy machine may take longer."""
     usual = (httpx.Client.__init__.__kwdefaults__ or {})["timeout"]
     usual.connect = usual.read = usual.write = usual.pool = PATIENCE_S
 
 
 def trust_one_authority() -> None:
-    """Each client of httpx reads all authorities of this machine, which takes 20 ms: longer than
-    most calls of tests. None of them goes to a server that one of these has certified."""
+    """Without this change, each client of httpx reads all certificate authorities of this machine,
+    which takes 20 ms: longer than most calls of tests. No call of a test goes to a server that one
+    of these authorities has certified."""
     bundles = {certifi.where(), os.environ.get("SSL_CERT_FILE", "")}
     end, make_context = b"-----END CERTIFICATE-----\n", ssl.create_default_context
     _AUTHORITY.write(Path(certifi.where()).read_bytes().partition(end)[0] + end)
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not getattr(test, "is_hypothesis_test", False):
             continue
         holder, name = getattr(item, "function", test), "_hypothesis_internal_use_settings"
-        if not hasattr(holder, name):  # of a state machine
+        if not hasattr(holder, name):  # one step of a state machine
             holder, name = getattr(item, "cls", None), "settings"
         own: Any = getattr(holder, name, usual)
         is_default = own.max_examples == usual.max_examples
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _is_long(config):
             item.add_marker(pytest.mark.long)
         elif not is_default and id(holder) not in shortened and not item.get_closest_marker("long"):
-            shortened.add(id(holder))  # parameters of one test share them
+            shortened.add(id(holder))  # the parameters of one test share these limits
             setattr(holder, name, settings(own, max_examples=own.max_examples // 3))
 
 
@@ -94,8 +95,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """A file leaves nothing behind that slows all later tests of its process. Benchmarks tune their
-    process, which is set back; what traces must have ended."""
+    """No test file leaves anything behind that slows all later tests of its process. Benchmarks
+    tune their process, so their tuning is undone, and traces must have ended."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""A small HTTP server for tests: a handler that says nothing on stderr, and how long it serves."""
+"""Runs a small HTTP server for tests, with a handler that writes nothing to stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[QuietHandler]) -> Iterator[str]:
-    """The HOST:PORT where the handler answers."""
+    """Yields the HOST:PORT where the handler answers."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"

@@ -1,4 +1,5 @@
-"""kmock in place of a Kubernetes API server, with the resources that sources of endpoints read."""
+"""Runs kmock in place of a Kubernetes API server, with the resources that sources of endpoints
+read."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def emulator() -> Any:
 
 
 class ApiThread:
-    """The API in a thread of its own, for tests of processes."""
+    """Runs the API in a separate thread, for tests of processes."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,4 +1,4 @@
-"""A real mooncake_master on the loopback, and a mooncake_client that lends it memory."""
+"""Runs a real mooncake_master on the loopback, and a mooncake_client that lends it memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def _package() -> Path:
 
 
 def _loads() -> bool:
-    """Its libraries may be missing, or may end the process that loads them."""
+    """Whether the package works. Its libraries may be missing, or may end the process that loads
+    them."""
     command = [sys.executable, "-c", "import mooncake.store"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -36,7 +37,7 @@ def free_port() -> int:
 
 
 class MooncakeCluster:
-    """Skips the test where the package is not there."""
+    """Skips the test if the package is not installed."""
 
     def __init__(self, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = _package()

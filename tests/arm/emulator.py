@@ -1,4 +1,4 @@
-"""The kernels on an emulated Arm CPU, called from this process as if they were its own.
+"""Runs the kernels on an emulated Arm CPU, called from this process as if they were its own.
 
 `Emulator` cross-compiles the library, starts a program that loads it on an emulated CPU, and sends
 it calls. `EmulatedKernels` has the functions of `native.library.Kernels`: it reads the tensors of a
@@ -35,7 +35,8 @@ STORED_BYTES = (18, 34, 144, 176, 210)  # of the formats that repack knows
 
 
 def missing_tool() -> str | None:
-    """None if Arm code can be compiled and run here, else one line with what is missing."""
+    """Returns None if Arm code can be compiled and run here, or else one line with what is
+    missing."""
     for name in (COMPILER, EMULATOR):
         if shutil.which(name) is None:
             return f"{name} is not installed"
@@ -43,7 +44,8 @@ def missing_tool() -> str | None:
 
 
 def built_driver() -> tuple[Path, Path]:
-    """The driver and the library, compiled unless the sources are those compiled last."""
+    """Returns the driver and the library. Compiles them unless the last compilation had the same
+    sources."""
     library = BUILT / f"aarch64-{build.library_name()}"
     driver = BUILT / "driver"
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,7 @@ def built_driver() -> tuple[Path, Path]:
 
 @dataclass
 class Buffers:
-    """Memory of this process that a call may read or write, each piece once."""
+    """Holds memory of this process that a call may read or write, each piece once."""
 
     pieces: list[tuple[int, int]] = field(default_factory=list)
     pointers: list[tuple[int, int, int]] = field(default_factory=list)
@@ -82,7 +84,8 @@ class Buffers:
 
 
 class Emulator:
-    """A process on an emulated CPU. `isa` is the best instruction set the library finds there."""
+    """Runs a process on an emulated CPU. `isa` is the best instruction set that the library finds
+    there."""
 
     def __init__(self, cpu: str) -> None:
         driver, library = built_driver()
@@ -104,7 +107,8 @@ class Emulator:
     def call(
         self, name: str, arguments: Sequence[tuple[int, int | float]], buffers: Buffers
     ) -> int:
-        """`arguments` are kind and value: 0 an integer, 1 the number of a buffer, 2 a float."""
+        """`arguments` are pairs of kind and value. Kind 0 is an integer, 1 the number of a buffer,
+        2 a float."""
         sent = [struct.pack("<q", len(name)), name.encode(), struct.pack("<q", len(buffers.pieces))]
         for address, size in buffers.pieces:
             sent += [struct.pack("<q", size), ctypes.string_at(address, size)]
@@ -139,7 +143,7 @@ def _quantized_bytes(form: int, width: int, out: int) -> int:
 
 
 class EmulatedKernels:
-    """`Kernels` for one element type and one instruction set.
+    """Implements `Kernels` for one element type and one instruction set.
 
     Every size follows from the arguments, as in the kernels themselves.
     """
@@ -150,7 +154,8 @@ class EmulatedKernels:
         self._size = dtype.itemsize
 
     def _plain(self, name: str, arguments: Sequence[Any], sizes: Sequence[int | None]) -> int:
-        """`sizes` has the bytes behind each argument that is a pointer, None for other integers."""
+        """`sizes` has the number of bytes behind each pointer argument, and None for other
+        integers."""
         buffers, sent = Buffers(), []
         for value, size in zip(arguments, [*sizes, *[None] * len(arguments)], strict=False):
             if isinstance(value, float):
@@ -240,7 +245,8 @@ class EmulatedKernels:
         return self._emulator.call(self._name(name), [(1, whole), (0, threads)], buffers)
 
     def _slices(self, heads: tuple[int, int, int], fp8: int, stride: int, count: int) -> int:
-        """Bytes from the layer's slice of block 0 to the end of that of the last block."""
+        """Returns the bytes from the layer's slice of block 0 to the end of the layer's slice of
+        the last block."""
         sides, kv_heads, head_bytes = heads
         own = sides * kv_heads * head_bytes
         return (count - 1) * stride + (own if fp8 else own * self._size)

@@ -1,4 +1,5 @@
-"""The kernels on emulated Arm CPUs: right, independent of the batch, and with the bits of AVX2.
+"""Tests the kernels on emulated Arm CPUs: they are right, independent of the batch, and give the
+bits of AVX2.
 
 Without the bfloat16 instruction, Arm gives the bits of AVX2 in everything; with it, in all but
 products of bfloat16. Where this machine has AVX2, the bits are compared with its own, else with
@@ -39,7 +40,8 @@ pytestmark = [
 ]
 
 CPUS = {"neon": "cortex-a72", "neonbf16": "max"}
-"""An emulated CPU for each instruction set, without instructions above it if there is one."""
+"""Starts an emulated CPU for each instruction set, without instructions above that set if such a
+CPU exists."""
 DTYPES = [torch.float32, torch.bfloat16]
 COUNTS = (1, 2, 3, 4, 5, 8, 13)
 
@@ -56,7 +58,7 @@ def emulator(request: pytest.FixtureRequest) -> Iterator[Emulator]:
 
 
 class Arm:
-    """Operations on the emulated CPU."""
+    """Runs operations on the emulated CPU."""
 
     def __init__(self, emulator: Emulator) -> None:
         kernels = {dtype: EmulatedKernels(emulator, dtype, emulator.isa) for dtype in DTYPES}
@@ -74,7 +76,7 @@ def arm(emulator: Emulator) -> Arm:
 
 
 def x86() -> NativeOps | None:
-    """The operations whose bits Arm must have, if this machine has them."""
+    """Returns the operations whose bits Arm must have, if this machine has them."""
     return NativeOps("avx2") if "avx2" in ISAS and available() is None else None
 
 
@@ -194,7 +196,7 @@ def test_attention(arm: Arm, heads: HeadShape, block_tokens: int, dtype: torch.d
     host = x86()
     if host and (arm.isa == "neon" or dtype is torch.float32):
         assert torch.equal(attended(case, host), got)
-    # Each row alone, as a decode would have it.
+    # Each row is computed alone, as in a decode.
     for sequence in range(len(SEQUENCES)):
         first, end = case.meta.row_starts[sequence : sequence + 2].tolist()
         for row in (first, end - 1):
@@ -237,7 +239,7 @@ def test_slices_are_summed_as_xxh3_and_copied(emulator: Emulator, size: int) -> 
     rows, theirs = torch.tensor([1, 0]), torch.zeros(blocks * layers, dtype=torch.int64)
     cells, corrupt = torch.zeros(2 * layers, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     table[4:8] = torch.tensor([7, 2, layers, size])
-    offers[1, 3] ^= 1  # what was named is not what lies there
+    offers[1, 3] ^= 1  # the named memory is not what lies there
     buffers = Buffers()
     pieces = (offers, table, source, corrupt, target, rows, theirs, cells)
     sent = [buffers.add(t.data_ptr(), t.nbytes) for t in pieces]

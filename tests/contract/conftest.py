@@ -14,7 +14,7 @@ from moonpool_engine.transfer import slice_copier as copiers
 
 @pytest.fixture(autouse=True)
 def every_line_is_logged() -> None:
-    """The limit on lines that are alike counts from zero in each test."""
+    """Counts the limit on equal log lines from zero in each test."""
     for limit in logging.getLogger("moonpool_engine.transfer.listener").filters:
         if isinstance(limit, LogLimit):
             limit.forget()
@@ -29,7 +29,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["plain", "native"])
 def slice_copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The implementation that copies and hashes slices."""
+    """Is the implementation that copies and hashes slices."""
     monkeypatch.setattr(copiers, "FEW_SLICES", 0)
     if request.param == "native" and open_slices() is None:
         pytest.skip("the kernels are not built here")

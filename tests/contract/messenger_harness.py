@@ -1,4 +1,4 @@
-"""Two messengers, and peers that misbehave on purpose, for the transport contract suite."""
+"""Runs two messengers, and peers that misbehave on purpose, for the transport contract suite."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_layout(head_dim: int = 8, num_layers: int = 3, model: str = "tiny") -> 
 
 
 class Node:
-    """One instance: arena, messenger and the events it received."""
+    """Holds one instance: arena, messenger and the events it received."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Node:
         num_blocks: int = NUM_BLOCKS,
         shard_view: ShardView | None = None,
     ) -> None:
-        """With a `shard_view`, `layout` is that of the stored part of `make_layout`'s slices."""
+        """With a `shard_view`, `layout` describes the stored part of the slices of
+        `make_layout`."""
         self.layout = layout or make_layout()
         self.arena = Arena(self.layout, num_blocks, shard_view, sealed=transport != "nixl")
         self.nixl_agent = NixlAgent(self.arena, "127.0.0.1") if transport == "nixl" else None

@@ -1,4 +1,4 @@
-"""What every eviction policy owes the pool, and what each policy adds."""
+"""Tests what every eviction policy owes the pool, and what each policy adds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def key(name: int) -> BlockKey:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """A policy by itself, against sets: what is held, what may go. Runs need not make sense."""
+    """Tests a policy alone, against sets of held and evictable blocks. Runs need not make sense."""
 
     @initialize(name=st.sampled_from(POLICIES))
     def begin(self, name: str) -> None:
@@ -119,7 +119,7 @@ TestPolicyMachine = PolicyMachine.TestCase
 
 
 def serve(pool: BlockPool, owner: str, names: list[int]) -> int:
-    """What an instance does with a prompt of these blocks; returns how many were cached."""
+    """Does what an instance does with a prompt of these blocks; returns how many were cached."""
     keys = [key(name) for name in names]
     cached = pool.match(keys)
     pool.acquire(owner, cached)
@@ -131,8 +131,8 @@ def serve(pool: BlockPool, owner: str, names: list[int]) -> int:
 
 
 def chain(session: int, turn: int) -> list[int]:
-    """The blocks of a prompt in a tree: block 0, then the session's blocks. A tenth of the turns
-    leave this path."""
+    """Returns the blocks of a prompt in a tree: block 0, then the session's blocks. A tenth of the
+    turns leave this path."""
     names = [0, *(1000 * session + place for place in range(1, 4 + 2 * turn))]
     if (session + turn) % 10 == 0:
         names[-1] += 500
@@ -222,7 +222,7 @@ def test_memory_is_bounded_by_the_pool(name: str) -> None:
     pool = BlockPool(50, policy)
     sizes = []
     for number in range(6000):
-        # Ever new prompts, and one block that is used ever more often.
+        # New prompts come all the time, and one block is used ever more often.
         serve(pool, "a", [0, *(1 + 5 * number + place for place in range(5))])
         pool.release("a")
         if number % 1000 == 999:
@@ -245,7 +245,7 @@ def test_predictive_never_keeps_a_block_without_its_predecessor() -> None:
     before = {child: parent for names in prompts for parent, child in pairwise(names)}
     for number, names in enumerate(prompts):
         serve(pool, f"p{number}", names)
-        pool.release(f"p{number - 1}")  # two at once, so that segments are split and joined
+        pool.release(f"p{number - 1}")  # two at once, so that segments split and join
         if number % 10 == 0:
             cached = {int.from_bytes(k, "big") for k in set(pool.keys())}
             assert all(before[n] in cached for n in cached if n)

@@ -1,4 +1,4 @@
-"""A large fetch over TCP uses several connections at once and is one fetch to its caller."""
+"""A large fetch over TCP uses several connections at once, but is one fetch to its caller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def transport() -> str:
 
 @pytest.fixture
 def pair(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Node]:
-    """Two nodes whose fetches of more than one block use several connections."""
+    """Makes two nodes whose fetches of more than one block use several connections."""
     monkeypatch.setattr(fetch_module, "PART_BYTES", 1)
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
@@ -187,8 +187,8 @@ def test_a_fetch_from_a_peer_whose_flows_are_limited_uses_several(make_node: Mak
 def test_each_part_is_redirected_to_the_peers_that_store_its_blocks(
     pair: tuple[Node, Node], make_node: MakeNode
 ) -> None:
-    """The parts lie at the source, at one other peer, and at several peers with some of the blocks
-    each."""
+    """Places the parts at the source, at one other peer, and at several peers with some of the
+    blocks each."""
     front, reader = pair
     holder, one, other = make_node("holder"), make_node("one"), make_node("other")
     for number, node in enumerate((holder, one, other)):

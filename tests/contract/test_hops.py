@@ -1,5 +1,5 @@
-"""Properties that hold from hop to hop on every transport: checksums that outlive their first send,
-leases of slow readers, kept connections, and the fallback to the next transport."""
+"""Tests properties that hold from hop to hop on every transport: checksums that outlive their first
+send, leases of slow readers, kept connections, and the fallback to the next transport."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from moonpool_engine.transfer.wire import ReadBlocks, ReadGranted, ReadRenewed, 
 
 MakeNode = Callable[..., Node]
 PLAIN = pytest.mark.parametrize("slice_copier", ["plain"], indirect=True)
-"""The test replaces the hash function, which only the plain slice copier allows."""
+"""Replaces the hash function, which only the plain slice copier allows."""
 
 
 def fetch(reader: Node, source: Node, sources: list[int], targets: list[int]) -> FetchEnded:
-    """Runs one whole read, until the source has reported its end too."""
+    """Runs one complete read, until the source has also reported its end."""
     count = len(targets)
     reader.messenger.fetch("f", source.address, keys(count), targets, 120.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, sources)
@@ -54,7 +54,7 @@ def stream(sender: Node, receiver: Node, blocks: list[int], targets: list[int]) 
     return receiver.expect_event(ReceiveEnded)
 
 
-# Integrity
+# Integrity:
 
 
 def test_a_bit_that_flips_in_the_source_after_a_first_send_is_found(make_node: MakeNode) -> None:
@@ -129,8 +129,8 @@ def test_a_block_that_is_received_again_is_hashed_again(make_node: MakeNode) -> 
 
 
 def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
-    """Shared memory only: other transports have sent the bytes before the lease can end. The source
-    was free to reuse the block, so nothing is damaged."""
+    """Runs over shared memory only: other transports have sent the bytes before the lease can end.
+    The source may reuse the block, so no block is damaged."""
     source = Node("source", "shm", lease_s=0.1)
     source.fill(1)
     own = Arena(source.layout, 4)
@@ -151,7 +151,7 @@ def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
     source.close()
 
 
-# Leases
+# Leases:
 
 
 @pytest.mark.long
@@ -195,7 +195,7 @@ def test_a_lease_cannot_be_renewed_beyond_the_requested_timeout(
     reader.close()
 
 
-# Connections
+# Connections:
 
 
 def serving(node: Node) -> int:
@@ -241,7 +241,7 @@ def test_the_connection_idle_longest_makes_room_and_is_opened_again(
 
 def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
-    # Long enough for a handshake on a busy machine.
+    # The timeout is long enough for a handshake on a busy machine.
     reader.messenger.fetch("late", source.address, keys(1), [0], 3.0)
     late = source.expect_event(ReadRequested)
     assert reader.expect_event(FetchEnded).error
@@ -269,7 +269,7 @@ def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ShmConnection, "receive_slices", failing)
     reader.messenger.fetch("f", source.address, keys(4), [0, 1, 2, 3], 120.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1, 2, 3])
-    # The source may hear of the next read before it has noticed the end of the first.
+    # The source may learn of the next read before it has noticed the end of the first.
     events = {type(event): event for event in (source.events.get(timeout=60.0) for _ in range(2))}
     assert events[ReadEnded].error
     source.messenger.grant(events[ReadRequested].read_id, [0, 1, 2, 3])
@@ -277,14 +277,14 @@ def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyP
     assert (ended.num_blocks, ended.error) == (4, "")
     assert all(reader.block(b) == source.block(b) for b in range(4))
     received = reader.messenger.counts().received_bytes
-    # The first layer of all four had arrived, and half of the second.
+    # The first layer of all four blocks had arrived, and half of the second.
     assert received == {"shm": 6 * layout.slice_bytes, "tcp": 8 * layout.slice_bytes}
     source.close()
     reader.close()
 
 
 def fetch_with_fallback(reader: Node, source: Node, sources: list[int], targets: list[int]) -> int:
-    """Fetches until it ends; each transport that fails is followed by another read."""
+    """Fetches until the fetch ends; each transport that fails is followed by another read."""
     reader.messenger.fetch("f", source.address, keys(len(targets)), targets, 120.0)
     num_open = 0
     while reader.events.empty() or num_open:
@@ -304,7 +304,8 @@ def fetch_with_fallback(reader: Node, source: Node, sources: list[int], targets:
 def test_a_bit_that_flips_in_an_offer_is_detected(
     make_node: MakeNode, how: Callable[..., object], bit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An intact slice offered under the index of another would be written to the wrong place."""
+    """If the source offers an intact slice under the index of another, the slice would be written
+    to the wrong place."""
     source, reader = make_node("source"), make_node("reader")
     source.fill(1)
     send_all, place = FrameSocket._send_all, 0

@@ -65,7 +65,7 @@ def slow(make_node: MakeNode) -> Iterator[Slow]:
 def begin(
     make_node: MakeNode, slow: Slow, num_free: int, blocks: int = 2
 ) -> tuple[Node, Node, LayerGate]:
-    """Starts a fetch whose source halts after `num_free` slices."""
+    """Starts a fetch whose source stops after `num_free` slices."""
     source = make_node("source", layout=LAYOUT, num_blocks=4, checksum=slow)
     reader = make_node("reader", layout=LAYOUT, num_blocks=4)
     source.fill(1)
@@ -133,7 +133,7 @@ def test_the_last_layer_opens_only_after_the_end_was_reported(
 
 
 def test_a_corrupt_slice_breaks_the_gate_at_its_layer(make_node: MakeNode, slow: Slow) -> None:
-    slow.flip = 0  # the last one before it halts: layer 1 of the second block
+    slow.flip = 0  # the last slice before it stops: layer 1 of block 2
     _, reader, gate = begin(make_node, slow, 4)
     assert gate.wait(0, now() + 60)
     began_s = now()
@@ -160,7 +160,7 @@ def test_a_source_that_dies_midway_breaks_the_gate(make_node: MakeNode, slow: Sl
 def test_the_next_transport_continues_at_the_first_incomplete_layer(
     monkeypatch: pytest.MonkeyPatch, second_grant: list[int]
 ) -> None:
-    """If the second grant is smaller than the first, the gate must break."""
+    """Whether the gate breaks if the second grant is smaller than the first."""
     source = Node("source", "shm", layout=LAYOUT, num_blocks=4)
     reader = Node("reader", "shm", layout=LAYOUT, num_blocks=4)
     source.fill(1)
@@ -176,7 +176,7 @@ def test_the_next_transport_continues_at_the_first_incomplete_layer(
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(2), [0, 1], 120.0, gate)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
-    # The next transport is another connection: its request may come before the first one's end.
+    # The next transport is another connection: its request may come before the end of the first.
     told = {type(event): event for event in (source.events.get(timeout=60) for _ in range(2))}
     ended, asked = told[ReadEnded], told[ReadRequested]
     assert isinstance(ended, ReadEnded)
@@ -195,7 +195,7 @@ def test_the_next_transport_continues_at_the_first_incomplete_layer(
 
 
 class NoCopyConnection:
-    """A connection whose slices are already in the arena."""
+    """Is a connection whose slices are already in the arena."""
 
     transport = "none"
     defers_checksums = False
@@ -209,7 +209,8 @@ class NoCopyConnection:
 
 
 def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
-    """A peer that sends in another order delays the reader but never opens a layer early."""
+    """Whether a peer that sends in another order delays the reader but never opens a layer
+    early."""
     layout = make_layout(num_layers=2)
     arena = Arena(layout, 3)
     receiver = SliceReceiver(arena, [0, 1, 2], 0, Counters())
@@ -228,7 +229,7 @@ def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
 
 
 def test_a_broken_gate_is_not_opened_by_the_end() -> None:
-    """The operation may have ended with fewer blocks than a reader relied on."""
+    """Whether an operation may end with fewer blocks than a reader relied on."""
     gate = LayerGate()
     gate.open(2)
     gate.break_gate()

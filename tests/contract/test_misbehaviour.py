@@ -1,5 +1,5 @@
-"""Deadlines, cancels, and peers that send invalid data or are unknown: each operation ends once and
-overwrites nothing else."""
+"""Tests deadlines, cancels, and peers that send invalid data or are unknown: each operation ends
+once and overwrites no other block."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rogue(node: Node, transport: str) -> Connection:
     return rogue_connection(node.address, transport, node.layout, Arena(node.layout, 4))
 
 
-# Deadlines
+# Deadlines:
 
 
 def test_an_unexpected_stream_is_refused_after_park_s(make_node: MakeNode) -> None:
@@ -143,7 +143,7 @@ def test_a_reader_that_leaves_ends_its_read_at_once(node: Node, transport: str) 
     assert node.expect_event(ReadEnded).error
 
 
-# Cancels and aborts
+# Cancels and aborts:
 
 
 def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
@@ -174,7 +174,7 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     assert "aborted" in sender.expect_event(SendEnded).error
     ended = receiver.expect_event(ReceiveEnded)
     assert (ended.incomplete, ended.corrupt_slices) == ((0,), 0)
-    sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer: ignored
+    sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer is ignored
     sender.messenger.finish_stream("s")
     sender.expect_silence()
 
@@ -205,9 +205,9 @@ def test_an_aborted_stream_ends_only_when_its_thread_has_stopped(
 def test_bytes_that_a_sender_writes_after_its_abort_are_in_no_received_block(
     make_node: MakeNode,
 ) -> None:
-    """A first send within a host has no checksums. Slices that are copied while the sender reuses
-    its blocks must not count."""
-    layout = make_layout(head_dim=16_384)  # slices of half a MiB: they take a while
+    """The first send of a block within a host has no checksums. Slices that are copied while the
+    sender reuses its blocks must not count."""
+    layout = make_layout(head_dim=16_384)  # slices of half a MiB, whose copies take a while
     sender = make_node("sender", layout=layout, num_blocks=4)
     receiver = make_node("receiver", layout=layout, num_blocks=4)
     rng, counts = random.Random(5), set()
@@ -257,8 +257,8 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
     slices = [(i, i, layer) for layer in range(3) for i in range(8)]
     outcomes = set()
     number = 0
-    longest_s = 0.003  # grows, as a stream may take longer than any pause on a slow machine
-    while number < 120 or (len(outcomes) < 2 and number < 5000):  # until both have won
+    longest_s = 0.003  # grows, because a stream may take longer than any pause
+    while number < 120 or (len(outcomes) < 2 and number < 5000):  # until both sides have won
         number += 1
         name = f"s{number}"
         receiver.arena.buffer[:] = bytes(receiver.arena.num_bytes)
@@ -279,7 +279,7 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
         assert ended.stream_id == name
         held = bytes(receiver.arena.buffer[: 8 * receiver.layout.block_bytes])
         time.sleep(0.001)
-        assert receiver.arena.buffer[: len(held)] == held  # no late writer
+        assert receiver.arena.buffer[: len(held)] == held  # no write comes late
         for index in set(range(8)) - set(ended.incomplete):
             assert receiver.block(index) == sender.block(index)
         outcomes.add(bool(ended.error))
@@ -319,7 +319,7 @@ def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None
     assert set(threading.enumerate()) == threads
 
 
-# Foreign and invalid peers
+# Foreign and invalid peers:
 
 
 @pytest.mark.parametrize("wrong", ["secret", "layout"])
@@ -387,7 +387,7 @@ def test_silent_strangers_are_few_and_do_not_keep_peers_out(
 
 
 def test_strangers_that_leave_at_once_do_not_end_the_listener(node: Node, transport: str) -> None:
-    """The listener may accept a connection that has been reset already."""
+    """The listener may accept a connection that the peer has already reset."""
     for _ in range(50):
         with bare_socket(node.address, transport) as sock:
             sock.sendall(b"x")

@@ -1,5 +1,6 @@
-"""The Mooncake Store in place of the SSD. Instances share it. Whatever happens to master, holder or
-client, it neither hangs an instance nor returns wrong blocks. Needs the optional package."""
+"""Tests the Mooncake Store in place of the SSD, shared by instances. Whatever happens to master,
+holder or client, the store neither hangs an instance nor returns wrong blocks. Needs the optional
+package."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def test_a_foreign_object_is_a_miss_and_is_replaced(
     bench = make()
     (key,) = keys_of("foreign", 1)
     name = object_name(bench.arena.layout, key)
-    size = 4096 + bench.size  # as long as ours are
+    size = 4096 + bench.size  # as long as the keys of this store
     script = (
         "import os; from mooncake.store import MooncakeDistributedStore as S; s = S();"
         f" c = s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 24, 'tcp', '', '{cluster.address}');"
@@ -132,7 +133,7 @@ def test_a_foreign_object_is_a_miss_and_is_replaced(
 
 
 def test_a_full_store_ends_writes_with_an_error(cluster: MooncakeCluster) -> None:
-    cluster.holder.kill()  # and with it, all memory that was lent
+    cluster.holder.kill()  # and, with the client, all memory that it lent
     config = cluster.config
     bench = Bench(lambda arena, post: MooncakeStore(arena, config, "127.0.0.1", post))
     try:

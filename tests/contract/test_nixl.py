@@ -1,4 +1,4 @@
-"""NIXL agents: one that ends, or must be stopped, costs time over TCP but no data."""
+"""Tests NIXL agents: an agent that ends, or must be stopped, costs time over TCP but no data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
 
 
 def fetch(reader: Node, source: Node, timeout_s: float = 5.0) -> FetchEnded:
-    """Fetches until it ends; each transport that fails is followed by another read."""
+    """Fetches until the fetch ends; each transport that fails is followed by another read."""
     reader.messenger.fetch("f", source.address, keys(BLOCKS), range(BLOCKS), timeout_s)
     while reader.events.empty():
         if source.events.empty():
@@ -77,7 +77,7 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
     monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.1)
     until_s = time.monotonic() + 60
     before = received(reader)["nixl"]
-    while received(reader)["nixl"] == before:  # the first by the connection that was kept
+    while received(reader)["nixl"] == before:  # the first fetch by the connection that was kept
         assert time.monotonic() < until_s
         fetch(reader, source)
     before = received(reader)["nixl"]
@@ -88,14 +88,14 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
 def test_a_transfer_that_was_given_up_never_writes_later(pair: tuple[Node, Node]) -> None:
     """UCX cannot cancel a transfer: it would continue when the source does."""
     source, reader = pair
-    assert fetch(reader, source).num_blocks == BLOCKS  # they know each other
+    assert fetch(reader, source).num_blocks == BLOCKS  # the agents know each other
     stopped = pid_of_agent(source)
     os.kill(stopped, signal.SIGSTOP)
     try:
         ended = fetch(reader, source, 1.0)
         assert ended.error
         assert "deadline" in ended.error
-        reader.arena.buffer[:] = b"n" * reader.arena.num_bytes  # the next owner's
+        reader.arena.buffer[:] = b"n" * reader.arena.num_bytes  # the bytes of the next owner
     finally:
         os.kill(stopped, signal.SIGCONT)
     time.sleep(1.0)

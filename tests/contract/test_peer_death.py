@@ -1,6 +1,8 @@
-"""A peer process that is killed or stopped midway: reported once, at once or by the deadline.
+"""Kills or stops a peer process during a transfer: the end is reported once, immediately or by the
+deadline.
 
-A wait for an event is shorter than the deadlines, so an event that comes was not the deadline's.
+A wait for an event is shorter than the deadlines, so an event that comes was not caused by a
+deadline.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ TIMEOUT_S = 300.0
 
 
 def peer_main(pipe: Pipe, transport: str) -> None:
-    """Does what it is told: sends half a stream, expects one, fetches, or keeps quiet when asked
-    for blocks."""
+    """Obeys the test: sends half a stream, expects a stream, fetches, or ignores requests for
+    blocks."""
     node = Node("peer", transport, **BIG)
     pipe.send(node.address)
     while True:
@@ -68,7 +70,8 @@ class PeerProcess:
 
     @staticmethod
     def _await_stop(pid: int) -> None:
-        """Its threads run on until one of them is scheduled and takes the signal."""
+        """The threads of a killed process run on until one of them is scheduled and takes the
+        signal."""
         by_s = time.monotonic() + 60
         states: set[str] = set()
         while states != {"T"}:

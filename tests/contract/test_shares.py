@@ -1,4 +1,4 @@
-"""Blocks of which several peers store a share each: some of the blocks, or a part of every
+"""Tests blocks of which several peers store a share each: some of the blocks, or a part of every
 slice."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moonpool.protocol.transfer_events import (
 from moonpool_engine.transfer.reshard import NOWHERE, ShardView
 
 MakeNode = Callable[..., Node]
-HALF = make_layout(head_dim=4)  # a slice of it is half of one of `make_layout()`
+HALF = make_layout(head_dim=4)  # a slice of this layout is half a slice of `make_layout()`
 VIEWS = [
     ShardView(whole_bytes=256, ranges=((0, 64), (128, 192))),
     ShardView(whole_bytes=256, ranges=((64, 128), (192, 256))),
@@ -77,7 +77,7 @@ def test_a_stream_is_split_by_blocks(make_node: MakeNode) -> None:
 def test_one_share_that_fails_fails_the_stream(make_node: MakeNode) -> None:
     sender, front = make_node("sender"), make_node("front")
     one, other = make_node("one"), make_node("other", park_s=0.1)
-    one.messenger.expect("s", [7], 0, 120.0)  # the other does not expect it
+    one.messenger.expect("s", [7], 0, 120.0)  # the other peer does not expect the stream
     front.messenger.redirect_stream("s", one.address, other.address)
     stream(sender, front, "s", 1)
     assert "not expected" in sender.expect_event(SendEnded).error
@@ -134,7 +134,7 @@ def test_a_read_combines_blocks_up_to_the_first_missing(make_node: MakeNode) -> 
     assert [reader.block(b) for b in (7, 8, 9)] == [one.block(1), other.block(3), one.block(2)]
     for node in (one, other):
         assert node.expect_event(ReadEnded).error == ""
-    # No holder has a block that each expects at the other.
+    # No holder has a block that each expects at the other holder.
     ended = read(reader, front, [one, other], [[1, NOWHERE, 2], [NOWHERE] * 3], [7, 8, 9])
     assert ended.num_blocks == 1
 
@@ -146,7 +146,7 @@ def test_half_of_a_block_does_not_count(make_node: MakeNode) -> None:
     for holder in holders:
         assert holder.expect_event(ReadEnded).error == ""
     twin = make_node("twin", layout=HALF, shard_view=VIEWS[0])
-    ended = read(reader, front, [holders[0], twin], [[1], [1]], [8])  # the same half twice
+    ended = read(reader, front, [holders[0], twin], [[1], [1]], [8])  # the same half, twice
     assert ended.num_blocks == 0
 
 

@@ -1,4 +1,4 @@
-"""The contract of every store below DRAM (`TierStore`)."""
+"""Tests the contract of every store below DRAM (`TierStore`)."""
 
 from __future__ import annotations
 

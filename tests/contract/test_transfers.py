@@ -1,5 +1,4 @@
-"""What every transport does when peers behave: the right bytes arrive, and each end is reported
-once."""
+"""Every transport between correct peers brings the right bytes, and reports each end once."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def test_unknown_keys_are_an_empty_fetch_not_an_error(pair: tuple[Node, Node]) -
 
 def test_a_corrupt_slice_ends_the_fetched_prefix(make_node: MakeNode) -> None:
     hashed = iter(range(1000))
-    wrong = 1 * 4 + 2  # layer 1 of the third block: layer by layer
+    wrong = 1 * 4 + 2  # layer 1 of the third block: layers come in order
 
     def lie_once(view: memoryview) -> int:
         return checksum_slice(view) ^ (next(hashed) == wrong)
@@ -141,7 +140,8 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
 
 
 def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) -> None:
-    """Changes in either memory are detected from then on, whichever side computed them."""
+    """Whether changes in either memory are detected from then on, whichever side computed the
+    checksums."""
     sender, receiver = pair
     sender.arena.checksums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
     for stream, first in (("s", 4), ("t", 8)):
@@ -241,7 +241,7 @@ def test_nothing_to_send_is_a_complete_stream(pair: tuple[Node, Node]) -> None:
 
 
 def test_many_streams_and_fetches_at_once(make_node: MakeNode) -> None:
-    layout = make_layout(head_dim=1024)  # 32 KiB slices: sockets fill up, sends come back partial
+    layout = make_layout(head_dim=1024)  # 32 KiB slices: sockets fill up, and sends are partial
     left, right = make_node("left", layout=layout), make_node("right", layout=layout)
     left.fill(3)
     per_stream, streams = 2, NUM_BLOCKS // 4
@@ -312,7 +312,7 @@ def test_two_hundred_streams_leave_no_descriptor_and_no_thread(pair: tuple[Node,
 
 def test_send_returns_though_the_stream_is_parked(pair: tuple[Node, Node]) -> None:
     sender, receiver = pair
-    sender.messenger.open_stream("s", receiver.address, 120.0)  # parked: nobody expects it
+    sender.messenger.open_stream("s", receiver.address, 120.0)  # parked, as nobody expects it
     slices = all_slices(sender, 32)
     for _ in range(20):
         sender.messenger.send("s", slices[:1])

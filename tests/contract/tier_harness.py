@@ -1,4 +1,4 @@
-"""A store below DRAM over an arena of its own, whose block contents follow from their keys."""
+"""Runs a store below DRAM over an arena of its own, whose block contents follow from their keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_SLOTS = 64
 
 
 class Bench:
-    """A store and its arena, whose block contents follow from their keys."""
+    """Holds a store and its arena, whose block contents follow from their keys."""
 
     def __init__(self, make: Callable[[Arena, Callable[[MessengerEvent], None]], TierStore]):
         layout = BlockLayout("tiny", "float32", 4, 3, 1, 256)

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm itself, as objects."""
+"""Renders the Helm chart with Helm itself, and returns its objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def values_of(path: Path) -> dict[str, Any]:
 def render(
     values: dict[str, Any], release: str = RELEASE, namespace: str = NAMESPACE
 ) -> list[Manifest]:
-    """Returns the objects. Skips the test without Helm; raises its HelmError."""
+    """Returns the objects. Skips the test without Helm; raises HelmError with Helm's message."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
         texts = chart.render(values, name=release, namespace=namespace)

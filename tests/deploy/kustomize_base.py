@@ -38,7 +38,8 @@ def base_files() -> dict[str, str]:
 
 
 def _neutral(manifest: Manifest) -> None:
-    """Omits the namespace, which the overlay gives, and what names Helm as the manager."""
+    """Omits the namespace, which the overlay gives, and the labels that name Helm as the
+    manager."""
     manifest["metadata"].pop("namespace")
     places = [
         manifest["metadata"],

@@ -1,8 +1,8 @@
 """Starts the pods of rendered objects as processes of this machine, as a kubelet would.
 
-Of each container: command, arguments with their variables, environment, mounted ConfigMaps and
-Secrets, probes, the order of start and end, and the time that it has to end. Folders and ports are
-those of the test. A Service's name becomes the address of a container that it selects.
+It follows each container's command, arguments with their variables, environment, mounted ConfigMaps
+and Secrets, probes, order of start and end, and time to end. Folders and ports belong to the test.
+A Service's name becomes the address of a container that it selects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Container:
 
     @property
     def stays_beside(self) -> bool:
-        """An init container that keeps running: it ends after the others."""
+        """Is an init container that keeps running: it ends after the others."""
         return self.spec.get("restartPolicy") == "Always"
 
     def said(self) -> str:
@@ -75,12 +75,13 @@ class Pod:
 
 
 class Loopback:
-    """`start` runs all pods until they are ready; `stop` ends them as a kubelet does."""
+    """Runs pods: `start` starts all pods and waits until they are ready; `stop` ends them like a
+    kubelet."""
 
     def __init__(
         self, manifests: list[Manifest], folder: Path, secrets: dict[str, dict[str, bytes]]
     ) -> None:
-        """`secrets`: the Secrets that exist already."""
+        """`secrets` are the Secrets that exist already."""
         self._folder = folder
         self._configs = {each["metadata"]["name"]: each for each in of_kind(manifests, "ConfigMap")}
         self._secrets = dict(secrets)
@@ -100,17 +101,17 @@ class Loopback:
         return self._secrets[name][key]
 
     def port_of(self, service: str, port: int) -> int:
-        """The port on loopback of a pod that the Service selects."""
+        """Returns the port on loopback of a pod that the Service selects."""
         (found,) = [one for one in self.services if one["metadata"]["name"] == service]
         (target,) = [one["targetPort"] for one in found["spec"]["ports"] if one["port"] == port]
         pods = [pod for pod in self.pods if selects(found["spec"]["selector"], pod.labels)]
         assert pods, f"{service} selects no pod"
         return pods[0].ports[str(target)]
 
-    # Start
+    # Start:
 
     def start(self, but: Callable[[Container], bool] = lambda _: False) -> None:
-        """Starts all containers `but` some, and waits until each is ready."""
+        """Starts all containers except `but`, and waits until each is ready."""
         waiting: list[Container] = []
         for pod in self.pods:
             for container in pod.containers:
@@ -174,7 +175,7 @@ class Loopback:
             name = mount["name"]
             folder = container.pod.folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            volume = volumes.get(name, {})  # absent: a claim of a StatefulSet
+            volume = volumes.get(name, {})  # absent if the volume is a claim of a StatefulSet
             found[mount["mountPath"]] = folder / mount.get("subPath", "")
             for key, data in self._files(volume).items():
                 (folder / key).write_bytes(data)
@@ -192,7 +193,7 @@ class Loopback:
         return {}
 
     def _local(self, pod: Pod | None, word: str, places: dict[str, Path]) -> str:
-        """Returns a word of a container as it is on this machine."""
+        """Returns a word of a container's command in its form for this machine."""
         if places:
             names = "|".join(map(re.escape, sorted(places, key=len, reverse=True)))
             word = re.sub(rf"(?<![\w/])({names})(?![\w.-])", lambda m: str(places[m[1]]), word)
@@ -238,10 +239,10 @@ class Loopback:
         except httpx.TransportError as error:
             return repr(error)
 
-    # End
+    # End:
 
     def stop(self) -> None:
-        """Each pod ends by SIGTERM within its time."""
+        """Ends each pod by SIGTERM within its time."""
         for pod in self.pods:
             self.end(pod)
 
@@ -269,7 +270,7 @@ class Loopback:
 
 
 def _connected(port: int) -> str:
-    """Returns "200" if something listens there."""
+    """Returns "200" if a server listens at the port."""
     try:
         socket.create_connection(("127.0.0.1", port), 5).close()
     except OSError as error:
@@ -278,7 +279,7 @@ def _connected(port: int) -> str:
 
 
 def _grpc_health(port: int) -> str:
-    """Returns "200" if the gRPC health service there says that it serves."""
+    """Returns "200" if the gRPC health service at the port says that it serves."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -299,7 +300,8 @@ def unchecked() -> ssl.SSLContext:
 
 
 def quiet_port() -> int:
-    """A port below those that the kernel gives to anyone who asks for none in particular."""
+    """Returns a port below the range from which the kernel gives ports to programs that ask for any
+    port."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             number = random.randrange(15_000, 32_000)

@@ -1,4 +1,4 @@
-"""The Helm chart: for each file of values, the API accepts its objects, and the objects fit
+"""Tests the Helm chart: for each file of values, the API accepts its objects, and the objects fit
 together."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 
 def _closed(**fields: Any) -> dict[str, Any]:
-    """A schema of an object that has these fields; one with a "!" it must have."""
+    """Returns a schema of an object that has these fields; a field with a "!" is required."""
     return {
         "type": "object",
         "properties": {name.removesuffix("_"): kind for name, kind in fields.items()},
@@ -91,8 +91,8 @@ OTHERS = {
         },
     ),
 }
-"""What the chart uses of kinds that Kubernetes itself lacks, by their documentation: the Gateway
-API inference extension v1, the Prometheus operator, KEDA."""
+"""Holds the parts that the chart uses of kinds that Kubernetes itself lacks, by their
+documentation: the Gateway API inference extension v1, the Prometheus operator, KEDA."""
 
 each_values = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 
@@ -131,7 +131,8 @@ def test_there_are_eight_value_files_which_show_every_switch() -> None:
 
 @each_values
 def test_what_objects_name_is_there(path: Path) -> None:
-    """Services, budgets, policies and scalers reach pods; volumes have what containers mount."""
+    """Whether services, budgets, policies and scalers reach pods, and volumes have what containers
+    mount."""
     manifests = render(values_of(path))
     pods = [each["spec"]["template"] for each in workloads(manifests)]
     for each in of_kind(manifests, "Service"):
@@ -196,7 +197,8 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
 
 
 def test_workers_and_labels_of_a_server_name_its_ranks_and_events() -> None:
-    """Each rank has ports of its own, and a worker that knows them; a picker reads the labels."""
+    """Whether each rank has its own ports and a worker that knows them, and the picker reads the
+    labels."""
     values = values_of(CHART / "ci" / "gateway-values.yaml")
     for ranks, follows in ((1, True), (1, False), (64, True), (2, False)):
         values["vllm"] = {"mixed": {"replicas": 1, "ranks": ranks}, "kvEvents": follows}
@@ -247,7 +249,8 @@ def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
 
 
 def test_metrics_of_a_closed_head_are_not_opened_to_all() -> None:
-    """A peer must be named: without one, only clients reach the port that the API has, too."""
+    """Whether a peer must be named: without a peer, only clients reach the port that the API also
+    has."""
     policies = of_kind(render({"podMonitor": {"enabled": True}}), "NetworkPolicy")
     assert not [each for each in policies if each["metadata"]["name"].endswith("-metrics")]
 
@@ -287,7 +290,7 @@ def test_dashboard_and_alerts_are_those_of_deploy() -> None:
         assert data[key].strip() == (ROOT / "deploy" / path).read_text().strip()
 
 
-# Values
+# Values:
 
 NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"modle": "x"}, "modle"),
@@ -319,8 +322,8 @@ def _fields(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_values_and_schema_have_the_same_names() -> None:
-    """The names in values.yaml are in the schema, and those of the schema's first two levels are in
-    values.yaml."""
+    """Whether the names in values.yaml are in the schema, and the names of the schema's first two
+    levels are in values.yaml."""
     assert set(SCHEMA["properties"]) - {"global"} == set(DEFAULTS)
     for name, value in DEFAULTS.items():
         fields = _fields(SCHEMA["properties"][name])

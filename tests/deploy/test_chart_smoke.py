@@ -1,4 +1,4 @@
-"""Every container of the chart runs: what is rendered starts, is ready, answers, and ends."""
+"""Every container of the rendered chart starts, is ready, answers, and ends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QUICK = "default-values.yaml"
 
 
 def here(values: dict[str, Any]) -> dict[str, Any]:
-    """The same values for this machine, which has another model and no GPU."""
+    """Returns the same values for this machine, which has another model and no GPU."""
     if values.get("engine") != "vllm":
         return values
-    vllm = {"kvEvents": False} | values.get("vllm", {})  # the stub publishes none
+    vllm = {"kvEvents": False} | values.get("vllm", {})  # the stub publishes no events
     return values | {"model": os.environ.get("MOONPOOL_TEST_MODEL", MODEL), "vllm": vllm}
 
 
@@ -42,14 +42,16 @@ def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 def is_picker(container: Container) -> bool:
-    """The picker reads the API of a cluster, and has a test of its own below."""
+    """Whether all pods but the picker run. The picker reads the API of a cluster, and has a test of
+    its own below."""
     return bool(container.spec["name"] == "epp")
 
 
 def asked(
     place: Loopback, values: dict[str, Any], more: dict[str, str] | None = None, **body: Any
 ) -> httpx.Response:
-    """Asks as a client does: by the Service, with a key of the Secret. `more`: further headers."""
+    """Sends a call like a client: by the Service, with a key of the Secret. `more` holds further
+    headers."""
     port = values.get("head", {}).get("service", {}).get("port", 8000)
     scheme = "https" if values.get("tls", {}).get("httpSecret") else "http"
     auth = values.get("auth", {})
@@ -89,7 +91,8 @@ def test_what_is_rendered_starts_answers_and_ends(path: Path, tmp_path: Path) ->
 
 @pytest.mark.live
 def test_workers_stay_when_the_head_is_replaced(tmp_path: Path) -> None:
-    """The pod of the head ends and another one starts, as in an upgrade of the release."""
+    """Whether the pod of the head can end and another pod start, as in an upgrade of the
+    release."""
     values: dict[str, Any] = {}
     with loopback(render(values), tmp_path / "pods") as place:
         place.start()
@@ -155,7 +158,7 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
 
 
 def ready_pod(pod: Pod) -> dict[str, Any]:
-    """A pod as the API of a cluster has it."""
+    """Returns a pod in the form of a cluster's API."""
     return {
         "metadata": {"name": pod.name, "namespace": NAMESPACE, "labels": pod.labels},
         "status": {"podIP": "127.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},

@@ -1,4 +1,4 @@
-"""The kustomize base: what the chart renders, and what kustomize takes."""
+"""Tests the kustomize base: it equals the chart's objects, and kustomize accepts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_base_is_what_the_chart_renders() -> None:
 
 
 def typed() -> str:
-    """The lines of the page, but that the objects are printed."""
+    """Runs the lines of the page, but prints the objects."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     lines = page[page.index("cd deploy/kustomize/example") :].partition("\n```")[0].splitlines()
     assert "kubectl apply -k ." in lines, "the last but one that a reader types"

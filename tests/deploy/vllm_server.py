@@ -1,4 +1,4 @@
-"""`vllm serve` for tests: takes vLLM's flags, and refuses others, as vLLM does."""
+"""Stands for `vllm serve` in tests: takes vLLM's flags, and refuses others, like vLLM."""
 
 from __future__ import annotations
 

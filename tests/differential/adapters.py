@@ -1,4 +1,5 @@
-"""LoRA adapters in PEFT's layout with random weights, and models with the same adapters merged."""
+"""Makes LoRA adapters in PEFT's layout with random weights, and models with the same adapters
+merged."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def write_adapter(
 
 
 def linears_of(model: Any, kinds: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """The linears of a `transformers` model whose names end so."""
+    """Returns the linears of a `transformers` model whose names have this ending."""
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, written by `transformers`, of odd shapes."""
+"""Makes tiny random checkpoints of every family, written by `transformers`, with odd shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ YARN = {
 
 @dataclass(frozen=True)
 class Case:
-    family: str  # as transformers' class names have it
+    family: str  # spelled like transformers' class names
     changes: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
 
@@ -401,8 +401,8 @@ def save(case: Case, folder: Path) -> Any:
     """Writes a random checkpoint, biases and norms random too; returns transformers' model."""
     config = getattr(transformers, f"{case.family}Config")(**{**SIZE, **case.changes})
     torch.manual_seed(0)
-    config._attn_implementation = "eager"  # the only one that has caps and sinks
-    config._experts_implementation = "eager"  # the only one for any size
+    config._attn_implementation = "eager"  # only this family has caps and sinks
+    config._experts_implementation = "eager"  # only this family is served at any size
     name = case.family.removesuffix("Text")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
@@ -412,7 +412,7 @@ def save(case: Case, folder: Path) -> Any:
             torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        # Both dtypes see the same weights. Not model.to(): that would round the RoPE buffers too.
+        # Both dtypes see the same weights. A call of model.to() would round the RoPE buffers too.
         parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

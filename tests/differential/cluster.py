@@ -1,6 +1,6 @@
-"""A cluster in one process, of all the real parts but sockets to a head: arenas, engines,
-messengers and state machines. It keeps the logits behind every drawn token, so that paths can be
-compared bit by bit.
+"""Runs a cluster in one process, with all the real parts except sockets to a head: arenas, engines,
+messengers and state machines. The cluster keeps the logits behind every drawn token, so that paths
+can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MODEL = "random:hidden=64,layers=3,heads=4,kv_heads=2,inter=96,vocab=300"
 
 @dataclass
 class Outcome:
-    """What is known of one attempt at its end. logits: position of the drawn token -> [vocab]."""
+    """Holds the results of one attempt. `logits` maps the position of a drawn token to [vocab]."""
 
     logits: dict[int, Tensor] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Outcome:
 
 
 class Liar:
-    """A checksum that is wrong for one slice in seven, so the receiver takes these bytes for
-    damaged."""
+    """Is a checksum that is wrong for one slice in seven, so that the receiver takes these bytes
+    for damaged."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -81,7 +81,7 @@ class Liar:
 
 
 class Leaver:
-    """A checksum during whose n-th call the messenger ends, as if its process had died."""
+    """Is a checksum during whose n-th call the messenger ends, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after
@@ -90,12 +90,12 @@ class Leaver:
         self._left -= 1
         if self._left == 0:
             threading.Thread(target=self._node.messenger.close).start()
-            time.sleep(0.3)  # until nobody can come in any more, and this read was broken off
+            time.sleep(0.3)  # until no request can come any more, and this read broke off
         return checksum_slice(data)
 
 
 class Node:
-    """One instance."""
+    """Is one instance of the cluster."""
 
     driver: InstanceDriver
 
@@ -108,11 +108,11 @@ class Node:
         flat = torch.frombuffer(
             self.arena.buffer, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32
         )
-        # Blocks begin full of NaN: reading one byte too many shows.
+        # Blocks begin full of NaN, so that a read of one byte too many shows.
         flat.fill_(float("nan"))
         shape = (256, self.layout.num_layers, self.layout.slice_elements)
         arena = KvCache(flat.view(shape), self.layout)
-        if self.layout.inner == ROWS_INNER:  # of a GPU, which has blocks of its own
+        if self.layout.inner == ROWS_INNER:  # a GPU, which has separate blocks
             cache = empty_cache(self.layout, 256, ops.device)
             cache.blocks.fill_(float("nan"))
             self.engine = Engine(model, ops, cache, HostGpuSync(cache, arena.blocks))
@@ -160,7 +160,7 @@ class Node:
 
 
 class MiniCluster:
-    """Nodes by name, and the loop that drives them. Plays the Conductor's part by hand."""
+    """Holds nodes by name, and the loop that drives them. Plays the Conductor's part by hand."""
 
     def __init__(self, roles: dict[str, Role], dtype: str, ops: Ops, **options: Any) -> None:
         self.inbox: queue.Queue[tuple[Node, Any]] = queue.Queue()
@@ -170,7 +170,7 @@ class MiniCluster:
         for node in self.nodes.values():
             node.driver = self._drive(node)
         self.outcomes: dict[str, Outcome] = {}
-        self.corrupt_slices = 0  # of streams
+        self.corrupt_slices = 0  # errors of streams
         self.missed_steps = 0
         self.after_step: Callable[[], None] = lambda: None
         self._decode_of: dict[str, Node] = {}
@@ -193,7 +193,7 @@ class MiniCluster:
         self.inbox.put((self.nodes[on], StartPrefill(attempt=work, fetch=fetch, target=target)))
 
     def run(self, timeout_s: float = 60.0) -> None:
-        """Runs until all submitted attempts have ended and nothing is held."""
+        """Runs until all submitted attempts have ended and no block is held."""
         deadline = time.monotonic() + timeout_s
         while not all(o.finished for o in self.outcomes.values()) or self._busy():
             assert time.monotonic() < deadline, self.outcomes

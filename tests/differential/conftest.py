@@ -1,4 +1,4 @@
-"""One thread for torch, for speed on a busy machine; and the kernels to test."""
+"""Gives torch one thread, for speed on a busy machine, and chooses the kernels to test."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from tests.differential.plans import EXACT_OPS, OPS_NAMES, usable_ops
 
 MOST_TELLING = ("in_a_crowd[native-float32-7]", "in_a_crowd[native-int8-bfloat16-7]", "own_cache")
-"""Ways of a request that are tested each time in each dtype."""
+"""Lists ways of a request that are tested each time in each dtype."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernels are tested each time, and the plain operations, which they are compared with and
-    which are slow, in the long run. Ways of a request are tested each time in bfloat16. In the
-    other dtypes they are tested in the long run, except for the ways that tell dtypes apart most.
+    """The kernels are tested each time. The plain operations, their slow reference, are tested in
+    the long run. Ways of a request are tested each time in bfloat16. In the other dtypes they are
+    tested in the long run, except for the ways that tell dtypes apart most.
     """
     for item in list(items):
         if "differential" not in item.path.parts:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if "in_a_crowd" not in item.name:
                 item.add_marker(pytest.mark.long)
         elif path and "-many" not in item.name and not any(p in item.name for p in MOST_TELLING):
-            items.remove(item)  # the long run has it with many prompts
+            items.remove(item)  # the long run has this test with many prompts
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ METADATA = {
 
 
 def convert(folder: Path, architecture: str, expert_kind: str = "F32") -> GgufDraft:
-    """The checkpoint in `folder` as a file; experts may be stored in Q8_0."""
+    """Writes the checkpoint in `folder` as a file; experts may be stored in Q8_0."""
     config = json.loads((folder / "config.json").read_text())
     draft = GgufDraft(_metadata(config, architecture))
     model = open_model(str(folder), "float32")
@@ -187,7 +187,7 @@ def _metadata(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes what only DeepSeek's files have."""
+    """Writes the keys that only DeepSeek's files have."""
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     found = {
         "attention.key_length": rank + rope,
@@ -255,7 +255,7 @@ def _renamed(
 def _with_linear_attention(
     found: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """q and its gate in turns by head, and value heads in turns by key head."""
+    """Writes q and its gate in turns by head, and value heads in turns by key head."""
     keys, group = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group //= keys
     before_v = 2 * keys * config["linear_key_head_dim"]
@@ -288,7 +288,7 @@ def _with_linear_attention(
 
 
 def _fused(found: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:
-    """Gate and up in one tensor; of Phi also q, k and v."""
+    """Joins gate and up in one tensor; of Phi also q, k and v."""
     out = dict(found)
     for layer in range(sum(name.endswith("attn_q.weight") for name in found)):
         prefix = f"blk.{layer}."

@@ -1,4 +1,4 @@
-"""Random ways to compute the same sequences: chunked, mixed with others, in any blocks.
+"""Makes random ways to compute the same sequences: chunked, mixed with others, in any blocks.
 
 Baseline and plans return the logits that follow chosen positions, so that tests can ask for
 equality bit by bit.
@@ -23,18 +23,18 @@ from moonpool_engine.engine.reference import ReferenceOps
 from moonpool_engine.engine.runner import Engine, make_layout
 
 EXACT_OPS = ("reference", "native")
-"""Operations without quantization."""
+"""Makes operations without quantization."""
 OPS_NAMES = (*EXACT_OPS, "native-int8")
 Prompt = list[int]
 
 
 def missing(ops_name: str) -> str | None:
-    """The reason why these operations are not available; None if they are."""
+    """Returns the reason why these operations are not available, or None if they are."""
     return None if ops_name == "reference" else available()
 
 
 def usable_ops(request: pytest.FixtureRequest) -> str:
-    """The operations that the fixture is asked for; skips the test where they cannot run."""
+    """Returns the operations that the fixture names; skips the test if they cannot run."""
     why = missing(request.param)
     if why is not None:
         pytest.skip(why)
@@ -50,7 +50,8 @@ def make_ops(ops_name: str) -> Ops:
 
 
 class Lab:
-    """An engine over blocks full of NaN (in fp8: the bytes of NaN), handed out in random order."""
+    """Runs an engine over blocks full of NaN (in fp8: the bytes of NaN), handed out in random
+    order."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Lab:
         return [self._free.pop() for _ in range(self.engine.layout.blocks_for(num_tokens))]
 
     def whole(self, prompt: Prompt) -> Tensor:
-        """Logits after `prompt`, computed alone and in one step, in fresh blocks."""
+        """Returns the logits after `prompt`, computed alone and in one step, in fresh blocks."""
         blocks = self.take_blocks(len(prompt))
         logits = self.engine.logits([StepEntry(AttemptId("alone"), prompt, 0, blocks, None)])
         self.cache.blocks[blocks] = self._junk
@@ -90,7 +91,8 @@ class Lab:
         self.engine.step([StepEntry(AttemptId("prefix"), prompt, 0, blocks, None)])
 
     def rest(self, prompt: Prompt, cached: int, blocks: list[int]) -> Tensor:
-        """Logits after `prompt` whose first `cached` tokens are in their blocks already."""
+        """Returns the logits after `prompt` whose first `cached` tokens are in their blocks
+        already."""
         step = StepEntry(AttemptId("rest"), prompt[cached:], cached, blocks, None)
         return self.engine.logits([step])[0]
 

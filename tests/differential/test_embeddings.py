@@ -1,4 +1,4 @@
-"""Embeddings beside `transformers` in float32, and beside ourselves in chunks."""
+"""Compares embeddings with `transformers` in float32, and with moonpool's own in chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAMILIES = [name for name in CASES if name in ("llama", "qwen3", "gemma3", "mixt
 
 
 def embed(lab: Lab, prompt: list[int], way: Way, cuts: list[int]) -> NDArray[np.float32]:
-    """The embedding of a prompt that is computed in chunks which end at `cuts`."""
+    """Returns the embedding of a prompt that is computed in chunks which end at `cuts`."""
     blocks, start, carried = lab.take_blocks(len(prompt)), 0, b""
     for end in [*cuts, len(prompt)]:
         last = end == len(prompt)
@@ -47,7 +47,7 @@ def embed(lab: Lab, prompt: list[int], way: Way, cuts: list[int]) -> NDArray[np.
             pooling=way if last or way == "mean" else "none",
             pooled=carried,
         )
-        # A request that draws shares the step.
+        # A request that draws a token shares the step.
         drawing = StepEntry(AttemptId("draw"), prompt[:9], 0, lab.take_blocks(9), SamplingParams())
         done = lab.engine.step([drawing, entry])
         assert done.tokens[0] is not None and not done.tokens[0].payload
@@ -76,7 +76,7 @@ def test_they_are_those_of_transformers(name: str, way: Way, ops_name: str, tmp_
 
 
 def save_bare(folder: Path) -> Any:
-    """A Qwen3 whose tensors are named without `model.`, as Qwen3-Embedding's are."""
+    """Makes a Qwen3 whose tensors are named without `model.`, as in Qwen3-Embedding."""
     model = save(CASES["qwen3"], folder)
     path = folder / "model.safetensors"
     tensors = {
@@ -93,7 +93,8 @@ def save_bare(folder: Path) -> Any:
 @pytest.mark.parametrize("way", ["last", "mean"])
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_checkpoint_of_bare_names(num_shards: int, way: Way, tmp_path: Path) -> None:
-    """The prompt is computed in one part and in shards, as a whole and in chunks."""
+    """Whether the embeddings are equal if the prompt is computed in one part and in shards, whole
+    and in chunks."""
     model = save_bare(tmp_path)
     ours = open_model(str(tmp_path), "float32")
     assert ours.spec.prefix == "" and ours.spec.tie_embeddings

@@ -1,4 +1,5 @@
-"""Families with parts that Llama lacks: the same bits whatever way a sequence is computed."""
+"""Tests families with parts that Llama lacks: a sequence gives the same bits on every way of
+computing it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.differential.cluster import MiniCluster
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_paths import assert_same, work
 
-# One case of every part: norms, windows, caps, RoPE by layer, factors.
+# There is one case of every part: norms, windows, caps, RoPE by layer, factors.
 FAMILIES = (
     "mistral-window",
     "smollm3-window",
@@ -38,7 +39,7 @@ FAMILIES = (
     "qwen3.5",
     "qwen3-next",
 )
-LINEAR = ("qwen3.5", "qwen3-next")  # layers with a state per sequence
+LINEAR = ("qwen3.5", "qwen3-next")  # layers with one state per sequence
 SHARDED = tuple(name for name in FAMILIES if name not in ("olmo2", *LINEAR))
 VARIANTS = [
     ("native", "float32"),
@@ -61,7 +62,8 @@ def opened(folders: dict[str, Path], name: str, dtype: str = "float32") -> Loade
 
 
 def check_plans(model: LoadedModel, ops_name: str, num_shards: int) -> None:
-    """Several prompts in random chunks and batches give the bits of each one alone."""
+    """Whether several prompts in random chunks and batches give the same bits as each prompt
+    alone."""
     texts = random_prompts(random.Random(1), 5, model.spec.vocab_size, 110)
     marks = [{n for n in range(len(t) - 2, len(t) + 1) if n > 0} for t in texts]
     alone = Lab(model, make_ops(ops_name), 16, 600, num_shards=num_shards)
@@ -83,8 +85,8 @@ def test_any_chunks_and_batches_give_the_same_bits(
 
 @pytest.mark.parametrize("name", ["mistral-window", "gpt-oss", "qwen3.5"])
 def test_blocks_of_any_size_give_the_same_bits(folders: dict[str, Path], name: str) -> None:
-    """Models with linear attention have blocks of hundreds of tokens, in sizes that are not a power
-    of two."""
+    """Whether this holds for linear attention, which has blocks of hundreds of tokens, in sizes
+    that are not a power of two."""
     prompt = random_prompts(random.Random(5), 1, 300, 200)[0]
     model = opened(folders, name)
     small, *others = (
@@ -124,7 +126,7 @@ def test_stages_give_the_bits_of_the_whole_model(folders: dict[str, Path], name:
     with torch.inference_mode():
         state: Any = stages[0].embed(rows.token_ids)
         for stage in stages:
-            state = (state[0].clone(), state[1].clone())  # as over a wire
+            state = (state[0].clone(), state[1].clone())  # as if sent over a wire
             state = stage.advance(*state, lab.cache, rows.meta, torch.from_numpy(rows.last))
         assert torch.equal(stages[-1].logits(state[1])[0], whole)
 

@@ -1,4 +1,4 @@
-"""The table of `docs/models.md` says which families are served on which ways, and it is right."""
+"""The table of `docs/models.md` says which families are served on which ways, and is right."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from tests.live.family_checkpoints import CASE_OF, refusal, write
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LATE: dict[str, Any] = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 MORE = (Case("Qwen3", LATE), Case("Qwen3Moe", {**CASES["qwen3-moe"].changes, **LATE}))
-"""Windows that families may have, without a case of their own."""
+"""Lists windows that families may have, without a separate case."""
 
 
 def table() -> dict[str, dict[str, str]]:
-    """Family -> way -> the cell."""
+    """Maps a family to a map from way to cell."""
     lines = PAGE.read_text().split("<!-- families x ways -->")[1].strip().splitlines()
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
 
 def cell(refusals: set[str]) -> str:
-    """Returns what the table says of a family whose models have these refusals; "" means served."""
+    """Returns what the table says of a family whose models have these refusals; "" means that the
+    way serves it."""
     assert len({bool(one) for one in refusals}) == 1, refusals
     return "no" if all(refusals) else "yes"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[LoadedModel]]:
-    """All cases of each family."""
+    """Returns all cases of each family."""
     found: dict[str, list[LoadedModel]] = {}
     for family, chosen in CASE_OF.items():
         cases = [case for case in (*CASES.values(), *MORE) if case.family == chosen.family]

@@ -1,4 +1,4 @@
-"""KVCache in fp8: near the model's own, and the same bits in every batch and chunk."""
+"""Tests KVCache in fp8: it is near the model's own, with the same bits in every batch and chunk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_kernels_agree_and_are_near_the_models_own(case: str, tmp_path: Path) ->
     exact, ours = found["native", "auto"], found["native", "fp8"]
     size = exact.abs().max()
     assert 0 < (ours - exact).abs().max() < 0.15 * size
-    # Few elements near the middle between two e4m3 round differently in the two.
+    # Few elements near the middle between two e4m3 values round differently in the two.
     assert (ours - found["reference", "fp8"]).abs().max() < 0.05 * size
 
 
@@ -56,7 +56,8 @@ def test_blocks_are_half_as_large_and_have_names_of_their_own() -> None:
 
 
 def test_rounding_keeps_every_size() -> None:
-    """The error of an element is at most a sixteenth of it, or a 2^-18th of the row's largest."""
+    """Whether the error of an element is at most a sixteenth of it, or a 2^-18th of the row's
+    largest."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(200, 2, 16, generator=generator)
     rows *= torch.exp2(torch.randint(-60, 60, (200, 2, 1), generator=generator).float())
@@ -70,4 +71,4 @@ def test_rounding_keeps_every_size() -> None:
     assert ((k - rows).abs() <= torch.maximum(rows.abs() / 16, largest * 2.0**-17)).all()
     assert torch.equal(v, -k)
     data, _ = to_fp8(rows)
-    assert (data & 0x7F != 0x7F).all()  # no NaN
+    assert (data & 0x7F != 0x7F).all()  # there is no NaN

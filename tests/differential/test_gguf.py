@@ -1,4 +1,5 @@
-"""Models in GGUF files: beside the same weights in safetensors, and equal on every way."""
+"""Tests models in GGUF files: their logits are near those of the same weights in safetensors, and
+equal on every way."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def ops_name(request: pytest.FixtureRequest) -> str:
 
 
 def as_folder(gguf: Path, folder: Path) -> None:
-    """The file's dequantized weights as a Hugging Face checkpoint."""
+    """Writes the file's dequantized weights as a Hugging Face checkpoint."""
     model = open_model(str(gguf), "float32")
     spec = model.spec
     folder.mkdir()
@@ -68,7 +69,7 @@ def test_logits_are_those_of_the_dequantized_weights(
     exact = logits(str(tmp_path / "tiny"), ops_name)
     found = logits(str(gguf), ops_name)
     assert (found - exact).abs().max() < 5e-3 * exact.abs().max()
-    # Rows of q and k that stay as stored would rotate wrongly.
+    # Rows of q and k that stay in their stored order would rotate wrongly.
     transformers = pytest.importorskip("transformers")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tiny")
     with torch.no_grad():
@@ -101,7 +102,8 @@ def test_any_plan_gives_the_bits_of_the_whole_prompt_alone(
 def test_shards_give_nearly_the_same_also_where_they_cut_within_groups(
     tmp_path: Path, ops_name: str
 ) -> None:
-    """Half of 96 columns is not a border of groups of 32: that matrix becomes plain."""
+    """Whether that matrix becomes plain, because half of 96 columns is not a border of groups of
+    32."""
     gguf = str(tiny_llama(MIXED, inter=96).write(tmp_path / "t.gguf"))
     one, two = (logits(gguf, ops_name, shards) for shards in (1, 2))
     assert (one - two).abs().max() < 5e-3 * one.abs().max()
@@ -143,7 +145,7 @@ def test_doubled_tokens_and_merges_of_no_tokens_are_left_out(tmp_path: Path) -> 
     draft = tiny_llama(MIXED)
     words = draft.metadata["tokenizer.ggml.tokens"]
     draft.metadata["tokenizer.ggml.tokens"] = [*words[:257], "ab", *words[258:]]
-    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]  # only the last one is of tokens
+    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]  # only the last is of tokens
     draft.metadata["tokenizer.ggml.merges"] = merges
     tokenizer = open_tokenizer(str(draft.write(tmp_path / "t.gguf")), 260)
     assert tokenizer.encode("abc") == [256, 99]

@@ -1,5 +1,5 @@
-"""Families in GGUF files, named and ordered as llama.cpp's converter does: the logits of
-`transformers`, and the bits of the same weights in a folder."""
+"""Tests families in GGUF files, with the names and orders of llama.cpp's converter: they give the
+logits of `transformers`, and the bits of the same weights in a folder."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FILES: dict[str, tuple[str, Case]] = {
     ),
 }  # fmt: skip
 for _name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2"):
-    # What files do not tell: biases, and a rotation of halves.
+    # The files do not tell: biases, and a rotation of halves.
     _told = {"attention_bias": False, "rope_interleave": True}
     _changes = CASES[_name].changes
     _changes = {key: _told.get(key, value) for key, value in _changes.items()}
@@ -98,7 +98,7 @@ Opened = Callable[[str], tuple[Path, Path, Any]]
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    """The folder, the file, and transformers' model of a case."""
+    """Returns the folder, the file, and transformers' model of a case."""
 
     @cache
     def made(name: str) -> tuple[Path, Path, Any]:
@@ -121,7 +121,7 @@ def test_logits_are_those_of_transformers(opened: Opened, name: str) -> None:
         expected = theirs(torch.tensor([PROMPT])).logits[0, -1]
     found = logits(file)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
-    # Weights of norms that the converter added 1 to were rounded once more.
+    # Weights of norms to which the converter added 1 were rounded once more.
     if not ARCHITECTURES[FILES[name][0]].baked_norms:
         assert torch.equal(found, logits(folder))
 
@@ -131,7 +131,7 @@ def test_experts_stay_quantized(opened: Opened, name: str, tmp_path: Path) -> No
     folder, _, _ = opened(name)
     quantized = convert(folder, FILES[name][0], "Q8_0").write(tmp_path / "q8.gguf")
     model = open_model(str(quantized), "float32")
-    # The same weights in a folder: those of the file, dequantized.
+    # The same weights in a folder are the file's weights, dequantized.
     stored = load_file(folder / "model.safetensors")
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -1,4 +1,5 @@
-"""GGUF files of DeepSeek's architecture: older layouts, quantised projections, and refusals."""
+"""Tests GGUF files of DeepSeek's architecture: older layouts, quantised projections, and
+refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def tensor_of(stored: Stored) -> Tensor:
 
 
 def join_up_projections(draft: GgufDraft, keep: bool) -> None:
-    """Joins them into one tensor, as in files from before April 2025."""
+    """Joins the two tensors into one, as in files from before April 2025."""
     for name in [name for name in draft.tensors if name.endswith("attn_k_b.weight")]:
         prefix = name.removesuffix("k_b.weight")
         keys, values = (tensor_of(draft.tensors[f"{prefix}{part}_b.weight"]) for part in "kv")
@@ -86,7 +87,7 @@ def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
         if len(stored.shape) > 1 and "ffn_gate_inp" not in name and stored.shape[-1] % 32 == 0:
             draft.tensors[name] = in_q8_0(tensor_of(stored))
     model = open_model(str(draft.write(tmp_path / "q8.gguf")), "float32")
-    # The same weights in a folder: those of the file, dequantized.
+    # The same weights in a folder are the file's weights, dequantized.
     stored = load_file(folder / "model.safetensors")
     for name, tensor in stored.items():
         if tensor.ndim > 1 and ".mlp.gate." not in name:
@@ -102,7 +103,7 @@ def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
     ops = CountingOps()
     DecoderModel(model.spec, model.weights, ops)
     spec = model.spec
-    # 112 is not a multiple of 32: the dense layer's down projection is plain.
+    # 112 is not a multiple of 32, so the dense layer's down projection is plain.
     assert ops.counts[False] == spec.num_layers * 2 * spec.num_heads + 1
 
 
@@ -141,7 +142,8 @@ def test_half_an_up_projection_is_refused(folder: Path, tmp_path: Path, half: st
 
 
 def test_the_folder_has_what_files_must_tell(folder: Path) -> None:
-    """The cases above would prove little about values that are also defaults."""
+    """Uses values that differ from the defaults: for values that are also defaults, the cases above
+    would prove little."""
     config = json.loads((folder / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (2, 1)
     assert config["routed_scaling_factor"] == 2.5

@@ -46,7 +46,7 @@ WORDS = [
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # as in Qwen2's tokenizer.json
+)  # as in the tokenizer.json of Qwen2
 
 
 def corpus() -> str:
@@ -60,7 +60,8 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 
 def _random_text(rng: random.Random, text: str) -> str:
-    """A piece of prose or code, one script, several, words that split oddly, or a mixture."""
+    """Returns a piece of prose or code, one script, several, words that split oddly, or a
+    mixture."""
     kind, at = rng.randrange(5), rng.randrange(len(text))
     if kind == 0:
         return text[at : at + rng.randrange(1, 300)]
@@ -88,7 +89,7 @@ def _of_script(rng: random.Random, count: int) -> str:
 
 
 def trained(folder: Path) -> Path:
-    """A byte-level vocabulary of 3,000 tokens that splits texts as Qwen2's does."""
+    """Makes a byte-level vocabulary of 3,000 tokens that splits texts like Qwen2."""
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence([
@@ -108,7 +109,7 @@ def trained(folder: Path) -> Path:
 
 
 def as_gguf(source: Path, way: str, path: Path) -> Path:
-    """Returns the vocabulary as llama.cpp's converter writes it. SentencePiece has scores, no
+    """Returns the vocabulary in the form of llama.cpp's converter. SentencePiece has scores and no
     merges."""
     own = json.loads(source.read_text())
     added = {token["content"]: token for token in own["added_tokens"]}
@@ -161,7 +162,7 @@ def check(folder: Path, way: str, path: Path) -> None:
 
 
 def check_vocabulary(path: Path) -> None:
-    """The vocabulary that is read without the merges has the whole tokenizer's tokens."""
+    """Whether the vocabulary that is read without the merges has the whole tokenizer's tokens."""
     whole, vocabulary = gguf_tokenizer(path), GgufVocabulary(path)
     assert vocabulary.special_token_ids == whole.special_token_ids
     for token_id in range(whole.vocab_size + 2):

@@ -1,5 +1,5 @@
-"""Blocks that no later token sees, because all layers have a window, are held no longer. The bits
-are those of requests that hold all blocks; unwritten blocks are full of NaN here."""
+"""If all layers have a window, blocks that no later token sees are not held any more. The bits are
+those of requests that hold all blocks; unwritten blocks are full of NaN here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.differential.plans import make_ops
 
 PROMPTS = [[(7 * i * i + n * i + 11) % 300 for i in range(n)] for n in (3, 60, 64, 90)]
 NUM_TOKENS = 120
-WINDOW_BLOCKS = 3  # 20 tokens of 16 in a block, and the block that is being written
+WINDOW_BLOCKS = 3  # 20 tokens of 16 in a block, and the block under way
 
 
 def work(number: int, prompt: list[int], num_tokens: int = NUM_TOKENS) -> AttemptSpec:
@@ -26,7 +26,7 @@ def work(number: int, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Attemp
 
 
 class Ways:
-    """The same requests on clusters of several kinds."""
+    """Runs the same requests on clusters of several kinds."""
 
     def __init__(self, model: str, ops_name: str) -> None:
         self._options = {"model": model}
@@ -35,7 +35,7 @@ class Ways:
     def outcomes(
         self, roles: dict[str, Role], decode: str | None = None, **options: object
     ) -> tuple[list[Outcome], list[int]]:
-        """Returns also the number of held blocks of the decoding instance after each step."""
+        """Also returns the number of held blocks of the decoding instance after each step."""
         cluster = MiniCluster(roles, "float32", self._ops, **self._options, **options)
         try:
             held: list[int] = []
@@ -77,8 +77,8 @@ def test_held_blocks_stay_few_and_bits_stay_equal(ops_name: str, tmp_path: Path)
 
 
 def test_a_prefix_whose_blocks_were_released_is_found_while_it_is_cached(tmp_path: Path) -> None:
-    """A second request with the first one's tokens uses its cached blocks, all or their first
-    ones, and gets the same bits."""
+    """Whether a second request with the first request's tokens uses all or the first of its cached
+    blocks, and gets the same bits."""
     save(CASES["mistral-window"], tmp_path)
     ops = make_ops("native")
     first = work(0, PROMPTS[3])

@@ -1,4 +1,4 @@
-"""LoRA adapters beside `transformers` with merged weights, and beside themselves in batches."""
+"""Compares LoRA adapters with merged weights in `transformers`, and with themselves in batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANDOM_LINEARS = {
 
 
 def logits(lab: Lab, prompt: list[int], adapter: str, cuts: tuple[int, ...] = ()) -> Tensor:
-    """Logits after the prompt, by an adapter given by its fingerprint, in chunks."""
+    """Returns the logits after the prompt, by an adapter given by its fingerprint, in chunks."""
     blocks, start = lab.take_blocks(len(prompt)), 0
     for end in (*cuts, len(prompt)):
         step = StepEntry(AttemptId("a"), prompt[start:end], start, blocks, None, adapter=adapter)
@@ -71,7 +71,7 @@ def test_logits_are_those_of_merged_weights(
         merged = theirs(torch.tensor([PROMPT])).logits[0, -1].float()
     assert (plain - base).abs().max() <= 1e-4 * base.abs().max()
     assert (ours - merged).abs().max() <= 1e-4 * merged.abs().max()
-    assert (merged - base).abs().max() > 1e-2 * base.abs().max()  # it changes much
+    assert (merged - base).abs().max() > 1e-2 * base.abs().max()  # the adapter changes much
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,8 @@ def test_logits_are_those_of_merged_weights(
 def test_shards_add_the_whole_product_once(
     family: str, num_shards: int, ops_name: str, tmp_path: Path
 ) -> None:
-    """Rows of q, k, v, gate and up, columns of o and down; beside rows without an adapter."""
+    """Cuts rows of q, k, v, gate and up, and columns of o and down, beside rows without an
+    adapter."""
     (tmp_path / "base").mkdir()
     theirs: Any = save(CASES[family], tmp_path / "base")
     kinds = ("qkv_proj", "o_proj", "down_proj") if family == "phi3-window" else ALL
@@ -108,7 +109,7 @@ def adapted(tmp_path: Path, name: str, dtype: str, linears: dict[str, Any]) -> L
 
 
 def mixed_batches_change_no_bit(model: LoadedModel, ops_name: str, longest: int) -> None:
-    """Prompts of two adapters and of the base, in random chunks that share steps."""
+    """Runs prompts of two adapters and of the base, in random chunks that share steps."""
     rng = random.Random(3)
     names = ["", *model.adapter_numbers]
     prompts = [rng.choices(range(290), k=rng.randint(1, longest)) for _ in range(6)]

@@ -1,6 +1,6 @@
-"""Logits are bitwise equal whatever way a request takes: one instance without cache, chunked at
-any size, in a crowd, split into prefill and decode over either transport, with a prefix from the
-own cache or from another instance's.
+"""Logits are bitwise equal on every way of a request: one instance without cache, chunked at any
+size, in a large batch, split into prefill and decode over either transport, with a prefix from the
+instance's own cache or from another's.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
 FEW_PROMPTS = 20
-"""All lengths around block and chunk bounds, and some more."""
+"""Lists all lengths around block and chunk bounds, and some more."""
 NUM_PROMPTS = {"native": 60, "native-int8": 30}
-"""Prompts of the long run."""
+"""Holds the prompts of the long run."""
 NUM_TOKENS = 6
 
 
@@ -43,7 +43,8 @@ def make_ops(name: str) -> Ops:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Lengths around block and chunk bounds and at random; every second shares a prefix."""
+    """Makes prompts with lengths around block and chunk bounds and at random; every second prompt
+    shares a prefix."""
     rng = random.Random(4)
     lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
     lengths += [rng.randrange(1, 250) for _ in range(count - len(lengths))]
@@ -67,7 +68,7 @@ class Lab:
     dtype: str
     prompts: list[list[int]]
     clusters: list[MiniCluster]
-    model: dict[str, str]  # as an option; empty means the clusters' own
+    model: dict[str, str]  # as an option; empty means the options of the clusters
 
     def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
         options = self.model | options
@@ -78,7 +79,7 @@ class Lab:
 KINDS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
 KINDS.append(("native-int8", "bfloat16"))
 LINEAR = "qwen3.5"
-"""A case whose blocks hold states of linear attention."""
+"""Is a case whose blocks hold states of linear attention."""
 VARIANTS = [pytest.param((*kind, FEW_PROMPTS, ""), id="-".join(kind)) for kind in KINDS]
 VARIANTS += [
     pytest.param(("native", "float32", FEW_PROMPTS, LINEAR), id=f"native-float32-{LINEAR}"),
@@ -118,7 +119,7 @@ def build(
 
 @pytest.fixture(scope="module")
 def alone(build: Lab) -> list[Outcome]:
-    """Returns the truth: each prompt alone, in one piece, on one instance, without cache."""
+    """Returns the reference: each prompt alone, in one piece, on one instance, without cache."""
     cluster = build({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
     for i, prompt in enumerate(build.prompts):
         cluster.submit(work(str(i), prompt), on="one")
@@ -218,7 +219,7 @@ def test_damaged_slices_are_computed_again(
 
 
 EAGER = FittedCost(prefill=(9.0, 0.0, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
-"""Prompts seem to take so long that every transfer is in time: all begin early."""
+"""Makes prompts seem so long that every transfer is in time: all requests begin early."""
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
@@ -246,7 +247,7 @@ def test_computed_while_the_prefix_arrives(
 def test_damaged_while_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every few slices one is wrong: steps are computed for nothing, and no token is wrong."""
+    """Whether no token is wrong if a slice is wrong now and then and some steps are repeated."""
     monkeypatch.setattr(ShmConnection, "defers_checksums", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
@@ -266,8 +267,8 @@ def test_damaged_while_computed_with(
 def test_the_source_goes_while_it_is_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its messenger ends after a few slices, with a step waiting for the rest."""
-    monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # each slice leaves by itself
+    """The source's messenger ends after a few slices, with a step waiting for the rest."""
+    monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # each slice leaves alone
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))
     prompt = build.prompts[longest]

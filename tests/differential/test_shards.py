@@ -1,7 +1,7 @@
-"""A model in shards: against `transformers`, against one process, and itself whatever the batch.
+"""Compares a model in shards with `transformers`, with one process, and with itself in every batch.
 
 Ranks give the bits of one process that computes all shards (tests/unit/engine/test_tensor.py), so
-what is said of shards here holds for every degree.
+the results for shards hold for every degree.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.differential.test_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
-# The model has all that is cut differently: biases, norms of heads, heads that are wider than
-# hidden / heads, norms over all heads.
+# The model has all parts that are cut differently: biases, norms of heads, heads that are wider
+# than hidden / heads, norms over all heads.
 SHARDED = {
     "llama-biases": 2,
     "llama-tied": 2,
@@ -55,7 +55,7 @@ def test_bfloat16_rounds_a_little_more_than_one_process(
     name: str, ops_name: str, tmp_path: Path
 ) -> None:
     """A sum of shards is rounded at each `+`, where one process rounds once. Of two tokens, the
-    likelier stays so wherever they stand further apart than that."""
+    likelier stays the likelier if their logits differ by more than that."""
     exact = their_logits(save(CASES[name], tmp_path))
     one = our_logits(tmp_path, "bfloat16", ops_name)[1]
     several = our_logits(tmp_path, "bfloat16", ops_name, SHARDED[name])[1]

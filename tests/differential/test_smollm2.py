@@ -1,4 +1,4 @@
-"""A trained model: SmolLM2-135M-Instruct in Q4_1, from the package of the extra `smollm2`."""
+"""Tests a trained model: SmolLM2-135M-Instruct in Q4_1, from the package of the extra `smollm2`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moonpool_engine.engine.builtin import LoadedModel, open_model, open_tokeniz
 from moonpool_engine.engine.gguf.files import gguf_file
 from tests.differential.plans import Lab, make_ops
 
-# Made with the tokenizer of HuggingFaceTB/SmolLM2-135M-Instruct's kind in transformers 5.23.0.
+# The tokens were made with the tokenizer of HuggingFaceTB/SmolLM2-135M-Instruct's kind in
+# transformers 5.23.0.
 WORDS = {
     "Hello 1234 wörld, it's 3.14!\n\n def f(x):": [
         19556, 216, 33, 34, 35, 36, 267, 29989, 400, 28, 357, 506, 216, 35, 30, 33, 36, 17, 1116,

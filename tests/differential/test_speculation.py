@@ -1,4 +1,4 @@
-"""Drafts change no token: logits and tokens are bitwise those of plain decoding, alone, in a crowd
+"""Drafts change no token: logits and tokens are bitwise those of plain decoding, alone, in a batch
 beside chunks, and split into prefill and decode, for greedy and sampled answers of all kinds.
 """
 
@@ -38,7 +38,7 @@ ALL_TOKENS = SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculat
 
 
 def works() -> list[AttemptSpec]:
-    """Prompts that repeat themselves; a random model then often does so, too."""
+    """Makes prompts that repeat themselves; a random model then often repeats itself, too."""
     rng = random.Random(11)
     made: list[AttemptSpec] = []
     for number in range(21):
@@ -75,7 +75,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[SpeculationLab]:
 
 @pytest.fixture(scope="module")
 def plain(lab: SpeculationLab) -> MiniCluster:
-    """Returns the truth: each request alone, token by token, without cache."""
+    """Returns the reference: each request alone, token by token, without cache."""
     cluster = lab({"one": Role.MIXED}, chunk_tokens=1024, prefix_caching=False)
     for work in works():
         cluster.submit(work, on="one")
@@ -124,7 +124,7 @@ def test_split_into_prefill_and_decode(lab: SpeculationLab, plain: MiniCluster) 
 
 
 def test_by_what_cached_blocks_say(lab: SpeculationLab, plain: MiniCluster) -> None:
-    """Runs of 32 tokens never repeat, so only cached blocks can say what comes next."""
+    """Has no repeated run of 32 tokens, so only cached blocks can say what comes next."""
     long = SpeculativeConfig(method="ngram", prompt_lookup_min=32, prompt_lookup_max=32)
     cluster = lab({"one": Role.MIXED}, speculative=long)
     rng = random.Random(5)
@@ -163,7 +163,7 @@ CHEAP_DRAFTS = FittedCost(prefill=(0.0, 1e-6, 0.0, 0.0), decode=(1e-4, 1e-6, 0.0
 def test_by_a_draft_model_that_is_the_model(
     lab: SpeculationLab, plain: MiniCluster, roles: dict[str, Role], draft_blocks: int
 ) -> None:
-    """With few blocks, requests take them from each other, or go without."""
+    """Whether requests with few blocks take them from each other, or go without drafts."""
     cluster = lab(
         roles,
         speculative=BY_MODEL,
@@ -182,11 +182,11 @@ def test_by_a_draft_model_that_is_the_model(
 
 
 def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -> None:
-    """Its KVCache is the draft model's own, so a mistake in keeping it would show here only."""
+    """Whether the draft model's separate KVCache is right: a mistake in it would show only here."""
     cluster = lab(
         {"one": Role.MIXED},
         speculative=msgspec.structs.replace(BY_MODEL, prompt_lookup_min=32, prompt_lookup_max=32),
-        prefix_caching=False,  # so that all drafts come from the model
+        prefix_caching=False,  # disables lookups, so all drafts come from the model
         draft_model=MODEL,
         draft_blocks=400,
         draft_cost=CHEAP_DRAFTS,

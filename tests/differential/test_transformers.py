@@ -1,7 +1,8 @@
-"""Logits and greedy tokens against `transformers`, for tiny random checkpoints of each family.
+"""Compares logits and greedy tokens with `transformers`, for tiny random checkpoints of each
+family.
 
 fp32: 1e-4 relative to the largest logit, and the same greedy tokens. bf16: both are compared with
-the fp32 result on the same (bf16) weights; ours may be off by no more than transformers' own bf16
+the fp32 result on the same (bf16) weights; moonpool's error may be at most transformers' own bf16
 error with a quarter to spare, since both round every activation to 8 bits, in a different order.
 """
 
@@ -72,7 +73,7 @@ def greedy_tokens(lab: Lab, prompt: list[int], count: int) -> list[int]:
 
 
 class Saved(NamedTuple):
-    """A checkpoint, transformers' model of it, and that model's logits."""
+    """Holds a checkpoint, transformers' model of it, and that model's logits."""
 
     folder: Path
     model: Any
@@ -81,7 +82,7 @@ class Saved(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    """Writes each case once for all tests of this file. They change neither files nor model."""
+    """Writes each case once for all tests of this file, which change neither files nor model."""
 
     @cache
     def written(name: str) -> Saved:
@@ -109,8 +110,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     rounded.config._experts_implementation = "eager"
     their_error = their_logits(rounded.eval()) - exact
     our_error = our_logits(folder, "bfloat16", ops_name)[1] - exact
-    if "num_experts_per_tok" in CASES[name].changes:  # a mixture
-        # Rounding sends some rows to other experts, where two scores are near: those are not equal.
+    if "num_experts_per_tok" in CASES[name].changes:  # a mixture of experts
+        # Rounding sends some rows to other experts if two scores are near: these rows are not
+        # equal.
         kept = our_error.abs().amax(1).argsort()[: len(LENGTHS) // 2]
         our_error, their_error = our_error[kept], their_error[kept]
     assert our_error.square().mean() <= 1.25**2 * their_error.square().mean()
@@ -119,7 +121,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
 
 
 def test_an_exported_model_is_the_same_to_transformers(tmp_path: Path) -> None:
-    """Benchmarks rely on it: other engines must serve the same weights."""
+    """Whether other engines can serve the same weights, as benchmarks need."""
     name = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
     built_in = open_model(name, "float32")
     export_checkpoint(built_in, tmp_path)
@@ -179,7 +181,7 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SEEING)
 def test_a_model_that_sees_images_answers_texts(name: str, tmp_path: Path) -> None:
-    """The whole model of transformers, to which only a text is given."""
+    """Whether the whole model of transformers gives the same logits for a text."""
     kind, text, vision = SEEING[name]
     config_class = getattr(transformers, f"{kind}Config")
     if name == "mistral3":
@@ -199,7 +201,8 @@ def test_a_model_that_sees_images_answers_texts(name: str, tmp_path: Path) -> No
 
 
 def test_an_older_checkpoint_that_sees_images(tmp_path: Path) -> None:
-    """Qwen2-VL as it was published: one flat config, and the tensors for images beside."""
+    """Makes Qwen2-VL in its published form: one flat config, and tensors for images beside the text
+    model."""
     model = save(CASES["qwen2"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(

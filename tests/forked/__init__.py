@@ -1,8 +1,9 @@
-"""Runs moonpool's commands in processes that are forked from one that has imported what they need.
+"""Runs moonpool's commands in processes that are forked from a process that has imported what they
+need.
 
 A new interpreter takes 3 to 4 s of CPU to import torch and what head and workers need; most tests
 of commands take less than that in total. A command that is forked here runs the same code from its
 first line (`moonpool.cli.main`) in a process of its own, which forks and starts further ones as
-always. One thing differs from real use: the modules are there before the command asks for them. So
-tests of the start itself, of its memory, and of an installation start a new interpreter.
+always. Only one part differs from real use: the modules are loaded before the command imports them.
+So tests of the start itself, of its memory, and of an installation start a new interpreter.
 """

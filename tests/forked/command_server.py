@@ -1,4 +1,4 @@
-"""The process that forks commands. Run by `tests.forked.commands`."""
+"""Is the process that forks commands. `tests.forked.commands` runs it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class CommandServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._links: dict[int, tuple[int, socket.socket]] = {}
-        """Process and connection of its test, by the descriptor that tells its end."""
+        """Maps the descriptor that tells a test's end to the test's process and connection."""
 
     def serve(self) -> dict[str, Any] | None:
-        """Returns the order in each process that was forked for one, and None at the end."""
+        """Returns the order in each forked process, and None at the end."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
@@ -63,7 +63,7 @@ class CommandServer:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(OSError):  # its test has ended
+        with contextlib.suppress(OSError):  # the test has ended
             link.send(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         link.close()
 
@@ -103,7 +103,7 @@ def run(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    setproctitle.getproctitle()  # finds the command line, which it cannot once variables moved
+    setproctitle.getproctitle()  # reads the command line, which fails once variables moved
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import_for("own")
     gc.collect()

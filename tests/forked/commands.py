@@ -1,4 +1,4 @@
-"""Commands and servers of tests, in forked processes."""
+"""Runs commands and servers of tests in forked processes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 120.0
-"""Within this time each server ends, including on a slow and busy machine."""
+"""Is the time within which each server ends, even on a slow and busy machine."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @cache
 def _control() -> socket.socket:
-    """The connection to this process's command server, which it starts."""
+    """Returns the connection to this process's command server, and starts the server if needed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         fd = theirs.fileno()
@@ -48,7 +48,7 @@ def _control() -> socket.socket:
 
 
 class ForkedCommand:
-    """A command in a process of its own, with the interface of `subprocess.Popen`."""
+    """Runs a command in a process of its own, with the interface of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -60,8 +60,9 @@ class ForkedCommand:
         passed: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`arguments`: the words after `moonpool`. A `script` runs in its place. `passed`: a file
-        descriptor, whose number becomes the last word. `folder`: the working directory."""
+        """`arguments` are the words after `moonpool`. A `script` runs instead of moonpool. `passed`
+        is a file descriptor, whose number becomes the last word. `folder` is the working directory.
+        """
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None
         order = {
@@ -109,7 +110,7 @@ class ForkedCommand:
 
 
 class LocalServer(local_server.LocalServer):
-    """A server whose supervisor is forked; one with an environment of its own is not."""
+    """Runs a server whose supervisor is forked, unless the server has its own environment."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class LocalServer(local_server.LocalServer):
 
 
 def begin_peer(line: Sequence[str], fd: int) -> ForkedCommand:
-    """Stands in for `spare_process.begin_spare`: a stage or rank in a forked process."""
+    """Replaces `spare_process.begin_spare`: starts a stage or rank in a forked process."""
     with open(os.devnull, "wb") as null:
         return ForkedCommand(list(line), null.fileno(), null.fileno(), passed=fd)
 
@@ -145,7 +146,7 @@ def _read(file: IO[bytes]) -> str:
 def run_command(
     *arguments: str, timeout_s: float = 60.0, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `moonpool` with these words to its end, as `subprocess.run` does."""
+    """Runs `moonpool` with these words to its end, like `subprocess.run`."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         command = ForkedCommand(list(arguments), stdout.fileno(), stderr.fileno(), folder=folder)
         try:

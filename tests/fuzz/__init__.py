@@ -1,1 +1,1 @@
-"""Fuzzing of every reader of bytes from outside: `python -m tests.fuzz --inputs N`."""
+"""Fuzzes every reader of bytes from outside: `python -m tests.fuzz --inputs N`."""

@@ -15,7 +15,7 @@ KINDS = ("crashes", "hangs", "tracebacks", "errors_5xx", "growth", "other")
 
 
 def kind_of(finding: Finding) -> str:
-    """Which count a finding adds to."""
+    """Returns the count to which a finding adds."""
     what = finding.what
     if what.startswith("the process ended"):
         return "crashes"
@@ -30,7 +30,7 @@ def kind_of(finding: Finding) -> str:
 
 @dataclass
 class Counts:
-    """Counts of one reader, over all runs."""
+    """Holds the counts of one reader, over all runs."""
 
     inputs: int = 0
     crashes: int = 0
@@ -53,14 +53,14 @@ class Counts:
 
 
 class Figures:
-    """The counts of all readers."""
+    """Holds the counts of all readers."""
 
     def __init__(self, readers: dict[str, Counts]) -> None:
         self.readers = readers
 
     @classmethod
     def read(cls, path: Path | None) -> Figures:
-        """The counts in the file so far; none if there is no file."""
+        """Returns the counts in the file so far, or no counts if there is no file."""
         if path is None or not path.exists():
             return cls({})
         found = json.loads(path.read_text())["readers"]

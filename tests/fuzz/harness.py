@@ -1,7 +1,8 @@
-"""Feeds one reader with mutated samples, and reports what it must not do.
+"""Feeds one reader with mutated samples, and reports its faults.
 
-A finding is an exception that the reader does not document, more than a second of CPU time, or
-memory that an input takes or that stays. A dead process is one too: `campaign.py` sees it.
+A finding is an exception that the reader does not document, more than a second of CPU time, or too
+much memory during an input or after it. A dead process is a finding too, which `campaign.py`
+reports.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ HANG_S = 1.0
 GIVE_UP_S = 20.0
 CPU_TIME = " s of CPU"
 INPUT_BYTES = 1 << 20
-"""Largest input that is drawn; longer ones are cut."""
+"""Is the largest input that is drawn; longer inputs are cut."""
 MAX_INPUT_MEMORY = 256 << 20
 MAX_GROWTH = 48 << 20
 WARM_UP_SHARE = 0.3
 MAX_FINDINGS = 10
 BATCH_INPUTS = 64
-"""Peaks of memory are read once per batch, because that takes longer than most inputs do."""
+"""Is the number of inputs for which the peak of memory is read once, because a read takes longer
+than most inputs."""
 
 
 class _HangError(BaseException):
@@ -38,7 +40,7 @@ class _HangError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding in lines, and the input that shows it."""
+    """Holds the lines of a finding, and the input that shows it."""
 
     reader: str
     what: str
@@ -46,7 +48,7 @@ class Finding:
 
 
 class LastInput:
-    """A file that holds the present input, so that it outlives the process."""
+    """Is a file that holds the present input, so that the input outlives the process."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(INPUT_BYTES + 4))
@@ -67,7 +69,7 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
     made = FieldMutator if reader.by_field else Mutator
     mutator: Mutator | FieldMutator = made(reader.samples(), seed)
     for sample in reader.samples():
-        reader.read(sample, folder)  # a sample that is refused would make a blind test
+        reader.read(sample, folder)  # a refused sample would make a blind test
     last = LastInput(folder / "last-input")
     findings: list[Finding] = []
     kinds: set[str] = set()
@@ -95,7 +97,8 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
 def _run_batch(
     reader: Reader, mutator: Mutator | FieldMutator, count: int, folder: Path, last: LastInput
 ) -> list[tuple[bytes, str]]:
-    """Inputs, and what each did wrong. A batch that took much memory runs again, one by one."""
+    """Holds inputs, and what each did wrong. A batch that took much memory runs again, input by
+    input."""
     bytes_before = _forget_peak()
     found: list[tuple[bytes, str]] = []
     for _ in range(count):
@@ -108,7 +111,7 @@ def _run_batch(
 
 
 def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> str:
-    """Says so if the input takes too much memory."""
+    """Returns a line about the memory if the input takes too much, or an empty string."""
     bytes_before = _forget_peak()
     last.note(data)
     _run(reader, data, folder)
@@ -117,8 +120,9 @@ def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> st
 
 
 def _run(reader: Reader, data: bytes, folder: Path) -> str:
-    """Runs one input; returns what the input does wrong. Time counts if it is taken twice: the
-    first time, modules may have been imported, or others have shared the core."""
+    """Runs one input; returns what the input does wrong. Too long a time counts only if it occurs
+    twice: the first time, modules may have been imported, or other processes have shared the core.
+    """
     what = _run_once(reader, data, folder)
     return _run_once(reader, data, folder) if what.endswith(CPU_TIME) else what
 
@@ -150,7 +154,7 @@ def _on_hang(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_peak() -> int:
-    """Sets the peak of resident memory to what is resident now, and returns that."""
+    """Sets the peak of resident memory to the present resident memory, and returns that."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
 

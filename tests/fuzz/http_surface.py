@@ -1,4 +1,4 @@
-"""The HTTP surface as a reader: an input is a line with method and path, and a body."""
+"""Fuzzes the HTTP API as a reader: an input is a line with method and path, and a body."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 from moonpool.api.app import make_app
 from tests.unit.api.scripted_head import ScriptedHead
 
-MAX_BODY_BYTES = 48 << 10  # larger ones go to processes of their own
+MAX_BODY_BYTES = 48 << 10  # larger bodies go to separate processes
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -45,7 +45,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 
 
 class ServerFailedError(Exception):
-    """The server blamed itself for a request."""
+    """Is raised if the server blamed itself for a request."""
 
 
 @cache
@@ -77,7 +77,7 @@ def ask(data: bytes, folder: Path) -> int:
     try:
         request = client.build_request(verb, text, content=body[:MAX_BODY_BYTES], headers=headers)
     except httpx.InvalidURL:
-        return 0  # no client can send it
+        return 0  # no client can send such a request
     response = runner.run(client.send(request))
     for record in (head.requests, head.delivered, head.kept, head.aborted, head.drained):
         record.clear()

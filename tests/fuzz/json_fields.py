@@ -1,4 +1,4 @@
-"""Mutations of JSON that keep its form: a field gets a value of another type, or an extreme one."""
+"""Mutates JSON but keeps its form: a field gets a value of another type, or an extreme value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
     *({}, {"": None}, {"a": {"b": []}}, {"type": "Sequence"}, {"Regex": "(a+)+$"}, {"String": ""}),
 )
 RAW_SHARE = 0.05
-"""Share of inputs whose bytes are mutated, so that some are no JSON."""
+"""Is the share of inputs whose bytes are mutated, so that some are not JSON."""
 
 
 class FieldMutator:
@@ -41,7 +41,8 @@ class FieldMutator:
         return json.dumps(value).encode()
 
     def _change(self, value: Any) -> None:
-        """Changes one field, drawn level by level, so that a long list hides no short one."""
+        """Changes one field, drawn level by level, so that a long list does not hide a short
+        one."""
         rng, parent = self._rng, value
         while True:
             keys: list[Any] = list(parent) if isinstance(parent, dict) else [*range(len(parent))]

@@ -10,7 +10,7 @@ from msgspec import inspect
 
 
 def samples_of(kind: Any, seed: int, count: int = 40) -> list[bytes]:
-    """Returns encoded messages of a type; each decodes as it."""
+    """Returns encoded messages of a type; each decodes to that type."""
     draw = _Draw(random.Random(seed))
     info = inspect.type_info(kind)
     found = [msgspec.msgpack.encode(draw.value(info)) for _ in range(count)]
@@ -20,7 +20,7 @@ def samples_of(kind: Any, seed: int, count: int = 40) -> list[bytes]:
 
 
 MAX_DEPTH = 5
-"""Most levels of structs within each other."""
+"""Is the largest number of nested structs."""
 
 
 class _Draw:
@@ -57,7 +57,7 @@ class _Draw:
         fields = {
             field.encode_name: self.value(field.type)
             for field in info.fields
-            if field.required or self._depth < MAX_DEPTH  # a struct may hold its own kind
+            if field.required or self._depth < MAX_DEPTH  # a struct may contain its own type
         }
         self._depth -= 1
         if info.array_like:

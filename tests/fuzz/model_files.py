@@ -1,4 +1,4 @@
-"""What comes with a model, as one JSON object: its files by name, or a GGUF file's metadata.
+"""Fuzzes the files of a model as one JSON object: its files by name, or a GGUF file's metadata.
 
 Tensors are not mutated here; the readers of bytes do that. A file that opens is then used as a
 server uses it.
@@ -40,8 +40,8 @@ MAX_TABLE_POSITIONS = 256
 
 @functools.cache
 def _folder(case: str) -> Path:
-    """A checkpoint with all files that are read; "" means two shards, with an adapter; else
-    quantized in the way of that name."""
+    """Makes a checkpoint with all files that are read. "" means two shards with an adapter; another
+    name means quantized in the way of that name."""
     folder = Path(tempfile.mkdtemp(prefix="moonpool-fuzz-model-"))
     if case:
         quantized.write(folder, case)
@@ -131,7 +131,7 @@ def read_model_files(data: bytes, folder: Path) -> None:
 
 
 def use_spec(spec: ModelSpec) -> None:
-    """What an engine makes of the numbers before it reads weights."""
+    """Computes what an engine derives from the numbers before it reads weights."""
     positions = min(spec.max_positions, MAX_TABLE_POSITIONS)
     rope_table(spec.rope, spec.head_dim, positions)
     if spec.local_rope is not None:
@@ -187,7 +187,7 @@ def read_gguf_metadata(data: bytes, folder: Path) -> None:
 
 
 class _AnyDraft(GgufDraft):
-    """A file whose metadata are any JSON."""
+    """Makes a file whose metadata are any JSON."""
 
     def header(self) -> bytes:
         plain, self.metadata = self.metadata, {}
@@ -203,7 +203,7 @@ def _entry(key: str, value: Any) -> bytes:
 
 
 def _typed(value: Any) -> bytes:
-    """A value of any type of JSON with the type of GGUF that is nearest."""
+    """Converts a value of any JSON type to the nearest GGUF type."""
     match value:
         case bool():
             return value_bytes(value)

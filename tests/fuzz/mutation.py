@@ -1,4 +1,5 @@
-"""Seeded mutations of valid samples: bits, numbers, cuts, repeats, joins, and dictionary words."""
+"""Makes seeded mutations of valid samples: bits, numbers, cuts, repeats, joins, and dictionary
+words."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Mutator:
         data[at : at + self._rng.choice((0, 16, len(data)))] = other[start : start + 64]
 
     def _digits(self, data: bytearray) -> None:
-        """Replaces a number in text by another."""
+        """Replaces a number in a text by another number."""
         places = [i for i, byte in enumerate(data) if 0x30 <= byte <= 0x39]
         if places:
             at = self._rng.choice(places)

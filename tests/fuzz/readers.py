@@ -1,4 +1,5 @@
-"""The readers of bytes from outside, each with valid samples and the errors that it documents."""
+"""Lists the readers of bytes from outside, each with valid samples and the errors that it
+documents."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ ENDPOINTS = b"""endpoints:
     address: fd00::1
     port: 8001
 """
-SRV = bytes.fromhex(  # two records of "_a._tcp", after its question
+SRV = bytes.fromhex(  # two records of "_a._tcp", after the question
     "123481800001000200000000025f61045f7463700000210001c00c0021000100"
     "0000010009000000001f40016100c00c00210001000000010009000000001f41"
     "016200"
@@ -146,9 +147,9 @@ class Reader:
     name: str
     samples: Callable[[], list[bytes]]
     read: Callable[[bytes, Path], object]
-    """(input, a folder for files)."""
+    """Takes (input, a folder for files)."""
     errors: tuple[type[Exception], ...]
-    by_field: bool = False  # samples are JSON, which is mutated field by field
+    by_field: bool = False  # samples are JSON, and mutations change a field
 
 
 def _message(name: str, kind: Any) -> Reader:
@@ -161,7 +162,7 @@ def _message(name: str, kind: Any) -> Reader:
     )
 
 
-# Frames and handshakes
+# Frames and handshakes:
 
 
 def _event_ids() -> list[bytes]:
@@ -183,7 +184,7 @@ def _handshake_samples() -> list[bytes]:
 
 
 def _handshakes(data: bytes, folder: Path) -> None:
-    """Both sides get the bytes at the beginning and in the middle."""
+    """Gives both sides the bytes at the beginning and in the middle."""
     for begun in (False, True):
         server = ServerHandshake(b"s", _identity("s"))
         client = ClientHandshake(b"s", _identity("c"))
@@ -198,7 +199,7 @@ def _handshakes(data: bytes, folder: Path) -> None:
             assert not side.done, "a handshake ended without the secret"
 
 
-# The SSD's folder
+# The SSD's folder:
 
 GEOMETRY = make_geometry(make_layout(), 1 << 15)
 RECORDS = [Record(HELD, slot, slot + 1, key_of(slot)) for slot in range(4)]
@@ -249,7 +250,7 @@ def _folder_samples() -> list[bytes]:
     return [struct.pack("<H", len(index) + 2) + index + slots]
 
 
-# Files
+# Files:
 
 
 def _read_trace(data: bytes, folder: Path) -> None:
@@ -286,7 +287,7 @@ def _read_model_config(data: bytes, folder: Path) -> None:
 
 
 def _model_configs() -> list[bytes]:
-    """One of each family, with every field that is read."""
+    """Makes one file of each family, with every field that is read."""
     configs = [CONFIG_JSON | {"rope_parameters": rope} for rope in ROPES]
     for family in FAMILIES.values():
         config = ALL_FIELDS | {"architectures": [family.architecture]}
@@ -372,7 +373,7 @@ ALL_FIELDS: dict[str, Any] = CONFIG_JSON | {
 
 
 def _checkpoint_samples() -> list[bytes]:
-    """config.json's length, config.json, and the tensors."""
+    """Holds config.json's length, config.json, and the tensors."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:

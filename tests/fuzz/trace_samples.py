@@ -1,4 +1,4 @@
-"""Files of each form of traces, which the fuzzers change."""
+"""Makes files of each form of traces, which the fuzzers change."""
 
 from __future__ import annotations
 

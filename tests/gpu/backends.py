@@ -1,4 +1,4 @@
-"""Backends for the tests of GPU operations.
+"""Lists backends for the tests of GPU operations.
 
 torch's operations also run on the CPU, so that copies and bookkeeping are tested everywhere; the
 rest is skipped where there is no GPU.
@@ -49,7 +49,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Bench:
-    """An engine over blocks full of NaN, handed out in random order."""
+    """Makes an engine over blocks full of NaN, handed out in random order."""
 
     engine: Engine
     free: list[int]
@@ -67,7 +67,7 @@ class Bench:
         return [self.free.pop() for _ in range(self.engine.layout.blocks_for(num_tokens))]
 
     def run(self, *parts: tuple[Sequence[int], int, list[int]]) -> Tensor:
-        """Logits after each (new tokens, start, blocks), all in one step."""
+        """Returns the logits after each (new tokens, start, blocks), all in one step."""
         steps = [
             StepEntry(AttemptId(str(i)), tokens, start, blocks, None)
             for i, (tokens, start, blocks) in enumerate(parts)

@@ -1,5 +1,5 @@
-"""Host-GPU sync: a step's results reach the arena in time, and arrived blocks are loaded before
-they are read."""
+"""Tests the sync between host and GPU: a step's results reach the arena in time, and arrived blocks
+are loaded before they are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 16
 
 
 class Pair:
-    """An engine with host sync; all blocks are NaN at first."""
+    """Makes an engine with host sync; all blocks are NaN at first."""
 
     def __init__(self, backend: str) -> None:
         ops = make_ops(backend)
@@ -90,7 +90,7 @@ def test_a_block_is_loaded_once_and_not_over_what_is_newer(pair: Pair) -> None:
     expected = pair.run(prompt, 0, [0, 1, 2])
     pair.host_sync.arriving(
         [4, 5, 6]
-    )  # a fetch that brought nothing: the blocks go to a new request
+    )  # a fetch that brought no block: the blocks go to a new request
     for start in (0, 10, 20, 30):
         logits = pair.run(prompt[start : start + 10], start, [4, 5, 6])
     assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-5)

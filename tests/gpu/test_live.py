@@ -1,4 +1,5 @@
-"""`moonpool serve --device cuda`: real processes share one GPU, and answer as one alone does."""
+"""Several processes of `moonpool serve --device cuda` share one GPU, and give the answers of one
+process."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ WAYS = ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "seed": 11})
 
 
 def prompts() -> list[list[int]]:
-    """Random prompts; every second one begins with the prompt before it."""
+    """Returns random prompts; every second prompt begins with the prompt before it."""
     rng = random.Random(3)
     made: list[list[int]] = []
     for i in range(12):
@@ -50,7 +51,7 @@ def answers(arguments: list[str]) -> list[Any]:
 
 def test_disaggregated_and_cached_equals_one_instance_without_cache() -> None:
     alone = answers(["--mixed", "1", "--no-enable-prefix-caching", "--dtype", "bfloat16"])
-    split = answers(["--prefill", "2", "--decode", "2"])  # bfloat16 is what a GPU does by itself
+    split = answers(["--prefill", "2", "--decode", "2"])  # bfloat16 is a GPU's default
     assert split == alone
     stages = ["--pipeline-parallel-size", "2", "--decode-pipeline-parallel-size", "2"]
     assert answers(["--prefill", "1", "--decode", "1", *stages]) == alone

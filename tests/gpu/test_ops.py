@@ -1,5 +1,5 @@
-"""Logits of the GPU's operations are the reference's, within rounding; the own kernels' do not
-depend on chunks and neighbours at all."""
+"""Logits of the GPU's operations equal the reference's up to rounding. Logits of moonpool's own
+kernels do not depend on chunks and neighbours at all."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_own_kernels_give_the_same_bits_in_any_company(name: str, dtype: str) ->
 
 
 def test_long_contexts_are_split_without_a_trace() -> None:
-    """A single sequence is computed in runs of keys by many programs. In a large batch, each
-    sequence has one program."""
+    """Whether logits are equal for a single sequence, which many programs compute in runs of keys,
+    and in a large batch, where each sequence has one program."""
     ops = make_ops("triton-cuda")
     lab = Bench.of(open_model(WIDE, "bfloat16"), ops, 1_400_000, block_tokens=64)
     prompt = prompt_of(5000)
@@ -102,7 +102,8 @@ def test_long_contexts_are_split_without_a_trace() -> None:
 
 
 def test_recorded_decodes_keep_what_they_read() -> None:
-    """Decodes of several batch sizes and lengths, prefills between them, and back again."""
+    """Runs decodes of several batch sizes and lengths, prefills between them, and the first sizes
+    again."""
     ops = make_ops("triton-cuda")
     lab = Bench.of(open_model(TINY, "bfloat16"), ops, 30_000)
     prompts = [prompt_of(n, seed=4) for n in (30, 1100, 5, 2200, 64, 700, 16, 17, 90)]
@@ -122,7 +123,7 @@ def test_recorded_decodes_keep_what_they_read() -> None:
 
 
 def test_products_of_the_library_agree_with_our_own_where_they_are_used() -> None:
-    """Shapes of real models, numbers of rows that choosing did not try."""
+    """Uses shapes of real models, with numbers of rows that the choice of kernels did not try."""
     make_ops("triton-cuda")
     from moonpool_engine.engine.cuda.linears import Linears, MixedLinear, TritonLinear
 

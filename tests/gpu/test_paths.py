@@ -1,5 +1,5 @@
-"""Whatever way a request takes between instances on a GPU, the logits behind its tokens are those
-of one instance without a cache: bit by bit with the own kernels, within rounding with torch's.
+"""On every way of a request between instances on a GPU, the logits of its tokens equal those of one
+instance without a cache: bit by bit with moonpool's kernels, up to rounding with torch's.
 
 The copies between GPU and arena are the same with torch's operations on the CPU, so they run
 everywhere.

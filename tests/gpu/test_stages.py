@@ -1,6 +1,6 @@
-"""Stages with blocks of their own beside the arena, as on GPUs: tokens and blocks are those of one
-process, what a stage completes is in the arena before it is announced, and what the messenger
-brought is loaded by every stage. With torch's operations the same copies are made on the CPU."""
+"""Tests stages with separate blocks beside the arena, as on GPUs: tokens and blocks equal those of
+one process, a stage's result is in the arena before its announcement, and every stage loads the
+blocks that the messenger brought. With torch's operations the same copies are made on the CPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.unit.engine.test_stages import MODEL, NUM_BLOCKS, SAMPLED, steps_of
 
 NUM_STAGES = 3
 NUM_LAYERS = 5
-DEVICES = ("cpu:0", "cuda")  # not "cpu": stages on that one compute in the arena itself
+DEVICES = ("cpu:0", "cuda")  # not "cpu": stages on that device use the arena itself
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 
 
 class Pair:
-    """An engine of stages with host sync, and a one-process engine over other blocks."""
+    """Makes an engine of stages with host sync, and a one-process engine over other blocks."""
 
     def __init__(self, device: str) -> None:
         if device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Each family's tiny checkpoints on the GPU, against `transformers` on the CPU in float32."""
+"""Compares each family's tiny checkpoints on the GPU with `transformers` on the CPU in float32."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The copies of the pool inside vLLM, on tensors of a GPU: blocks arrive in the pool's memory with
-their sums, and come back in other blocks, in the order of vLLM's stream."""
+"""Tests the copies of the pool inside vLLM, on tensors of a GPU: blocks arrive in the pool's memory
+with their sums, and come back in other blocks, in the order of vLLM's stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_blocks_leave_and_come_back(device: str) -> None:
     sources, targets = order[:15], order[15:30]
     places = start + order[:15] * block_bytes
 
-    for tensor in tensors.values():  # is computed when the store begins, or still under way
+    for tensor in tensors.values():  # computed when the store begins, or still under way
         tensor.mul_(2)
     expected = {name: tensor[sources.tolist()].cpu() for name, tensor in tensors.items()}
     copier.mark()

@@ -22,7 +22,7 @@ from tests.live.calls import fresh
 
 CONFORMANCE = [content_type_conformance, response_schema_conformance, status_code_conformance]
 UNAVAILABLE = {503, 504}
-"""Statuses above 499 that are documented: the server has no room, or the deadline passed."""
+"""Lists the documented statuses above 499: the server has no room, or the deadline has passed."""
 ENDLESS = "/cluster/events"
 MESSAGES = [{"role": "user", "content": "x"}]
 COMPLETE: dict[str, dict[str, Any]] = {
@@ -36,7 +36,8 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [7]},
 }
-"""Bodies that are answered. With a few fields of a drawn body they get further than that one."""
+"""Holds request bodies that the server answers. With a few fields of a drawn body they get further
+into the server than a drawn body alone."""
 NUM_DRAWN_FIELDS = 2
 HEADERS = {"x-request-timeout-ms": "5000"}
 
@@ -54,8 +55,8 @@ def operations(document: dict[str, Any]) -> Iterator[Any]:
 
 
 def check_operation(operation: Any, url: str, mode: GenerationMode, num_draws: int) -> Counter[int]:
-    """Sends calls that the document allows, or forbids. Fails at the first response that the
-    document does not declare. Returns how many calls had which status."""
+    """Sends calls that the document allows or forbids. Fails at the first response that the
+    document does not declare. Returns how many calls had each status."""
     seen: Counter[int] = Counter()
 
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
@@ -89,7 +90,7 @@ def check_operation(operation: Any, url: str, mode: GenerationMode, num_draws: i
     try:
         check()
     except hypothesis.errors.Unsatisfiable:
-        assert mode is GenerationMode.NEGATIVE  # every call is allowed
+        assert mode is GenerationMode.NEGATIVE  # the server allows every call
     except BaseExceptionGroup as group:
         pytest.fail(f"{operation.method} {operation.path}: {group.exceptions[0]!r} {group}")
     return seen

@@ -1,4 +1,4 @@
-"""Calls with a connection of their own each, as `httpx.get` makes them, with more patience."""
+"""Makes each call over a new connection, like `httpx.get`, with a longer timeout."""
 
 from __future__ import annotations
 

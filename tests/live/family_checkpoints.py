@@ -1,4 +1,5 @@
-"""Tiny checkpoints of every served family, with a tokenizer, and the ways of serving them."""
+"""Makes tiny checkpoints of every served family, with a tokenizer, and lists the ways to serve
+them."""
 
 from __future__ import annotations
 
@@ -55,12 +56,13 @@ CASE_OF: dict[str, Case] = {
     "deepseek_v3": CASES["deepseek-v3"],
     "gpt_oss": CASES["gpt-oss"],
 }
-"""Family -> a model of it, with the parts that it has besides Llama's."""
+"""Maps each family to a model of it, with the parts that the family has besides Llama's."""
 assert CASE_OF.keys() == FAMILIES.keys()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """All bytes and a few merges, in fewer tokens than the smallest vocabulary."""
+    """Trains a tokenizer with all bytes and a few merges, in fewer tokens than the smallest
+    vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -95,19 +97,21 @@ WAYS: dict[str, list[str]] = {
     "ranks": ["--prefill", "1", "--decode", "1", "--tensor-parallel-size", "2"],
     "attention workers": ["--prefill", "1", "--decode", "1", "--attention", "2"],
 }
-"""Way -> the arrangement that is served. All have prefill and decode apart, and a prefix cache."""
+"""Maps each way to the arrangement that is served. All have separate prefill and decode instances
+and a prefix cache."""
 
 
 def flags_of(family: str, way: str) -> list[str]:
-    """The flags of a way, without guesses for a family that cannot take them back."""
+    """Returns the flags of a way, without drafts for a family that cannot take draft tokens
+    back."""
     flags = WAYS[way]
     at = flags.index("--speculative-config") if "--speculative-config" in flags else None
     return flags[:at] if at is not None and FAMILIES[family].delta else flags
 
 
 def refusal(model: LoadedModel, way: str) -> str:
-    """Why a model is not served on a way, as the instance says when it starts; "" means that it
-    is."""
+    """Returns why a way cannot serve a model, in the words of the instance at its start, or "" if
+    the way serves the model."""
     try:
         if way == "ranks":
             check_shards(model.spec, 2)

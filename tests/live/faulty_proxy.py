@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a server that plants one kind of fault into streamed answers."""
+"""Runs an HTTP proxy in front of a server that plants one kind of fault into streamed answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERY_TOKENS = 40
 
 
 class FaultyProxy:
-    """`fault`: "", "drop", "double", "mix" (one token in EVERY_TOKENS), "swap" (the answer of
+    """`fault` is "", "drop", "double", "mix" (one token in EVERY_TOKENS), "swap" (the answer of
     another conversation), "cut" or "hang" (one stream in 8)."""
 
     def __init__(self, upstream: str, fault: str) -> None:

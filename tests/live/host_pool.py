@@ -1,4 +1,4 @@
-"""A pool of a host as its own process, and what vLLM does around its connector."""
+"""Runs the pool of a host as a process of its own, and does what vLLM does around its connector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUP = bytes(range(32))
 
 
 class FullAttentionSpec:
-    """Has the fields of vLLM's own class that the layout needs."""
+    """Has the fields of vLLM's config class that the layout needs."""
 
     block_size = BLOCK_TOKENS
     page_size_bytes = 2 * BLOCK_TOKENS * 128 * 2
@@ -50,7 +50,7 @@ class SlidingWindowSpec:
 
 
 class BlockUsers:
-    """vLLM's block pool, as far as blocks are held: how many users each has."""
+    """Stands for vLLM's block pool as far as blocks are held: it counts the users of each block."""
 
     def __init__(self) -> None:
         self.blocks = list(range(NUM_BLOCKS))
@@ -67,7 +67,7 @@ class BlockUsers:
 
 
 class Pool:
-    """`moonpool pool serve` with folders of its own."""
+    """Runs `moonpool pool serve` with folders of its own."""
 
     def __init__(self, *flags: str, secret: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-pool-"))
@@ -104,7 +104,7 @@ class Pool:
 
 
 class Engine:
-    """What vLLM does around the connector: tensors, requests, steps."""
+    """Does what vLLM does around the connector: it makes tensors and requests, and runs steps."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class Engine:
         hybrid: bool = False,
         ranks: int = 1,
     ) -> None:
-        """`hybrid`: each layer is in a group of its own, and all but the first have a window."""
+        """With `hybrid`, each layer is in a KVCache group of its own, and all layers but the first
+        have a sliding window."""
         names = [f"layer.{number}" for number in range(NUM_LAYERS)]
         generator = torch.Generator().manual_seed(seed)
         self.caches = {
@@ -168,7 +169,7 @@ class Engine:
         staged: bool,
         place: tuple[int, int, int],
     ) -> SpaceClient:
-        """`place`: a rank, how many there are, and how many kinds each has."""
+        """`place` holds a rank, the number of ranks, and how many ranks of each kind there are."""
         rank, ranks, kinds = place
         number = rank * kinds + kind.index
         nominal = BlockLayout(
@@ -250,8 +251,8 @@ class Engine:
         return self.scheduler.build(self.output(*requests, tokens=tokens), self.blocks.__getitem__)
 
     def prefill(self, request: Any, seed: int) -> int:
-        """Loads what the pool has, "computes" the rest, and stores it. Returns the tokens that
-        were loaded: none if a block was wrong."""
+        """Loads what the pool has, "computes" the rest, and stores it. Returns the number of loaded
+        tokens: 0 if a block was wrong."""
         self.scheduler.on_new_request(request)
         found: int | None = None
         while found is None:
@@ -279,8 +280,8 @@ class Engine:
         return found
 
     def slide(self, request: Any, num_tokens: int) -> list[tuple[str, int]]:
-        """Releases blocks as vLLM does before a step: those behind all windows are no longer the
-        request's. Returns those that nobody uses any more, by layer."""
+        """Releases blocks as vLLM does before a step: the request no longer holds blocks that lie
+        behind all windows. Returns the blocks that nobody uses any more, by layer."""
         free = []
         first = max(num_tokens - WINDOW_TOKENS + 1, 0) // BLOCK_TOKENS
         for name in self.names:
@@ -301,7 +302,7 @@ class Engine:
         self.run_step(self.build())
         for worker in self.workers:
             self.wait_for_stores(worker, request)
-        # An answer to a later find means that the pool has handled the stores.
+        # An answer to a later `find` means that the pool has handled the earlier stores.
         self.look_up(request.all_token_ids[:-1])
 
     def wait_for_stores(self, worker: WorkerSide, request: Any) -> None:
@@ -309,7 +310,7 @@ class Engine:
         self.hear(worker)
 
     def look_up(self, tokens: list[int]) -> int:
-        """How many tokens of a prompt the pool has."""
+        """Returns how many tokens of a prompt the pool has."""
         request = self.request(tokens)
         self.scheduler.on_new_request(request)
         found: int | None = None
@@ -320,7 +321,7 @@ class Engine:
         return found
 
     def content(self, ids: list[int]) -> list[np.ndarray]:
-        """The bytes of blocks in each layer; `ids` are those of the first group."""
+        """Returns the bytes of blocks in each layer. `ids` are the block ids of the first group."""
         found = []
         for name in self.names:
             mine = self.ids_of(ids, self.group_of[name])

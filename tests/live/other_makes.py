@@ -1,5 +1,5 @@
-"""Servers of other makes as stubs that speak their HTTP, and SGLang's KV events over ZeroMQ. Their
-answers are made from the prompt alone, as those of `VllmStub`."""
+"""Stubs of servers of other makes that speak their HTTP, and SGLang's KV events over ZeroMQ. Like
+`VllmStub`, they make their answers from the prompt alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _encode = msgspec.msgpack.encode
 
 
 class ServerStub:
-    """Serves on a port of its own. `calls` has the path and the body of each call in its order.
-    With `dead`, it ends each call before it answers."""
+    """Serves on a port of its own. `calls` lists the path and the body of each call in order of
+    arrival. If `dead` is set, the stub closes each connection before an answer."""
 
     documents: ClassVar[dict[str, Any]] = {}
-    """What it says at GET, by path."""
+    """Maps each path to the stub's answer to GET."""
     paths: tuple[str, ...] = (CHAT, TEXT)
     needs_done = True  # whether a stream ends with [DONE]
 
@@ -50,7 +50,7 @@ class ServerStub:
         self._server.server_close()
 
     def look(self, path: str) -> Any:
-        """What it says at GET, or None if it has no such path."""
+        """Returns the answer to GET, or None if the server has no such path."""
         return self.documents.get(path)
 
     def events(self, path: str, body: Body) -> Iterator[Body]:
@@ -137,12 +137,13 @@ class TensorRtStub(ServerStub):
 
 
 PREFILL_S_PER_TOKEN = 1e-3
-"""A server that computes prompts in no time gives no reason to go where a prefix is."""
+"""Is the stubs' time per prompt token. A server that computes prompts in no time would
+give the router no reason for that."""
 
 
 class SglangStub(ServerStub):
-    """With a radix cache of pages, whose events it publishes and repeats as SGLang does: events are
-    lists, hashes are integers of 64 bits, and salts are not told."""
+    """Has a radix cache of pages, and publishes and repeats its events as SGLang does: events are
+    lists, hashes are integers of 64 bits, and events do not name the salt."""
 
     paths = (CHAT, TEXT, "/generate")
     page = 16
@@ -168,7 +169,7 @@ class SglangStub(ServerStub):
 
     @property
     def place(self) -> str:
-        """The address in the form that `--vllm` takes."""
+        """Returns the address in the form that `--vllm` takes."""
         return f"{self.url},{self.events_at},{self.replay_at}"
 
     def stop(self) -> None:
@@ -218,7 +219,7 @@ class SglangStub(ServerStub):
             yield {"text": "x" * number, "output_ids": answer[:number], "meta_info": meta}
 
     def _cache(self, prompt: list[int], salt: str) -> int:
-        """Returns the tokens that were cached, and tells of the pages that are new."""
+        """Returns the number of cached tokens, and publishes an event for the new pages."""
         parent: int | None = None
         events: list[Any] = []
         num_hits = 0
@@ -252,7 +253,8 @@ class SglangStub(ServerStub):
 
 
 class LlamaStub(ServerStub):
-    """A llama-server of one slot, with adapters that it has loaded and does not apply."""
+    """Stands for a llama-server with one slot, and with adapters that are loaded but not
+    applied."""
 
     paths = (CHAT, TEXT, "/completion", "/tokenize")
     needs_done = False

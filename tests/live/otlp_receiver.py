@@ -1,4 +1,4 @@
-"""An OTLP receiver that keeps the spans it gets, and a real collector in front of it."""
+"""Runs an OTLP receiver that keeps the spans it gets, and a real collector in front of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Receiver:
     spans: list[Span] = field(default_factory=list)
 
     def trace(self, trace_id: str, num_roots: int = 1) -> list[Span]:
-        """Waits for the spans of a trace, and returns them."""
+        """Waits for the spans of a trace and returns these spans."""
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             found = [span for span in self.spans if span.trace_id == trace_id]
@@ -52,7 +52,7 @@ class Receiver:
 
 @contextmanager
 def receiver() -> Iterator[Receiver]:
-    """Decodes what arrives at /v1/traces with the protocol's own definitions."""
+    """Decodes what arrives at /v1/traces with OpenTelemetry's own protocol definitions."""
     service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     found = Receiver("")

@@ -1,4 +1,5 @@
-"""The commands of the pages, and how a test runs each of them in a folder of its own."""
+"""Lists the commands of the documentation pages, and says how a test runs each command in a folder
+of its own."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ NOT_RUN = {
     "moonpool forecast": "measures for minutes; tests/unit/forecast has servers of known times",
     "moonpool reproduce --list": "",
 }
-"""Beginnings of commands that no test here runs, and why. The longest that fits counts; an empty
-reason says that the command runs after all."""
+"""Maps beginnings of commands that no test here runs to the reason. The longest beginning that fits
+counts; an empty reason says that the command runs after all."""
 
 OTHER_SERVERS = ("//10.0.0.1:8000", "//127.0.0.1:8080", "//127.0.0.1:9090")
-"""Addresses in commands that other tests run: two hosts in test_two_hosts.py, a gateway in
+"""Lists addresses in commands that other tests run: two hosts in test_two_hosts.py, a gateway in
 test_epp.py."""
 
 SMALLER = {
@@ -62,15 +63,16 @@ SMALLER = {
         "20",
     ),
 }
-"""Flags that follow the page's own, and win over them: the test takes seconds for minutes."""
+"""Lists flags that follow the page's own flags and override them, so that the test takes seconds
+instead of minutes."""
 SHORT_TRACE = "t.jsonl"
-"""A trace that is compared, live and simulated; its commands run as they stand."""
+"""Names a trace that is compared live and simulated; its commands run unchanged."""
 AT_SERVER = {"pool stat", "pool ls", "pool audit", "pool drain", "replay"}
-"""Commands that ask port 8000 of this machine unless told otherwise."""
+"""Lists commands that ask port 8000 of this machine unless an option names another server."""
 
 
 class Line(NamedTuple):
-    """A line of a page that calls moonpool."""
+    """Holds one line of a page that calls moonpool."""
 
     page: str
     text: str
@@ -86,20 +88,21 @@ class Line(NamedTuple):
 
     @property
     def not_run(self) -> str:
-        """Why no test here runs it; empty if one does."""
+        """Returns why no test here runs the command, or "" if a test runs it."""
         fits = [start for start in NOT_RUN if self.text.startswith(start)]
         return NOT_RUN[max(fits, key=len)] if fits else ""
 
 
 def shell_lines(page: Path) -> list[str]:
-    """The lines of a page's shell blocks, without comments; a line that goes on is one."""
+    """Returns the lines of a page's shell blocks without comments; a continued line counts as
+    one."""
     blocks: list[str] = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [re.sub(r"\s+#( .*)?$", "", line).removeprefix(".venv/bin/").strip() for line in lines]
 
 
 def moonpool_lines() -> list[Line]:
-    """Every moonpool command of the pages once, in the order of the pages."""
+    """Returns every moonpool command of the pages once, in the order of the pages."""
     found = [
         Line(page.name, line)
         for page in PAGES
@@ -119,7 +122,8 @@ def curl_lines() -> list[Line]:
 
 
 def words_here(line: Line, url: str, folder: Path) -> list[str]:
-    """The words after `moonpool`, as they run in a test's `folder` against the server at `url`."""
+    """Returns the words after `moonpool`, as they run in a test's `folder` against the server at
+    `url`."""
     words = [
         word.replace("http://127.0.0.1:8000", url)
         .replace("MODEL", TINY)

@@ -1,4 +1,5 @@
-"""A Ray cluster of several raylets on this machine, and a moonpool on it. Needs the extra `ray`."""
+"""Runs a Ray cluster of several raylets on this machine, and a moonpool on it. Needs the extra
+`ray`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_gcs_storage": "rocksdb",  # its state outlives it, as in a cluster that shall last
+    "RAY_gcs_storage": "rocksdb",  # Ray's state outlives it, as in a cluster that lasts
     "RAY_DEDUP_LOGS": "0",
     "RAY_raylet_start_wait_time_s": "120",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy
@@ -38,19 +39,19 @@ OPTIONS = ("dashboard-agent-grpc", "metrics-export", "dashboard-agent-listen", "
 
 
 def agent_ports() -> dict[str, int]:
-    """Ports for the agents of one node, by Ray's names. A raylet that has to be told them by the
-    agents ends if one takes more than 15 s to start, as on a busy machine."""
+    """Holds ports for the agents of one node, by Ray's names. A raylet that learns the ports from
+    its agents ends if an agent takes more than 15 s to start, as on a busy machine."""
     return {f"{name}_port": free_port() for name in AGENT_PORTS}
 
 
 def agent_options() -> list[str]:
-    """The same for `ray start`."""
+    """Returns the same ports as flags of `ray start`."""
     ports = agent_ports().values()
     return [f"--{name}-port={port}" for name, port in zip(OPTIONS, ports, strict=True)]
 
 
 class RayletEndedError(Exception):
-    """Ray has ended the node that it was starting."""
+    """Is raised if Ray has ended the node that it was starting."""
 
 
 class RayNodes:
@@ -71,7 +72,8 @@ class RayNodes:
         return str(self.cluster.address)
 
     def add_node(self, **more: Any) -> Any:
-        """`more`: what this one has beside the others, or in place of it."""
+        """`more` holds settings that this node has beside the settings of the others, or in place
+        of them."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
             with contextlib.suppress(Exception):
                 return self.cluster.add_node(**self._node | agent_ports() | more)
@@ -81,12 +83,13 @@ class RayNodes:
         return int(node.all_processes["raylet"][0].process.pid)
 
     def kill_raylet(self, node: Any) -> None:
-        """Its actors end when they find no process with its pid, so that must not stay a zombie."""
+        """Reaps the killed process. Its actors end when no process has its pid, so the process must
+        not stay a zombie."""
         os.kill(self.raylet_of(node), signal.SIGKILL)
         node.all_processes["raylet"][0].process.wait()
 
     def kill_node(self, node: Any) -> None:
-        """The machine is gone: the raylet and all that descends from it, at once."""
+        """Kills a machine: the raylet and all its descendants end at the same moment."""
         pids = [self.raylet_of(node), *descendants_of(self.raylet_of(node))]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -95,13 +98,13 @@ class RayNodes:
         wait_until_gone(pids[1:])
 
     def restart_gcs(self) -> None:
-        """The process that knows the cluster dies, and is started again with what it has stored."""
+        """Kills the process that knows the cluster and starts it again from its stored state."""
         self.cluster.head_node.kill_gcs_server()
         time.sleep(2)
         self.cluster.head_node.start_gcs_server()
 
     def node_of(self, pid: int) -> Any:
-        """The node on which a process of an actor runs."""
+        """Returns the node on which a process of an actor runs."""
         for node in [self.cluster.head_node, *self.cluster.worker_nodes]:
             if pid in descendants_of(self.raylet_of(node)):
                 return node
@@ -113,13 +116,13 @@ class RayNodes:
 
 
 class AutoscalingNodes:
-    """A Ray cluster whose autoscaler starts raylets on this machine in place of machines. Ends them
-    all after its `with` block."""
+    """Runs a Ray cluster whose autoscaler starts raylets on this machine in place of machines. Ends
+    all raylets after the `with` block."""
 
     def __init__(self, head_cpus: int, worker_cpus: int, most_workers: int) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         kind = {"node_config": {}, "min_workers": 0, "max_workers": most_workers}
-        # Ray's own harness, AutoscalingCluster, would end every Ray of this machine.
+        # Ray's own harness `AutoscalingCluster` would end every Ray of this machine.
         self._config = {
             "cluster_name": "fake_multinode",
             "max_workers": most_workers,
@@ -178,7 +181,7 @@ class AutoscalingNodes:
         self._folder.cleanup()
 
     def num_alive(self) -> int:
-        """How many raylets Ray knows as alive; 0 while it does not answer."""
+        """Returns the number of raylets that Ray knows as alive, or 0 while Ray does not answer."""
         code = (
             f"import ray; ray.init({self.address!r}, log_to_driver=False, logging_level='ERROR');"
             "print(sum(node['Alive'] for node in ray.nodes()))"
@@ -192,8 +195,8 @@ class AutoscalingNodes:
 
 
 class TypedNode:
-    """A Ray of one node, started by `ray start --head` as a person types it, with its dashboard.
-    Ends it after its `with` block."""
+    """Runs a Ray of one node with its dashboard, started by `ray start --head` as a person types
+    it. Ends Ray after the `with` block."""
 
     def __init__(self, *words: str) -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -207,7 +210,8 @@ class TypedNode:
         self.environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{self.dashboard_port}"
 
     def __enter__(self) -> TypedNode:
-        """Tries again if the raylet ends, as when its agents take more than 15 s to start."""
+        """Starts the node again if the raylet ends, as when its agents take more than 15 s to
+        start."""
         for _ in range(MOST_STARTS):
             self._process = self._begin()
             try:
@@ -249,7 +253,8 @@ class TypedNode:
         return printed
 
     def _has_node(self) -> bool:
-        """The dashboard answers, and lists the node as alive. Raises RayletEndedError."""
+        """Waits until the dashboard answers and lists the node as alive. Raises
+        RayletEndedError."""
         assert self._process is not None
         has_raylet = any(is_raylet(pid) for pid in descendants_of(self._process.pid))
         if self._had_raylet and not has_raylet:
@@ -271,7 +276,7 @@ class TypedNode:
 def _wait_until_up(
     node: AutoscalingNodes | TypedNode, process: subprocess.Popen[bytes], is_up: Callable[[], bool]
 ) -> None:
-    """Ends all that it has started if it does not come up."""
+    """Ends all started processes if the server does not come up."""
     deadline = time.monotonic() + WAIT_S
     try:
         while not is_up():
@@ -291,7 +296,7 @@ def ray_program() -> list[str]:
 
 
 class OnRay:
-    """`moonpool serve --launcher ray`, as a person types it."""
+    """Runs `moonpool serve --launcher ray`, as a person types it."""
 
     def __init__(self, nodes: RayNodes | AutoscalingNodes, *arguments: str) -> None:
         self.nodes = nodes
@@ -306,7 +311,7 @@ class OnRay:
         return Path(self._log.name).read_text(errors="replace")
 
     def wait_until_up(self, num_instances: int) -> list[str]:
-        """Returns the addresses of both heads, that of the one which leads first."""
+        """Returns the addresses of both heads. The leading head comes first."""
         pattern = r"serving at (\S+?)(?:, and after a loss at (\S+))? \(Ctrl"
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
@@ -319,7 +324,8 @@ class OnRay:
         raise AssertionError(self.log[-4000:])
 
     def instances(self, url: str) -> dict[str, dict[str, Any]]:
-        """Returns what the head says of its instances, by name; empty while it does not answer."""
+        """Returns what the head says of its instances, by name, or nothing while the head does not
+        answer."""
         try:
             cluster = fresh.get(f"{url}/cluster", timeout=10).json()
         except httpx.HTTPError:
@@ -333,7 +339,7 @@ class OnRay:
             time.sleep(0.2)
 
     def actor_of(self, pid: int) -> int:
-        """The actor that keeps this process."""
+        """Returns the actor that keeps this process."""
         return parent_of(pid)
 
     def stop(self, sign: int = signal.SIGINT) -> int:
@@ -346,7 +352,7 @@ class OnRay:
 
 
 def is_raylet(pid: int) -> bool:
-    """Whether it is one that runs: Ray learns late that one has ended."""
+    """Whether the process still runs: Ray learns late that a process has ended."""
     with contextlib.suppress(OSError):
         name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
         return name.endswith("(raylet") and not rest.startswith(" Z")
@@ -358,7 +364,7 @@ def parent_of(pid: int) -> int:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """All processes that descend from this one, found in one look."""
+    """Returns all descendants of this process, found in one look."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -370,11 +376,11 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def processes_of(nodes: RayNodes, words: str) -> list[int]:
-    """The processes below any raylet whose command line has these words."""
+    """Returns the processes below any raylet whose command line has these words."""
     raylets = [nodes.raylet_of(n) for n in [nodes.cluster.head_node, *nodes.cluster.worker_nodes]]
     found = []
     for pid in [pid for raylet in raylets for pid in descendants_of(raylet)]:
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             if words in command_of(pid):
                 found.append(pid)
     return found

@@ -1,4 +1,5 @@
-"""A folder with what a server in front of vLLM reads of a model: its config and its tokenizer."""
+"""Makes a folder with what a server in front of vLLM reads of a model: its config and its
+tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfo
 
 
 def write_model_folder(folder: Path) -> str:
-    """Returns its path. Each byte of a text is a token."""
+    """Returns the path of the folder. Each byte of a text is a token."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({each: i for i, each in enumerate(letters)}, []))

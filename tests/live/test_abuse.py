@@ -1,4 +1,5 @@
-"""Clients that abuse the HTTP port of a real server: others are answered, and nothing grows."""
+"""Clients abuse the HTTP port of a real server: other clients still get answers, and no memory
+grows."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.live.test_head_death import head_of
 
 NUM_IDLE = 10_000
 PATIENCE_S = 60.0
-"""How long anything may take on a busy machine."""
+"""How long a call may take on a busy machine."""
 SLACK_BYTES = 200 << 20
 GOOD = {"prompt": [7, 8, 9], "max_tokens": 4, "temperature": 0}
 JSON_BODY = b"content-type: application/json\r\n"
@@ -56,7 +57,8 @@ def read_all(link: socket.socket, last: bytes | None = None) -> bytes:
 
 
 class Watch:
-    """Another user: asks for `/health` all the time, with `client`, which keeps no connection."""
+    """Acts as another user that asks for `/health` all the time, with `client`, which keeps no
+    connection."""
 
     def __init__(self, client: httpx.Client) -> None:
         self.worst_s = 0.0
@@ -84,7 +86,7 @@ class Watch:
 
 
 def good_answer(client: httpx.Client) -> dict[str, Any]:
-    """The answer to `GOOD`, asked for again while requests under way fill the pool (503)."""
+    """Returns the answer to `GOOD`. Asks again while other requests fill the pool (503)."""
     deadline_s = time.monotonic() + PATIENCE_S
     answer = client.post("/v1/completions", json=GOOD)
     while answer.status_code == 503 and time.monotonic() < deadline_s:
@@ -258,7 +260,7 @@ TOO_LARGE = ("1e400", "-1e400", "1" * 5_000)
 FRACTIONS = ("1e-5000", "0." + "9" * 5_000)
 INTEGERS = (str(2**63), str(-(2**64)))
 TAKEN = {"temperature": FRACTIONS, "logit_bias": FRACTIONS, "user": FRACTIONS + INTEGERS}
-"""Accepted values by field. `user` is not read."""
+"""Lists accepted values by field. The server does not read `user`."""
 
 
 def test_huge_numbers_are_refused_by_name(client: httpx.Client) -> None:

@@ -1,5 +1,5 @@
-"""A 200 is right: the same tokens whatever way a request takes through a cluster of real
-processes."""
+"""A response of status 200 is right: its tokens are the same on each way of a request through a
+cluster of real processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PENALISED |= {"repetition_penalty": 1.3}
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Random prompts; every second one begins with the prompt before it."""
+    """Returns random prompts; every second prompt begins with the prompt before it."""
     rng = random.Random(seed)
     made: list[list[int]] = []
     for i in range(count):
@@ -43,7 +43,7 @@ def complete(client: httpx.Client, prompt: list[int], parameters: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Any]]:
-    """Answers of one mixed instance that caches nothing."""
+    """Returns the answers of one mixed instance without a cache."""
     arguments = [MODEL, "--mixed", "1", *SMALL, "--no-enable-prefix-caching"]
     with (
         LocalServer(arguments) as server,
@@ -93,7 +93,7 @@ def test_over_tcp_the_answers_are_the_same(tmp_path: Any, expected: dict[str, li
             )
             return {name: float(count) for name, count in found}
 
-        wait_until(lambda: received().get("tcp"))  # a heartbeat brings it
+        wait_until(lambda: received().get("tcp"))  # a heartbeat brings the count
         assert {name for name, count in received().items() if count} == {"tcp"}
 
 
@@ -143,7 +143,7 @@ def test_explain_says_where_and_why(http: httpx.Client) -> None:
     assert answered.headers["x-request-id"] == "explain-me"
     explained = http.get("/explain/explain-me").json()
     assert explained["outcome"] == "length"
-    # A short prompt may run in a decode batch, where that is believed to be sooner.
+    # A short prompt may run in a decode batch if the Conductor expects it to end sooner there.
     assert explained["prefill_instance"].startswith(("prefill-", "decode-"))
     assert explained["decode_instance"].startswith("decode-")
     assert explained["generated_tokens"] == 24
@@ -175,7 +175,7 @@ def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client
     headers = {"x-slo-ttft-ms": "0.001", "X-Request-Id": "too-late"}
     refused = http.post("/v1/completions", json=body, headers=headers)
     assert refused.status_code == 422
-    assert "retry-after" not in refused.headers  # not even an idle cluster could
+    assert "retry-after" not in refused.headers  # even an idle cluster could not
     error = refused.json()["error"]
     assert error["code"] == "ttft_slo"
     assert "SLO" in error["message"]

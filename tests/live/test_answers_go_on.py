@@ -1,5 +1,6 @@
-"""A client whose connection broke goes on, at the same head, a restarted one or a standby: it names
-its request and how many tokens it has. What the head knows is not computed again."""
+"""A client whose connection broke continues its answer at the same head, a restarted head or a
+standby. The client names its request and how many tokens it has. The head does not compute again
+what it knows."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ DRAWN = {
 
 @dataclass
 class Got:
-    """What a client has received of one answer."""
+    """Holds what a client has received of one answer."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -50,7 +51,7 @@ class Got:
     calls: httpx.Client = fresh
 
     def read(self, url: str, body: dict[str, Any], name: str, most: int = 1 << 30) -> None:
-        """Reads the events after the tokens that are here, at most this many."""
+        """Reads at most this many events after the tokens that the client has."""
         headers = {"X-Request-Id": name}
         if self.tokens:
             headers["X-Resume-Tokens"] = str(len(self.tokens))
@@ -88,19 +89,19 @@ class Reader(Got):
 
 def kill_first_once_copied(pair: Pair, readers: Sequence[Got]) -> None:
     """Kills the head while its standby has copies of all that the clients have. The decode worker
-    stands still until then, so no answer ends first, however slow this machine is."""
+    is stopped until the kill, so no answer ends before it, however slow this machine is."""
     decode, have = pair.workers[1].pid, [-1]
     os.kill(decode, signal.SIGSTOP)
     try:
         while have != (have := [len(reader.tokens) for reader in readers]):
-            time.sleep(1.0)  # many times what copies may be behind
+            time.sleep(1.0)  # many times the lag that copies may have
         pair.kill_first()
     finally:
         os.kill(decode, signal.SIGCONT)
 
 
 def generated_at(url: str, calls: httpx.Client = fresh) -> float:
-    """How many tokens this head has sent."""
+    """Returns how many tokens this head has sent."""
     text = calls.get(f"{url}/metrics", timeout=60).text
     lines = [line for line in text.splitlines() if line.startswith("vllm:generation_tokens_total")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -122,7 +123,7 @@ def test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair: Pair) -> 
         whole = Got()
         whole.read(url, body, "whole")
         expected.append(whole)
-    # Without a seed too: what was drawn is known at the standby.
+    # This holds for requests without a seed too: the standby knows the tokens that were drawn.
     bodies.append(DRAWN)
     readers = [Reader() for _ in bodies]
     for number, (reader, body) in enumerate(zip(readers, bodies, strict=True)):
@@ -135,7 +136,7 @@ def test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair: Pair) -> 
     have = [len(reader.tokens) for reader in readers]
     wait_until(lambda: pair.instances(pair.standby_url) == ["d", "p"])
     for number, (reader, body) in enumerate(zip(readers, bodies, strict=True)):
-        if reader.is_cut:  # on a busy machine, one may have ended before another had begun
+        if reader.is_cut:  # on a busy machine, one answer may end before another begins
             assert have[number] < DRAWN["max_tokens"]
             reader.read(other, body, f"answer-{number}")
     for reader, whole in zip(readers, expected, strict=False):
@@ -152,7 +153,7 @@ def test_streams_go_on_at_a_standby_which_computes_only_the_rest(pair: Pair) -> 
 
 
 class Address(httpx.BaseTransport):
-    """One address for both heads, as a load balancer or a name gives it."""
+    """Serves one address for both heads, as a load balancer or a name gives it."""
 
     def __init__(self, url: str) -> None:
         self.url = httpx.URL(url)
@@ -164,7 +165,7 @@ class Address(httpx.BaseTransport):
 
 
 def documented_client() -> Callable[..., Iterator[Any]]:
-    """The client of docs/operating.md that counts tokens."""
+    """Runs the client of docs/operating.md that counts tokens."""
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
     found: dict[str, Any] = {}
     exec(page[page.index("import time, uuid") :].partition("```")[0], found)
@@ -204,7 +205,7 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
     threads = [threading.Thread(target=ask), threading.Thread(target=follow)]
     for thread in threads:
         thread.start()
-    clock = Reader()  # gets as many tokens as the other one
+    clock = Reader()  # this client gets as many tokens as the other client
     clock.start(f"{pair.url}/v1/completions", DRAWN, "clock")
     wait_until(lambda: len(clock.tokens) > 200)
     kill_first_once_copied(pair, [clock])
@@ -226,7 +227,7 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
 @pytest.mark.long
 def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> None:
     url = f"{pair.url}/v1/completions"
-    for name in ("cut", "cut-again", "cut-once-more"):  # a slow reader may have got all at once
+    for name in ("cut", "cut-again", "cut-once-more"):  # a slow reader may get all tokens at once
         got = Got()
         got.read(url, DRAWN, name, 20)
         if got.finish is None:
@@ -244,8 +245,8 @@ def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> 
 
 
 class SecurePair(Pair):
-    """All connections are encrypted, including those of clients, and decode has an attention
-    worker."""
+    """Whether this holds if all connections are encrypted, including those of clients, and decode
+    has an attention worker."""
 
     scheme = "https"
 

@@ -1,4 +1,5 @@
-"""Every operation of the OpenAPI document, called with what it allows and what it forbids."""
+"""Calls every operation of the OpenAPI document with what the document allows and what it
+forbids."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def check_all(server: LocalServer, num_draws: int) -> None:
 
 
 def test_responses_are_as_the_document_says() -> None:
-    """Uses a server of its own: one of the operations replaces its processes."""
+    """Uses a server of its own, because one of the operations replaces the server's processes."""
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:
         check_all(server, 1)
 

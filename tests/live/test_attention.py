@@ -1,4 +1,5 @@
-"""Attention workers as processes: answers as without them, even when they or their owner die."""
+"""Runs attention workers as processes. Answers are the same as without attention workers, even when
+a worker or its owner dies."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def without_workers(*bodies: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """Long and short answers of a cluster without attention workers."""
+    """Returns long and short answers of a cluster without attention workers."""
     return without_workers(LONG, SHORT)
 
 
@@ -65,7 +66,7 @@ def medium() -> list[str]:
 
 
 def attention_pids(server: LocalServer) -> dict[str, int]:
-    """Names and process ids of the server's attention workers."""
+    """Returns the names and process ids of the server's attention workers."""
     cluster = fresh.get(f"{server.url}/cluster").json()
     assert all(w["owner"] == "decode-0" for w in cluster["attention"])
     return {w["name"]: w["pid"] for w in cluster["attention"]}
@@ -85,7 +86,7 @@ def test_answers_are_those_without_attention_workers(count: int, medium: list[st
         client = httpx.Client(base_url=server.url, timeout=60)
         bodies = [MEDIUM, SHORT, MEDIUM | {"prompt": [3] * 200}, SHORT]
         assert ask(client, MEDIUM) == medium[0]
-        assert ask(client, MEDIUM) == medium[0]  # from cached blocks
+        assert ask(client, MEDIUM) == medium[0]  # read from cached blocks
         together = ask_together(client, bodies)
         assert [together[i] for i in (0, 1, 3)] == [medium[0], medium[1], medium[1]]
         assert len(attention_pids(server)) == count
@@ -125,7 +126,8 @@ def test_with_certificates(expected: list[str], tmp_path: Path) -> None:
 def while_answering(
     client: httpx.Client, body: dict[str, Any], then: Callable[[], None], copies: int = 2
 ) -> list[str]:
-    """Answers to `copies` of the request, in the middle of which something is done."""
+    """Returns answers to `copies` of the request. While the answers run, the test does something to
+    the cluster."""
     answers: list[str] = []
     done = threading.Thread(target=lambda: answers.extend(ask_together(client, [body] * copies)))
     done.start()
@@ -154,7 +156,7 @@ def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
         assert while_answering(client, LONG, kill_one) == [expected[0]] * 2
         assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
         assert restarted(server, before, "attention-0")
-        wait_until_idle(client)  # its owner has it back
+        wait_until_idle(client)  # the owner has the KVCache back
         os.kill(attention_pids(server)["attention-1"], signal.SIGKILL)
         assert ask_together(client, [LONG, SHORT]) == expected
 
@@ -169,7 +171,7 @@ def restarted(server: LocalServer, before: dict[str, int], name: str) -> bool:
 
 @pytest.mark.long
 def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
-    """Its successor finds what was complete, and the answer goes on."""
+    """The successor of a dead owner finds the complete blocks, and the answer continues."""
     command = [MODEL, "--prefill", "1", "--decode", "1", "--attention", "2", *SMALL]
     with LocalServer(command) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
@@ -180,7 +182,7 @@ def test_a_killed_model_worker_loses_no_blocks(expected: list[str]) -> None:
         os.kill(decode["pid"], signal.SIGKILL)
         again = wait_for_successor(client, decode["pid"])
         assert attention_pids(server) == keepers
-        # The prompt's and the answer's blocks, all but the last.
+        # These are all blocks of the prompt and the answer but the last block.
         assert again["indexed_blocks"] >= (600 + 700) // 16 - 2
         assert ask(client, LONG) == expected[0]
 

@@ -1,4 +1,4 @@
-"""`moonpool bench attention` with two workers: every way to share the KVCache out is measured."""
+"""`moonpool bench attention` with two workers measures every way to partition the KVCache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_segments_alternate_between_workers_and_share_no_block() -> None:
     segment, each = SEGMENT // BLOCK, 200
     decodes = Decodes(2, 2 * SEGMENT, (each, each), BLOCK, segment)
     found = [[block // each for block in entry.block_ids] for entry in decodes.entries]
-    assert found[0] == [0] * segment + [1] * segment + [0]  # the new token's
+    assert found[0] == [0] * segment + [1] * segment + [0]  # of the new token
     assert found[1] == [1] * segment + [0] * segment + [1]
     blocks = [block for entry in decodes.entries for block in entry.block_ids]
     assert len(set(blocks)) == len(blocks)
@@ -42,7 +42,7 @@ def test_each_partition_is_timed_beside_local_attention(kv_heads: int, ways: str
         assert cost.way.attention_s > 0.0
         assert 0.0 < cost.bound_s == cost.way.model_s + cost.busiest_s
     busiest = {cost.partition: cost.busiest_s / (2 * cost.way.attention_s) for cost in costs}
-    # Of 34 blocks one worker has all, or a segment of 32; of two heads each has one.
+    # Of 34 blocks, one worker has all blocks or a segment of 32; of two heads, each worker has one.
     expected = {"request": 1.0, "tokens": 32 / 34, "head": 0.5}
     assert busiest == pytest.approx({name: expected[name] for name in busiest})
     assert len(list(partition_lines(costs))) == 2 + len(costs)

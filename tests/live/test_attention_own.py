@@ -1,5 +1,5 @@
-"""An instance that keeps KVCache beside its attention workers: answers as without either, from both
-memories, and when one of them is lost."""
+"""An instance keeps KVCache beside its attention workers. Its answers, read from both memories, are
+the same as without either memory, even when one memory is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.live.waiting import wait_until_idle
 pytestmark = pytest.mark.long
 
 SPREAD = LONG | {"prompt": [9, 8] * 1100, "max_tokens": 200}
-"""Longer than a segment: by token range it lies in both memories."""
+"""Is longer than a segment, so that by token range the KVCache lies in both memories."""
 BASE = [MODEL, "--prefill", "1", "--decode", "1", *SMALL]
 OWN = ["--attention", "1", "--attention-own-tokens", "8192"]
 
@@ -58,7 +58,7 @@ def test_the_first_request_needs_no_attention_worker(
     finally:
         os.kill(worker, signal.SIGCONT)
     assert ask_together(client, [LONG, SHORT, SHORT]) == [expected[0], *expected[1:2] * 2]
-    assert ask_together(client, [LONG, SHORT]) == expected[:2]  # from cached blocks
+    assert ask_together(client, [LONG, SHORT]) == expected[:2]  # read from cached blocks
 
 
 @pytest.mark.long
@@ -72,9 +72,10 @@ def test_either_memory_may_be_lost(server: LocalServer, expected: list[str]) -> 
     assert while_answering(client, LONG, kill_worker) == [expected[0]] * 2
     assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
     assert restarted(server, before, "attention-0")
-    wait_until_idle(client)  # its owner has it back
+    wait_until_idle(client)  # the owner has the KVCache back
 
-    # Of two other requests one lies at home and is lost with it, the other at the worker.
+    # Of two other requests, one lies in the instance's own memory and is lost with it; the other
+    # lies at the worker.
     others = [LONG | {"prompt": [6, 5] * 300}, LONG | {"prompt": [4, 3] * 300}]
     answers = ask_together(client, others)
     cluster = client.get("/cluster").json()["instances"]

@@ -1,5 +1,5 @@
-"""Attention workers that share long requests, or the heads of all: answers as without them, from
-their cached blocks, and when they die."""
+"""Attention workers share long requests, or the heads of all requests. Answers are the same as
+without attention workers, even from cached blocks and when workers die."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_answers_are_those_without(partition: str, count: int, expected: list[st
     with LocalServer([*BASE, *arguments]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         assert ask_together(client, [LONG, SHORT]) == expected
-        assert ask(client, LONG) == expected[0]  # from cached blocks
+        assert ask(client, LONG) == expected[0]  # read from cached blocks
 
         def kill_one() -> None:
             os.kill(attention_pids(server)[f"attention-{count - 1}"], signal.SIGKILL)

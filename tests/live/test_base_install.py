@@ -1,5 +1,5 @@
-"""The base wheel in an empty environment without a compiler: it is for any platform, small, without
-torch, and the simulator and the vLLM front work."""
+"""The base wheel is installed in an empty environment without a compiler. The wheel is small, runs
+on any platform and does not need torch; the simulator and the vLLM front work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from moonpool.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-MAX_MB = 145  # without byte code, which not every installer writes
+MAX_MB = 145  # without byte code, which some installers do not write
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path, check: bool = True) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an environment that has the wheel and its own dependencies only."""
+    """Makes a folder with an environment that has only the wheel and its dependencies."""
     place = tmp_path_factory.mktemp("base")
     wheel = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(place))
     run(sys.executable, *wheel, str(ROOT), cwd=place)
@@ -76,7 +76,8 @@ def test_it_fronts_vllm(place: Path) -> None:
 
 
 def test_the_oldest_packages_it_allows_are_enough(place: Path, tmp_path: Path) -> None:
-    """Environments with other software, such as vLLM, hold some packages back."""
+    """Skips where other software of the environment, such as vLLM, keeps some packages at older
+    versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = [line.replace(">=", "==") for line in project["dependencies"]]
     assert len(oldest) > 10 and all("==" in line for line in oldest)

@@ -1,4 +1,5 @@
-"""The pages in headless Chromium: accessible by axe, no request outside, no error, no side scroll.
+"""Headless Chromium opens the pages: axe finds them accessible, they send no request to other
+hosts, show no error, and do not scroll sideways.
 
 axe and the driver of the browser come from npm when the test is set up.
 """
@@ -40,7 +41,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script and what it imports."""
+    """Returns a folder with the script and its imports."""
     folder = tmp_path_factory.mktemp("browser")
     for name in ("look.mjs", "use.mjs", "package.json"):
         shutil.copy(HERE / name, folder)
@@ -62,7 +63,7 @@ def server() -> Iterator[LocalServer]:
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """A server of files, by its address."""
+    """Runs a file server and yields its address."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
@@ -118,7 +119,7 @@ def test_what_is_wrong_with_a_page_is_seen(tools: Path, tmp_path: Path) -> None:
 
 
 def use(tools: Path, url: str, key: str, others_request: str) -> dict[str, Any]:
-    """Opens the live page with this key and asks something in its chat, as a visitor would."""
+    """Opens the live page with this key and asks a question in its chat, as a visitor would."""
     chromium = shutil.which("chromium") or ""
     line = ["node", str(tools / "use.mjs"), chromium, url, key, "one two one two", others_request]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900)

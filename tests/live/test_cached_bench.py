@@ -1,4 +1,4 @@
-"""`moonpool bench cached`: a prefix is fetched from the process that still has it."""
+"""`moonpool bench cached` fetches a prefix from the process that still caches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A checkpoint folder as people have it, served by real processes, answers as transformers does."""
+"""Real processes serve a common checkpoint folder, and their answers equal those of
+transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 with random weights large enough that its choices are no ties."""
+    """Makes a small Qwen3 with random weights that are large enough for choices without ties."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     where = tmp_path_factory.mktemp("qwen3")
@@ -154,7 +155,7 @@ def test_a_model_that_must_call_a_tool_does(server: LocalServer, choice: Any) ->
         piece for chunk in chunks for piece in chunk.delta.tool_calls or () if not piece.index
     ]
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
-    # What came of it goes back to the model.
+    # The tool's result goes back to the model.
     turn: Any = whole.message.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     asked |= {

@@ -1,4 +1,5 @@
-"""The image of `make release`: it has what it should, without root and times, and serves."""
+"""The image of `make release` has the expected files, runs without root, has no timestamps, and
+serves."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     try:
         images.build(images.debian(), None, __version__)
         yield images
-    finally:  # several GB
+    finally:  # the image has several GB
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -97,7 +98,7 @@ def test_its_parts_are_listed_and_its_byte_code_holds_no_time(
     assert {"libc6", "python3"} <= {*debian} and "g++" not in debian
     assert python["torch"] == "2.13.0+cpu" and python["moonpool"] == __version__
     (compiled,) = root.glob("usr/local/lib/python3.*/*-packages/moonpool/__pycache__/types.*.pyc")
-    assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"  # by hash, unchecked
+    assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"  # named by hash, which nobody checks
     assert not (root / "source").exists() and not [*root.glob("media/*")]
 
 
@@ -119,7 +120,7 @@ def test_it_serves(images: Images, container: str, tmp_path: Path) -> None:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """Ends the session of buildah: it passes no signal on to what runs in the chroot."""
+    """Ends the session of buildah, which passes no signal to processes in the chroot."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

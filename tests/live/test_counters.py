@@ -1,4 +1,5 @@
-"""Counters of a live cluster after every kind of end: what is no damage counts as none."""
+"""Reads counters of a live cluster after every kind of end: an end that is not damage counts as
+none."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.live.waiting import WAIT_S, wait_until
 PROMPT_TOKENS = 4000
 CORRUPT = "moonpool:corrupt_slices_total"
 BEATS_S = 2.5
-"""Within this time an instance that has something to do reports its counters."""
+"""Is the time within which an instance that has something to do reports its counters."""
 
 
 def counters(client: httpx.Client) -> dict[str, float]:
@@ -29,7 +30,7 @@ def counters(client: httpx.Client) -> dict[str, float]:
 
 
 def ends(found: dict[str, float]) -> dict[str, float]:
-    """How many requests ended in which way."""
+    """Returns how many requests ended in each way."""
     names = ("vllm:request_success_total", "moonpool:requests_")
     return {name: n for name, n in found.items() if name.startswith(names) and n}
 
@@ -40,7 +41,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 
 def prompt(number: int) -> list[int]:
-    """A prompt that no cache has."""
+    """Returns a prompt that no cache has."""
     return [(number * 37 + place * place) % 290 + 1 for place in range(PROMPT_TOKENS)]
 
 
@@ -60,7 +61,8 @@ def state_of(client: httpx.Client, name: str) -> str:
 
 
 def leave(client: httpx.Client, url: str, number: int, state: str) -> bool:
-    """A client that leaves in this state. Returns whether the request was ended by that."""
+    """Sends a request whose client leaves in this state. Returns whether the request ended because
+    of that."""
     name = f"leaves-{state}-{number}"
     body = {"prompt": prompt(number), "max_tokens": 500, "ignore_eos": True, "stream": True}
     gone = threading.Event()
@@ -86,7 +88,7 @@ def leave(client: httpx.Client, url: str, number: int, state: str) -> bool:
         if now == state or now == "ended":
             break
     gone.set()
-    sock["own"].close()  # whatever it waits for
+    sock["own"].close()  # whatever the request waits for
     thread.join(60)
     while state_of(client, name) not in ("ended", "unknown"):
         assert time.monotonic() < deadline, "it goes on without its client"
@@ -108,7 +110,7 @@ def test_clients_that_leave_and_answers_that_stop(cluster: LocalServer, http: ht
     assert stopped["choices"][0]["finish_reason"] == "stop"
     num_asked = len(states) + 3
     wait_until(lambda: sum(grown(before, counters(http)).values()) >= num_asked)
-    time.sleep(BEATS_S)  # what damage there is has been reported
+    time.sleep(BEATS_S)  # the existing damage has been reported
     after = counters(http)
     assert after[CORRUPT] == before[CORRUPT] == 0, "a departed client damages no memory"
     found = grown(before, after)
@@ -123,7 +125,7 @@ def test_clients_that_leave_and_answers_that_stop(cluster: LocalServer, http: ht
 
 
 def ask_meanwhile(client: httpx.Client, number: int, act: Callable[[str], Any]) -> dict[str, Any]:
-    """Sends a long request, and acts while it is under way."""
+    """Sends a long request, and acts while the request is under way."""
     got: dict[str, Any] = {}
     name = f"meanwhile-{number}"
 
@@ -145,7 +147,8 @@ def ask_meanwhile(client: httpx.Client, number: int, act: Callable[[str], Any]) 
 
 @pytest.mark.long
 def test_lost_instances_and_a_dead_head_damage_nothing() -> None:
-    """Kills of each kind of process, and a drain: each has its own counter, and none is damage."""
+    """Whether kills of each kind of process, and a drain, have a counter each, and none counts as
+    damage."""
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         client = httpx.Client(base_url=server.url, timeout=120)
 

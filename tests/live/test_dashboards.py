@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules name exported metrics, and promtool accepts them."""
+"""The dashboard and the alert rules name only exported metrics, and promtool accepts the rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def expressions() -> list[str]:
 
 
 def exported(http: httpx.Client) -> set[str]:
-    """Every metric of the server, with the names that Prometheus derives from histograms."""
+    """Returns every metric of the server, with the names that Prometheus derives from
+    histograms."""
     found = re.findall(r"^# TYPE (\S+) (\w+)$", http.get("/metrics").text, re.M)
     names = {name for name, _ in found}
     return names | {f"{name}_bucket" for name, kind in found if kind == "histogram"}
@@ -42,7 +43,8 @@ def test_every_metric_that_they_name_is_exported(http: httpx.Client) -> None:
 
 
 def unknown_to_grafana(dashboard: Any) -> list[str]:
-    """Paths of what Grafana's model of a dashboard drops or changes when it reads and writes it."""
+    """Returns paths of fields that Grafana's model of a dashboard drops or changes when Grafana
+    reads and writes the dashboard."""
     register_default_plugins()
     written = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
     return differences(dashboard, written, "")
@@ -141,7 +143,7 @@ AT_REST = {
     'moonpool:instances{role="decode"}': "1x10",
     'moonpool:instances{role="mixed"}': "0x10",
 }
-"""Values per minute of a cluster of one prefill and one decode instance."""
+"""Holds values per minute of a cluster of one prefill and one decode instance."""
 
 
 @pytest.mark.parametrize("case", ALERTS, ids=[name for name, _, _ in ALERTS])
@@ -193,7 +195,7 @@ def test_alerts_fire_when_they_should_and_only_then(
     )
     told = done.stdout + done.stderr
     wrong = set(re.findall(r"alertname: Moonpool(\w+)", told))
-    # Annotations hold values, so an alert that should fire differs in them only.
+    # Annotations contain values, so only these may differ in an alert that should fire.
     assert wrong == fires, told
     for name in fires:
         assert re.search(rf'got:\[.*alertname="Moonpool{name}"', told.replace("\n", " ")), told

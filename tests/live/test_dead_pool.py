@@ -1,4 +1,5 @@
-"""No step of vLLM waits for a pool that is dead, stopped, late, full or gone from its place."""
+"""No step of vLLM waits for a pool that is dead, stopped, late, full, or missing from its
+address."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tests.live.host_pool import GROUP, Engine, Pool
 from tests.live.waiting import wait_until
 
 LONG_S = 300.0
-"""Time for an answer of the pool. It is long, so that a caller that waits is noticed even on a busy
-machine."""
+"""Is the time that the pool has for an answer. The time is long, so that a caller that waits is
+noticed even on a busy machine."""
 MOST_S = 0.05
 
 
@@ -58,7 +59,7 @@ def unlinked(pool: Pool) -> Iterator[None]:
 
 @contextmanager
 def late(pool: Pool) -> Iterator[None]:
-    """It answers within one of ten moments."""
+    """Stops the pool most of the time: it can answer in one of ten moments."""
     ends = threading.Event()
 
     def stop_often() -> None:
@@ -78,7 +79,8 @@ def late(pool: Pool) -> Iterator[None]:
 
 
 def use(engine: Engine, known: list[int]) -> None:
-    """All that a step calls: look-ups, loads, stores, preemptions, ends, steps without work."""
+    """Calls all that a step calls: look-ups, loads, stores, preemptions, ends, and steps without
+    work."""
     for number in range(3):
         again = engine.request(known)
         engine.prefill(again, seed=number)
@@ -117,7 +119,7 @@ def test_no_step_waits_for_the_pool(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 80 MiB."""
+    """Makes a disk of 80 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=80m,mode=0700", "tmpfs", str(folder)]
@@ -157,8 +159,8 @@ def test_a_preemption_waits_for_no_answer(pool: Pool, monkeypatch: pytest.Monkey
         engine.worker.begin_step(step)
         wait_until(lambda: engine.worker.is_storing)
         engine.worker.preempt([request.request_id])
-        assert engine.worker.is_storing  # it still asks the pool for places
-        for name in engine.names:  # what the blocks have next, is another request's
+        assert engine.worker.is_storing  # the client still asks the pool for places
+        for name in engine.names:  # the blocks' next content belongs to another request
             engine.caches[name].zero_()
     wait_until(lambda: not engine.worker.is_storing)
     assert engine.worker.counts["dropped"] == 4
@@ -168,7 +170,7 @@ def test_a_preemption_waits_for_no_answer(pool: Pool, monkeypatch: pytest.Monkey
 
 
 def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps the blocks of requests that have ended until their stores have."""
+    """vLLM keeps the blocks of ended requests until their stores have ended."""
     engine = Engine(pool, seed=1)
     requests = [engine.request([1000 * number + i for i in range(64)]) for number in range(6)]
     for number, request in enumerate(requests):
@@ -187,9 +189,9 @@ def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPat
 
         wait_until(all_done)
         (space,) = engine.worker.spaces
-        assert space.num_reservations == 1  # the others did not ask
+        assert space.num_reservations == 1  # the other requests did not ask
         assert not engine.worker.takes_stores
-    wait_until(lambda: engine.worker.takes_stores)  # its late answer ends the pause
+    wait_until(lambda: engine.worker.takes_stores)  # the late answer ends the pause
     engine.close()
 
 
@@ -202,7 +204,7 @@ def test_a_store_under_way_ends_with_its_pool(pool: Pool) -> None:
     pool.start()
     wait_until(lambda: space.memory() is not places.memory and space.is_connected)
     space.fill(places, np.asarray([[1]]))
-    # The next pool hears nothing of what it has not reserved, and serves this client.
+    # The next pool hears nothing of blocks that it has not reserved, and serves this client.
     again = space.reserve((bytes(16),), 0)
     assert again is not None
     assert again.num_wanted == 1
@@ -211,7 +213,7 @@ def test_a_store_under_way_ends_with_its_pool(pool: Pool) -> None:
 
 
 class Heard:
-    """What a pool says on a connection of its own."""
+    """Returns what a pool says on a new connection."""
 
     def __init__(self, pool: Pool) -> None:
         self.messages: list[PoolMessage] = []

@@ -1,4 +1,4 @@
-"""The demo as a new user runs it."""
+"""Runs the demo as a new user does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`serve --vllm-endpoints`: servers come and go by a file and by DNS, while requests run."""
+"""`serve --vllm-endpoints` adds and removes servers by a file and by DNS while requests run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EASY = ["--admission", "none", "--slo-ttft", "600"]
 
 
 def write(path: Path, *listed: VllmStub) -> None:
-    """Writes as a tool that others read after: it puts a new file in place of the old one."""
+    """Replaces the file by a new file, like a tool whose output others read."""
     entries = [
         {"name": f"vllm-{stub.port}", "address": "127.0.0.1", "port": str(stub.port)}
         for stub in listed
@@ -48,7 +48,7 @@ def complete(server: LocalServer, **more: Any) -> list[int]:
 
 
 def wait_for(server: LocalServer, *listed: VllmStub, wait_s: float = 60.0) -> float:
-    """Waits until exactly these serve. Returns the seconds that it took."""
+    """Waits until exactly these servers serve. Returns the seconds that this took."""
     began = time.monotonic()
     wanted = {f"vllm-{stub.port}" for stub in listed}
     while instances(server) != wanted:
@@ -72,11 +72,11 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
             assert complete(server) == tokens_after(PROMPT, 3)
             write(path, first, second)
             wait_for(server, first, second)
-            path.write_text("endpoints: [")  # half a file: what is known stays
+            path.write_text("endpoints: [")  # half a file: the head keeps the servers that it knows
             time.sleep(2.5)
             assert len(instances(server)) == 2
 
-            first.gap_s = second.gap_s = 0.2  # an answer that is under way while its server leaves
+            first.gap_s = second.gap_s = 0.2  # an answer is under way while its server leaves
             answers: list[list[int]] = []
             ask = threading.Thread(
                 target=lambda: answers.append(complete(server, max_tokens=30)), daemon=True
@@ -93,7 +93,7 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
             assert answers == [tokens_after(PROMPT, 30)]
             assert long_calls(first) + long_calls(second) == 1, "it ended where it began"
             write(path, first, second)
-            wait_for(server, first, second)  # held off for a while, then it serves again
+            wait_for(server, first, second)  # the server is held off for a while, then serves again
             assert complete(server) == tokens_after(PROMPT, 3)
 
 
@@ -128,12 +128,12 @@ def test_a_source_that_is_none_is_one_line(source: str, said: str) -> None:
     assert "vllm.endpoints" in both.stderr
 
 
-# DNS
+# The same with DNS:
 
 
 @contextmanager
 def nameserver(records: list[tuple[str, int]]) -> Iterator[int]:
-    """Answers every query for SRV records with `records`, as they are then."""
+    """Answers every query for SRV records with the present value of `records`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind(("127.0.0.1", 0))
         sock.settimeout(0.1)

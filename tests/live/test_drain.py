@@ -1,5 +1,5 @@
-"""Real processes drain: answers continue, blocks that only they had are elsewhere, and nothing
-stays held."""
+"""Draining instances of real processes: answers continue, their only copies of blocks move
+elsewhere, and no block stays held."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Desk:
         return [instance["instance_id"] for instance in self.cluster()["instances"]]
 
     def holders_of_prompt(self) -> list[str]:
-        """Instances that hold all the reused blocks of the prompt."""
+        """Returns the instances that hold all the reused blocks of the prompt."""
         listed = self.client.get("/cluster/hot").json()["prefixes"]
         found: list[str] = next(one["dram"] for one in listed if one["tokens"] == 640)
         return found
@@ -102,13 +102,14 @@ def test_instances_leave_and_their_cache_stays(server: LocalServer) -> None:
     assert cluster["drains"]["left"] == 2
     with pytest.raises(AssertionError, match="start another first"):
         desk.pool("drain", desk.names()[0])
-    time.sleep(2.5)  # two heartbeats: they stay away
+    time.sleep(2.5)  # two heartbeats later, they are still away
     assert len(desk.names()) == 1
     wait_until(lambda: audit_cluster(desk.cluster()) == [])
 
 
 def test_the_last_instance_of_a_role_is_replaced_when_it_is_told_to_end() -> None:
-    """Whoever ends all of them gets them back: a server without one serves nobody."""
+    """An operator who drains all instances gets them back, because a server without an instance
+    serves nobody."""
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         desk = Desk(server)
         first = desk.ask(LONG)

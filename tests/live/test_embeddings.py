@@ -1,4 +1,5 @@
-"""`/v1/embeddings` of real processes: OpenAI's client, the cache, and the rules of the endpoint."""
+"""Tests `/v1/embeddings` of real processes with OpenAI's client, the cache, and the rules of the
+endpoint."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_forms_and_dimensions(http: httpx.Client) -> None:
     short = np.array(ask(http, input=[5, 6, 7], dimensions=8)["data"][0]["embedding"])
     cut = np.array(plain[:8])
     assert np.allclose(short, cut / np.linalg.norm(cut), atol=1e-6)
-    ids = {ask(http, input="a")["id"] for _ in range(2)}  # as at vLLM
+    ids = {ask(http, input="a")["id"] for _ in range(2)}  # like vLLM
     assert len(ids) == 2 and all(each.startswith("embd-") for each in ids)
     assert "between 1 and 64" in refused(http, input="a", dimensions=65)
     assert "'input'" in refused(http, input="")
@@ -76,7 +77,7 @@ def test_forms_and_dimensions(http: httpx.Client) -> None:
 
 @pytest.mark.long
 def test_a_large_body_and_answers_beside_it(http: httpx.Client, cluster: LocalServer) -> None:
-    """Bodies above 64 KiB are read by another process; chats run beside them."""
+    """Another process reads bodies above 64 KiB, and chats run beside them."""
     texts = [f"{i} " + "word " * 60 for i in range(300)]
 
     def chat(i: int) -> str:

@@ -1,4 +1,4 @@
-"""`moonpool epp` behind a real Envoy, in front of servers that do what a test tells them."""
+"""Runs `moonpool epp` behind a real Envoy, in front of servers that do what a test tells them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.live.waiting import wait_until
 PROMPT = [(7 * i) % 250 for i in range(100)]
 ASKED = {"model": "m", "prompt": PROMPT, "max_tokens": 4}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
-# A busy machine measures slow steps, which must refuse nothing by themselves.
+# A busy machine measures slow steps, and slow steps alone must not refuse a request here.
 CALM = ("--admission", "none")
 
 
 class Gateway:
-    """Envoy, a picker and stubs, the endpoints `e0`, `e1` ..."""
+    """Runs Envoy, a picker, and stubs as the endpoints `e0`, `e1` ..."""
 
     def __init__(self, url: str, picker: PickerProcess, stubs: list[VllmStub], file: Path) -> None:
         self.url, self.picker, self.stubs, self.file = url, picker, stubs, file
@@ -46,7 +46,7 @@ class Gateway:
         return self.http.post("/v1/completions", json=ASKED | others, headers=headers)
 
     def served(self, path: str = "/v1/completions") -> list[int]:
-        """How many calls of clients each endpoint has served."""
+        """Returns how many calls of clients each endpoint has served."""
         return [len(stub.bodies(path)) for stub in self.stubs]
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
     number = int(told["decode_instance"][1:])
     assert two.served()[number] >= 1
     assert told["prompt_tokens"] == len(prompt)
-    # The next turn goes to the server that caches the first one, whatever its number.
+    # The next turn goes to the server that caches the first turn, whatever the server's number.
     for _ in range(3):
         before = two.served()
         assert two.complete(prompt=[*prompt, 5, 6]).status_code == 200
@@ -124,7 +124,7 @@ def test_streams_pass_and_are_counted(two: Gateway) -> None:
 def test_large_bodies_pass_both_ways(two: Gateway) -> None:
     body = CHAT | {"messages": [{"role": "user", "content": "long " * 100_000}], "user": "u" * 300}
     found = two.http.post("/v1/chat/completions", json=body)
-    # It is longer than the context: the server decides, or nobody has room.
+    # The prompt is longer than the context, so the server refuses it, or no server has room.
     assert found.status_code in (200, 422), found.text
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
     body = CHAT | {"messages": [{"role": "user", "content": [image]}]}
@@ -150,7 +150,8 @@ def test_wrong_calls_get_an_error_in_openais_form(two: Gateway) -> None:
 
 
 def test_no_client_names_the_server(two: Gateway) -> None:
-    """A client that could would reach any address of the gateway's network."""
+    """The picker ignores an address that a client names. Otherwise, clients would reach any address
+    of the gateway's network."""
     with socket_that_counts() as (port, accepted):
         for header in ("x-gateway-destination-endpoint", "x-prefiller-host-port"):
             headers = {header: f"127.0.0.1:{port}"}
@@ -312,7 +313,7 @@ def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -
             each.status_code == 422 for each in results
         )
         wait_until(lambda: found.picker.requests() == 0)
-        # A request that no endpoint could serve even when idle must not wait.
+        # A request that no idle endpoint could serve must not wait.
         hopeless = found.complete({"x-slo-ttft-ms": "0.001"}, prompt=[1] * 900, stream=True)
         assert hopeless.status_code == 422, hopeless.text
         assert "retry-after" not in hopeless.headers
@@ -341,7 +342,7 @@ def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> N
             assert own["x-prefiller-host-port"] == ports[int(prefill[1:])]
         assert found.served("/v1/chat/completions")[:2] == [0, 0]
         wait_until(lambda: found.picker.requests() == 0)
-        # Whole responses, too, and one that ends with its first token.
+        # This holds for whole responses, and for a response that ends with its first token.
         assert found.complete().status_code == 200
         assert found.complete(max_tokens=1).status_code == 200
         wait_until(lambda: found.picker.requests() == 0)
@@ -353,7 +354,7 @@ def test_an_endpoint_that_dies_is_left_out(two: Gateway) -> None:
     dead = two.stubs[0]
     dead.stop()
     statuses = [two.complete(prompt=[9, number] * 20).status_code for number in range(12)]
-    assert statuses.count(503) <= 2, statuses  # the first call shows it, the next ones avoid it
+    assert statuses.count(503) <= 2, statuses  # only the first call may see the fault
     assert statuses[-6:] == [200] * 6
     wait_until(lambda: two.picker.instances() == ["e1"])
     assert two.picker.requests() == 0
@@ -408,10 +409,10 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
         for _ in range(4):
             before = found.served()
             assert found.complete(max_tokens=1).status_code == 200
-            assert found.served()[0] == before[0]  # nothing new goes to one that leaves
+            assert found.served()[0] == before[0]  # no new call goes to an endpoint that leaves
         for thread in threads:
             thread.join()
-        assert counts == [41] * 4  # and what it has begun is complete
+        assert counts == [41] * 4  # and calls that the endpoint has begun are complete
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 
@@ -451,7 +452,7 @@ OPEN = (
 
 
 def open_cluster(port: int) -> tuple[str, str]:
-    """A cluster of which Envoy itself chooses an endpoint."""
+    """Runs a cluster in which Envoy itself chooses an endpoint."""
     return (
         "  clusters:\n",
         (
@@ -481,7 +482,8 @@ def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
         opened_url = stack.enter_context(envoy(tmp_path, opened.grpc_port, through))
         strict_url = stack.enter_context(envoy(tmp_path, opened.grpc_port))
         asked = json.dumps(ASKED).encode()
-        # Without an endpoint, a picker that fails closed refuses, and one that fails open does not.
+        # Without an endpoint, a picker that fails closed refuses a call, and a picker that fails
+        # open lets the call pass.
         refused = httpx.post(f"{closed_url}/v1/completions", content=asked, timeout=60)
         assert refused.status_code == 503 and "retry-after" in refused.headers
         found = httpx.post(f"{opened_url}/v1/completions", content=asked, timeout=60)
@@ -493,13 +495,13 @@ def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
         def status_of(url: str) -> int:
             return httpx.post(f"{url}/v1/completions", content=asked, timeout=60).status_code
 
-        wait_until(lambda: status_of(opened_url) == 200)  # when Envoy knows that it is gone
+        wait_until(lambda: status_of(opened_url) == 200)  # when Envoy knows that the picker is gone
         wait_until(lambda: status_of(closed_url) == 200)
         assert status_of(strict_url) == 500
 
 
 def test_a_gateway_that_holds_bodies_is_served_too(two: Gateway, tmp_path: Path) -> None:
-    """It is another gateway of the same picker."""
+    """Serves another gateway of the same picker."""
     replaces = (
         ("request_body_mode: FULL_DUPLEX_STREAMED", "request_body_mode: BUFFERED"),
         ("response_body_mode: FULL_DUPLEX_STREAMED", "response_body_mode: STREAMED"),
@@ -514,7 +516,7 @@ def test_a_gateway_that_holds_bodies_is_served_too(two: Gateway, tmp_path: Path)
 
 
 def real_call(url: str, model: str, text: str, request_id: str) -> dict[str, Any]:
-    """A streamed chat; returns its usage."""
+    """Sends a streamed chat and returns its usage."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": text}],
@@ -535,8 +537,8 @@ def real_call(url: str, model: str, text: str, request_id: str) -> dict[str, Any
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_real_vllm_behind_a_real_envoy(tmp_path: Path) -> None:
-    """With MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL, as in test_vllm; or with
-    MOONPOOL_VLLM_AT, "PORT,EVENTS,REPLAY" of one that runs."""
+    """Tests a real vLLM with MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL, as in test_vllm, or with
+    MOONPOOL_VLLM_AT, "PORT,EVENTS,REPLAY" of a vLLM that runs."""
     python, model = os.environ.get("MOONPOOL_VLLM_PYTHON"), os.environ.get("MOONPOOL_VLLM_MODEL")
     running = os.environ.get("MOONPOOL_VLLM_AT")
     if not running and not (python and model):
@@ -582,7 +584,7 @@ def test_a_real_vllm_behind_a_real_envoy(tmp_path: Path) -> None:
 
         wait_until(lambda: told_of("two").get("outcome") in ("stop", "length"))
         told_one, told_two = told_of("one"), told_of("two")
-        # The picker has rendered and tokenised the prompt as the server does.
+        # The picker has rendered and tokenised the prompt like the server.
         assert told_one["prompt_tokens"] == first["prompt_tokens"]
         assert abs(told_two["generated_tokens"] - second["completion_tokens"]) <= 2
         cached = second["prompt_tokens_details"]["cached_tokens"]

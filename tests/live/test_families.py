@@ -1,7 +1,7 @@
-"""Every family on every way of serving: the tokens are those of one process without cache.
+"""Serves every family in every way: the tokens equal those of one process without cache.
 
-Each cluster is asked twice, so that the second answers begin in the cache; it gives answers with a
-grammar, and its decode instance is killed in the middle of one.
+Each cluster gets its calls twice, so that the second answers begin in the cache. It also gives
+answers with a grammar, and its decode instance is killed during an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "ignore_eos": True, "m
 GRAMMAR = {"structured_outputs": {"regex": "(wave|sand){4,9}!"}, "ignore_eos": False}
 LONG = SAMPLED | {"prompt": PROMPTS[1], "max_tokens": 700, "return_token_ids": True}
 FP8_FAMILIES = ("llama", "gemma3_text", "deepseek_v2", "gpt_oss")
-"""One of each kind of attention."""
+"""Lists one family of each kind of attention."""
 
 Tokens = list[tuple[int, ...]]
 
@@ -43,7 +43,7 @@ def tokens_of(up: LocalServer, prompt: list[int], **more: Any) -> tuple[int, ...
 
 
 def answers(up: LocalServer) -> tuple[Tokens, Tokens]:
-    """Plain answers, and those with a grammar."""
+    """Holds plain answers and answers with a grammar."""
     with ThreadPoolExecutor(4) as pool:
         plain = list(pool.map(lambda prompt: tokens_of(up, prompt), PROMPTS))
         bound = list(pool.map(lambda prompt: tokens_of(up, prompt, **GRAMMAR), PROMPTS))
@@ -67,7 +67,7 @@ def serving(folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, Any]]:
-    """Returns the answer of one process without cache, and a long answer."""
+    """Returns the answers of one process without cache, and a long answer."""
 
     @cache
     def found(family: str, *more: str) -> tuple[Tokens, Tokens, Any]:
@@ -80,8 +80,8 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Toke
 
 
 def shards_of(way: str) -> tuple[str, ...]:
-    """The flags with which one instance sums as `way` does: over shards, sums are rounded
-    otherwise, and a token may differ at a tie."""
+    """Returns the flags with which one instance sums like `way`. Sums over shards are rounded
+    otherwise, so a token may differ at a tie."""
     return ("--tensor-parallel-size", "2") if way == "ranks" else ()
 
 
@@ -96,9 +96,9 @@ def check(flags: list[str], expected: tuple[Tokens, Tokens, Any]) -> None:
 
 
 def some_ways() -> list[Any]:
-    """Every seventh pair of family and way, so that each way, latents and linear attention have
-    several; with MOONPOOL_ALL_WAYS=1,
-    which takes ten minutes more, all of them."""
+    """Returns every seventh pair of family and way, so that each way, latents and linear attention
+    have several pairs. With MOONPOOL_ALL_WAYS=1, which takes ten minutes more, returns all pairs.
+    """
     pairs = [
         (family, way)
         for family in FAMILIES

@@ -1,4 +1,5 @@
-"""Processes are killed: answers stay right, errors are clear, nothing is left behind."""
+"""Kills processes: answers stay right, errors are clear, and no process or memory is left
+behind."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def wait_until_gone(pids: list[int], wait_s: float = WAIT_S) -> list[int]:
 
 
 def shared_memory_names() -> set[str]:
-    """All names except those that libraries of other processes create."""
+    """Returns all names in shared memory except the names that libraries of other processes
+    create."""
     names = {path.name for path in Path("/dev/shm").iterdir()}
     return {name for name in names if not name.startswith(("tmp", "sem.mp-"))}
 
@@ -42,7 +44,7 @@ def shared_memory_names() -> set[str]:
 def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
     before = shared_memory_names()
     arguments = [MODEL, "--prefill", "2", "--decode", "2", *SMALL]
-    with local_server.LocalServer(arguments) as server:  # a new interpreter, as in life
+    with local_server.LocalServer(arguments) as server:  # a new interpreter, as in production
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         for role in ("decode", "prefill"):
@@ -63,8 +65,8 @@ def answer_while_killing(
     victim: Callable[[int], int] = lambda pid: pid,
     body: dict[str, Any] = LONG,
 ) -> Any:
-    """Sends the `body`, and kills the instance of `role` that serves it on its way, or the
-    `victim` that goes with its process."""
+    """Sends the `body`, and kills the instance of `role` that serves it, or the `victim`, another
+    process of that instance."""
     got: dict[str, Any] = {}
 
     def ask() -> None:
@@ -123,7 +125,7 @@ def test_ctrl_c_while_starting_leaves_nothing() -> None:
 
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     if arguments[0] == "serve" and "--port" not in arguments:
-        arguments = (*arguments, "--port", "0")  # another program may hold 8000
+        arguments = (*arguments, "--port", "0")  # another program may use port 8000
     return run_forked(*arguments, timeout_s=timeout_s)
 
 
@@ -188,7 +190,8 @@ def child_of(pid: int, command: str) -> int:
 
 
 def layout_of(pid: int) -> str:
-    """Where the kernel's page lies: chosen at random when a program starts, and kept by forks."""
+    """Returns the address of the kernel's page. The kernel chooses it at random when a program
+    starts, and forks keep it."""
     (line,) = (x for x in Path(f"/proc/{pid}/maps").read_text().splitlines() if "[vdso]" in x)
     return line.split()[0]
 

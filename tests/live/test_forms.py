@@ -1,5 +1,5 @@
-"""Answers that must have a form keep it, with any client's words for it, and are the same whatever
-way a request takes through real processes."""
+"""Answers with a required form keep that form, whichever client's field asks for it, and are the
+same on each way of a request through real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WANTED = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
-NO_SPACE = {"9": -90, "10": -90, "13": -90, "32": -90}  # which this model would not leave
+NO_SPACE = {"9": -90, "10": -90, "13": -90, "32": -90}  # forms that this model would not leave
 UNSEEN = "Nothing here looks like an answer; "
 PROMPT = 'A pet: {"name": "Ida", "kind": "cat", "ages": [3]}. ' * 20
 
@@ -44,7 +44,8 @@ class Pet(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    """The built-in model, whose decode instances are of two stages: the last of them draws."""
+    """Serves the built-in model with decode instances of two stages; the last stage draws
+    tokens."""
     arguments = ["--prefill", "1", "--decode", "2", "--decode-pipeline-parallel-size", "2"]
     with LocalServer([*arguments, *SMALL]) as server:
         yield server

@@ -1,4 +1,5 @@
-"""KVCache in fp8, served by real processes: the same answers on every way, and half the bytes."""
+"""Real processes serve with KVCache in fp8: answers are the same on every way, with half the
+bytes."""
 
 from __future__ import annotations
 

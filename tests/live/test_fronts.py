@@ -1,4 +1,5 @@
-"""Fronts: processes that answer calls on one port. Any of them, or the head, may be killed."""
+"""Fronts are processes that answer calls on one port. A kill of any front, or of the head, cuts no
+answer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def stub() -> Iterator[VllmStub]:
 
 
 def fronts_of(server: LocalServer, count: int = 2) -> list[int]:
-    """Waits until there are this many fronts, and returns their processes."""
+    """Waits until this many fronts run, and returns their processes."""
     until_s = time.monotonic() + WAIT_S
     while time.monotonic() < until_s:
         found = []
@@ -72,22 +73,22 @@ def first_worker(server: LocalServer) -> int:
 
 
 def counted(url: str, name: str) -> float:
-    """The sum of a counter over its labels."""
+    """Returns the sum of a counter over its labels."""
     text = fresh.get(f"{url}/metrics", timeout=WAIT_S).text
     lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def post_apart(url: str) -> int:
-    """Posts from a process that listens nowhere: this one has the stub."""
+    """Posts from a process that listens on no port, because this process runs the stub."""
     code = "import sys, httpx; print(httpx.post(sys.argv[1], timeout=60).status_code)"
     line = [sys.executable, "-c", code, url]
     return int(subprocess.run(line, capture_output=True, check=True, timeout=WAIT_S).stdout)
 
 
 def kill_while(streams: Streams, asked: list[Any], victim: Any, most: int) -> int:
-    """Kills the process that `victim` names when all streams have begun; again after some bytes, up
-    to `most` times."""
+    """Kills the process that `victim` returns when all streams have begun; kills again after some
+    bytes, up to `most` times."""
     streamed = {number for number, (_, body) in enumerate(asked) if body["stream"]}
     num_kills, next_bytes = 0, 0
     while streams.are_running and num_kills < most:
@@ -122,7 +123,7 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str, most: int) -> None
             return fronts_of(server)[number % 2] if whose == "front" else head_of(server)
 
         num_kills = 0
-        while not num_kills:  # on a busy machine the streams may end before all have begun
+        while not num_kills:  # on a busy machine, streams may end before all have begun
             streams = Streams(server.url, asked)
             num_kills = kill_while(streams, asked, victim, most)
             assert streams.errors == []
@@ -136,7 +137,8 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str, most: int) -> None
 
 @pytest.mark.parametrize("most", [FEW_KILLS, pytest.param(MOST_KILLS, marks=pytest.mark.long)])
 def test_an_instance_that_is_killed_costs_no_answer(most: int) -> None:
-    """Its tokens went to the fronts directly: these know what the head had not heard of."""
+    """Whether an answer continues whose tokens went to the fronts directly: the fronts know tokens
+    that the head had not heard of."""
     line = [MODEL, "--mixed", "2", *SMALL, "--admission", "none", *FRONTS]
     with LocalServer(line) as server:
         asked = bodies()[:NUM_STREAMS]
@@ -153,7 +155,7 @@ def test_an_instance_that_is_killed_costs_no_answer(most: int) -> None:
 
 def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
     """Clients come back by request id and number of tokens, by their last event, and by request id
-    alone. The connections are new each time, so the kernel may give them to either front."""
+    alone. Each connection is new, so the kernel may give it to either front."""
     with LocalServer([MODEL, "--mixed", "1", *SMALL, *FRONTS]) as server:
         url = f"{server.url}/v1/completions"
         whole = Got()
@@ -197,7 +199,8 @@ def test_one_page_of_metrics_and_one_cluster_whoever_answers(stub: VllmStub) -> 
 
 
 def test_limits_hold_for_all_fronts_together(stub: VllmStub, tmp_path: Path) -> None:
-    """A bucket of ten calls: from new connections, over either front, exactly ten pass at once."""
+    """Uses a bucket of ten calls: over new connections and both fronts, exactly ten calls pass at
+    once."""
     keys = tmp_path / "keys"
     keys.write_text("k-ann ann requests_per_s=0.001\nk-tom tom tokens_per_s=0.05\nk-op admin\n")
     line = ["--vllm", stub.url, *FRONTS, "--api-key-file", str(keys)]
@@ -220,7 +223,7 @@ def test_limits_hold_for_all_fronts_together(stub: VllmStub, tmp_path: Path) -> 
             thread.join()
         assert statuses == {200: 1, 429: 15}
         statuses.clear()
-        for _ in range(4):  # one token in the bucket, each call takes 5, and one comes in 20 s
+        for _ in range(4):  # one token in the bucket, a call takes 5, and one comes in 20 s
             call("k-tom")
         assert statuses[200] < 4
         assert statuses[429] + statuses[200] == 4
@@ -246,7 +249,7 @@ def test_an_upgrade_replaces_the_fronts_too_and_costs_no_answer() -> None:
 
 
 class FrontPair(Pair):
-    """Both heads have fronts."""
+    """Runs two heads with fronts."""
 
     def start_head(self, *options: str) -> Part:
         return super().start_head(*FRONTS, *options)
@@ -314,5 +317,5 @@ def test_calls_go_to_both_fronts(stub: VllmStub) -> None:
         lines = [[line[6:] for line in text.splitlines() if '"text":' in line] for text in texts]
         said = {"".join(json.loads(line)["choices"][0]["text"] for line in each) for each in lines}
         assert len(texts) == len(threads)
-        assert len(said) == 1, said  # in as many events as tokens happened to arrive together
+        assert len(said) == 1, said  # in as many events as batches of tokens arrived
         assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200

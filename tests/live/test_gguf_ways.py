@@ -1,5 +1,6 @@
-"""GGUF files of a dense model, a mixture and latents on every way: the tokens are those of one
-process, with structured answers, speculation, and a decode instance killed in the middle."""
+"""Serves GGUF files of a dense model, a mixture and latents in every way: the tokens equal those of
+one process, with structured answers, speculation, and a decode instance that is killed during an
+answer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def alone(file: Callable[[str], Path]) -> Callable[..., tuple[Tokens, Tokens, object]]:
-    """Returns the answer of one instance without cache, and a long answer."""
+    """Returns the answers of one instance without cache, and a long answer."""
 
     @cache
     def found(name: str, *more: str) -> tuple[Tokens, Tokens, object]:
@@ -66,7 +67,7 @@ def serving(path: Path) -> list[str]:
 
 
 def pairs() -> list[object]:
-    """Each file with another way, and with MOONPOOL_ALL_WAYS=1 with all of them."""
+    """Returns each file with another way, or with all ways if MOONPOOL_ALL_WAYS=1 is set."""
     every = [(name, way) for name in FILES for way in MORE_WAYS]
     if os.environ.get("MOONPOOL_ALL_WAYS") == "1":
         return every
@@ -82,8 +83,8 @@ def test_the_tokens_are_those_of_one_process(
     alone: Callable[..., tuple[Tokens, Tokens, object]],
     tmp_path: Path,
 ) -> None:
-    """Tokens come from the cache too, with a grammar, and through the death of the decode
-    instance."""
+    """Whether the tokens are equal from the cache, with a grammar, and through the death of the
+    decode instance."""
     flags = [*serving(file(name)), *MORE_WAYS[way]]
     if "--ssd-tokens" in flags:
         flags += ["--ssd-folder", str(tmp_path)]

@@ -1,5 +1,5 @@
-"""Processes that hang without dying: their requests continue elsewhere, and they are killed in
-time."""
+"""Processes hang without dying: their requests continue elsewhere, and the hung processes are
+killed in time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parts() -> Iterator[Parts]:
     yield made
     for process in made.processes:
         for stage in stages_of(process.pid):
-            os.kill(stage, signal.SIGKILL)  # one that is stopped does not see its worker's end
+            os.kill(stage, signal.SIGKILL)  # a stopped process does not see its worker's end
     made.end()
 
 
@@ -63,8 +63,9 @@ def ask(client: httpx.Client, name: str, got: dict[str, Any]) -> threading.Threa
 
 
 def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) -> list[Any]:
-    """Begins more and more answers, until each of the victims decodes one of the last burst. An
-    instance that is believed to be slower gets answers only when the others are busy."""
+    """Begins more and more answers, until each of the victims decodes an answer of the last burst.
+    An instance that the Conductor believes slower gets answers only when the other instances are
+    busy."""
     threads: list[threading.Thread] = []
     chosen: set[str] = set()
     for burst in range(6):
@@ -77,7 +78,7 @@ def decode_on_all(client: httpx.Client, victims: set[str], got: dict[str, Any]) 
 
 
 def decoder_of(client: httpx.Client, name: str) -> str:
-    """Where it is decoded, when that has begun."""
+    """Returns the instance that decodes the answer, once decoding has begun."""
     found: dict[str, Any] = {}
     deadline = time.monotonic() + WAIT_S
     while not found.get("generated_tokens") and time.monotonic() < deadline:
@@ -87,13 +88,15 @@ def decoder_of(client: httpx.Client, name: str) -> str:
 
 @pytest.mark.long
 def test_what_stands_still_costs_no_answer_and_ends_in_time(parts: Parts, tmp_path: Path) -> None:
-    """A stage that is stopped, a process that is stopped, and an engine's thread caught in a call;
-    one instance of each, and a fourth that is sound."""
-    # Whoever is left has to answer all, on a machine that may be busy.
+    """Hangs a stage, a process, and an engine's thread in a call, one instance of each. A fourth
+    instance runs on."""
+    # The remaining instance has to answer all requests, on a machine that may be busy.
     patient = ["--admission", "none", "--slo-ttft", "100", "--slo-tbt", "10"]
-    # Three hang at once, and until that is noticed a request may be placed on one after the other.
+    # Three instances hang at once, and until the head notices, it may place a request on one after
+    # the other.
     config = tmp_path / "moonpool.toml"
-    # All decode equally fast, and the Conductor expects that, so answers go to all of them.
+    # All instances decode equally fast, and the Conductor expects that, so answers go to all of
+    # them.
     config.write_text("[conductor]\nmax_attempts = 5\nlearning = false\n")
     parts.start_head(*patient, "--kv-tokens", "131072", "--config", str(config))
     parts.start_worker("prefill", "p")

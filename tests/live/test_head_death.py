@@ -1,4 +1,5 @@
-"""The head is killed again and again: every answer goes on, whole and right; nothing is left."""
+"""The head is killed again and again: every answer continues complete and right, and no process or
+block is left."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.processes import children_of
 
 NUM_STREAMS = 16
 FEW = (8, 2)
-"""Streams, one of each kind, and kills of the short run."""
+"""Holds the streams, one of each kind, and the number of kills of the short run."""
 MANY = (NUM_STREAMS, 5)
 CLIENT_S = 240.0
 
@@ -54,7 +55,7 @@ def ask(
 
 
 def head_of(server: LocalServer) -> int:
-    """Waits until there is a head, and returns its process."""
+    """Waits until a head runs, and returns its process."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         for pid in children_of(server.pid):
@@ -68,11 +69,11 @@ def head_of(server: LocalServer) -> int:
 
 
 class Streams:
-    """Calls that run side by side, and the bytes that they have received."""
+    """Holds calls that run side by side, and the bytes that they have received."""
 
     def __init__(self, url: str, calls: list[tuple[str, Body]]) -> None:
         self.num_bytes = 0
-        self.begun: set[int] = set()  # those that have received something
+        self.begun: set[int] = set()  # the calls that have received a byte
         self.got: dict[int, dict[Any, str]] = {}
         self.errors: list[str] = []
         self._lock = threading.Lock()
@@ -127,7 +128,7 @@ def kill_under_streams(
         os.kill(head, signal.SIGKILL)
         num_kills += 1
         next_bytes = streams.num_bytes + drawn.randrange(2_000, 30_000)
-        if num_kills % 2:  # a call while there is no head
+        if num_kills % 2:  # a call arrives while there is no head
             assert ask(server.url, *asked[0]) == expected[0]
         wait_until_gone([head])
     streams.join()
@@ -157,7 +158,7 @@ def test_a_head_that_is_killed_costs_no_answer(
         workers = sorted(server.worker_pids())
         all_pids = children_of(server.pid)
         num_kills = 0
-        while not num_kills:  # on a busy machine the streams may end before all have begun
+        while not num_kills:  # on a busy machine, streams may end before all have begun
             num_kills, streams = kill_under_streams(server, asked, expected, most_kills)
             assert streams.errors == []
             assert [streams.got[number] for number in range(num_streams)] == expected
@@ -175,7 +176,8 @@ def test_a_head_that_is_killed_costs_no_answer(
 
 
 def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:
-    """Cut within the header, within the body, and before a body that the client was asked for."""
+    """Cuts a call within the header, within the body, or before a body that the server has asked
+    the client for."""
     with LocalServer([MODEL, "--prefill", "1", "--decode", "1", *SMALL]) as server:
         completion = {"prompt": [5] * 3000, "max_tokens": 8, "temperature": 0, "seed": 1}
         texts = {"input": [f"{number} " * 40 for number in range(60)]}
@@ -189,7 +191,7 @@ def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:
         cuts = [20, len(wholes[1]) - 5000, wholes[2].index(b"\r\n\r\n") + 4, len(wholes[3]), 700]
         expected = [RawCall(server.url, whole).send(whole).content() for whole in wholes]
         calls = [RawCall(server.url, whole) for whole in wholes]
-        calls[0].send(wholes[4])  # a connection that has answered a call before
+        calls[0].send(wholes[4])  # a connection that has already answered a call
         assert calls[0].content() == expected[4]
         for call, cut in zip(calls, cuts, strict=True):
             call.send(call.whole[:cut])
@@ -219,7 +221,7 @@ def raw_call(path: str, body: Body, *headers: str) -> bytes:
 
 
 class RawCall:
-    """A call whose bytes are sent piece by piece."""
+    """Sends the bytes of a call piece by piece."""
 
     def __init__(self, url: str, whole: bytes) -> None:
         self.whole = whole
@@ -233,7 +235,7 @@ class RawCall:
         return self
 
     def content(self) -> Any:
-        """Returns the response's content without what differs from call to call."""
+        """Returns the response's content without the fields that differ from call to call."""
         status = self.lines.readline()
         if b" 100 " in status:
             self.lines.readline()
@@ -272,7 +274,7 @@ def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
 
 
 def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
-    """The events of a stream after that with the id `last`, each with its id."""
+    """Returns the events of a stream after the event with the id `last`, each with its id."""
     headers, found = {"Last-Event-ID": last}, ""
     body = body | {"stream": True}
     with fresh.stream(

@@ -1,4 +1,5 @@
-"""The head is told to stop: answers end, or their streams say why they do not; no traceback."""
+"""The head gets the order to stop: answers end, or their streams say why they do not; the log has
+no traceback."""
 
 from __future__ import annotations
 

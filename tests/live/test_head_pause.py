@@ -1,4 +1,4 @@
-"""A head that stands still, as in a paused machine: its workers live on, and no answer is cut."""
+"""A head is stopped, as on a paused machine: its workers live on, and no answer is cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.live.test_hangs import ask
 from tests.live.test_parts import Parts
 from tests.live.waiting import WAIT_S
 
-SILENCE_S = 6.0  # above what one turn of the loop counts, and the heartbeats of idle workers
+SILENCE_S = 6.0  # above what one turn of the loop counts, and idle heartbeats
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main
@@ -56,7 +56,7 @@ def test_a_head_that_stood_still_kills_no_worker_and_cuts_no_answer(parts: Parts
         thread.join(60)
     texts = [answer["choices"][0]["text"] for answer in got.values()]
     assert texts == [expected] * 3
-    time.sleep(1.0)  # more ticks of the head
+    time.sleep(1.0)  # the head has ticked more often
     after = [instance["pid"] for instance in client.get("/cluster").json()["instances"]]
     assert after == before
 

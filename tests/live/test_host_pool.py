@@ -1,4 +1,5 @@
-"""The pool of a host as its own process, and the two sides of vLLM's connector on plain tensors."""
+"""Runs the pool of a host as its own process, and both sides of vLLM's connector on plain
+tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def same(left: list[np.ndarray], right: list[np.ndarray], count: int) -> bool:
 
 @pytest.mark.parametrize("staged", [(False, False), (True, True), (False, True), (True, False)])
 def test_what_one_engine_stores_another_one_loads(pool: Pool, staged: tuple[bool, bool]) -> None:
-    """`staged`: as tensors on a device are copied."""
+    """With `staged`, tensors are copied like tensors on a device."""
     first, second = Engine(pool, seed=1, staged=staged[0]), Engine(pool, seed=2, staged=staged[1])
     tokens = list(range(100))
     request = first.request(tokens)
@@ -76,7 +77,7 @@ def test_blocks_outlive_engine_and_pool(pool: Pool) -> None:
     first.finish(request)
     wait_until(lambda: first.look_up(tokens) == 144)
     pool.kill()
-    # A step in which the pool is dead waits for nothing.
+    # A step waits for nothing while the pool is dead.
     lost = first.request(tokens)
     assert first.prefill(lost, seed=14) == 0
     first.close()
@@ -96,7 +97,7 @@ def test_a_changed_block_is_computed_and_forgotten(pool: Pool) -> None:
     engine.prefill(request, seed=11)
     engine.finish(request)
     (arena,) = pool.memory.glob("*/arena")
-    with arena.open("r+b") as file:  # one bit in each of the stored blocks
+    with arena.open("r+b") as file:  # flips one bit in each stored block
         data = bytearray(file.read())
         for start in range(100, len(data), 4096):
             if any(data[start : start + 64]):
@@ -107,7 +108,7 @@ def test_a_changed_block_is_computed_and_forgotten(pool: Pool) -> None:
     found = engine.prefill(again, seed=12)
     assert found == 0
     assert engine.workers[0].counts["wrong"] == 6
-    engine.finish(again)  # what was computed is stored again
+    engine.finish(again)  # the computed blocks were stored again
     third = engine.request(tokens)
     assert engine.prefill(third, seed=13) == 96
     engine.close()
@@ -125,7 +126,7 @@ def test_a_silent_pool_stops_no_step(pool: Pool) -> None:
         engine.scheduler.on_new_request(other)
         longest_s, found = 0.0, None
         while found is None:
-            began_s = time.thread_time()  # this thread's own time: the machine may be busy
+            began_s = time.thread_time()  # CPU time of this thread: the machine may be busy
             found = engine.scheduler.matched_tokens(other, 0)
             longest_s = max(longest_s, time.thread_time() - began_s)
         assert found == 0
@@ -147,13 +148,13 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     engine.worker.begin_step(step)
     gone = [request.request_id for request in requests]
     engine.worker.preempt(gone)
-    for name in engine.names:  # overwritten at once
+    for name in engine.names:  # the test overwrites the blocks at once
         engine.caches[name].zero_()
     second = Engine(pool, seed=2)
     for number, request in enumerate(requests):
         again = second.request(request.all_token_ids[:64])
         found = second.prefill(again, seed=99)
-        if found:  # it was stored before it was preempted
+        if found:  # the block was stored before the preemption
             ids = second.blocks[again.request_id][0][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names), number
     engine.close()
@@ -169,7 +170,7 @@ def test_no_block_is_read_while_vllm_sleeps(pool: Pool) -> None:
     engine.worker.begin_step(step)
     engine.worker.end_stores()
     counted = dict(engine.worker.counts)
-    for name in engine.names:  # what the memory has next, is nobody's
+    for name in engine.names:  # the memory's next content belongs to nobody
         engine.caches[name].zero_()
     engine.worker.end_stores()
     assert engine.worker.counts == counted
@@ -235,7 +236,7 @@ def test_a_second_model_is_refused_in_one_line(pool: Pool) -> None:
 
 
 def ask(pool: Pool, body: bytes) -> bytes:
-    """Sends bytes, and returns what the pool says until it ends the connection."""
+    """Sends bytes, and returns what the pool says until the pool ends the connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(30.0)
         sock.connect(str(pool.socket))
@@ -287,7 +288,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         engines[1].finish(request)
         keys = tuple(engines[1].keys_of(tokens))
         source = address_of_pool(there)
-        assert fetch(stranger, source, keys).num_blocks == 0  # it knows another secret
+        assert fetch(stranger, source, keys).num_blocks == 0  # this client knows another secret
         fetched = fetch(here, source, keys)
         assert (fetched.num_blocks, fetched.error) == (6, "")
         again = engines[0].request(tokens)
@@ -302,7 +303,7 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
 
 @pytest.mark.parametrize(("hybrid", "ranks"), [(False, 2), (True, 1), (True, 2)])
 def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> None:
-    """Holds for the process beside vLLM: what it tells the head, and what it does for the head."""
+    """Holds for the process beside vLLM: for its reports to the head, and its work for the head."""
     here, there = (Pool("--dram", "32MiB", secret="5a" * 32) for _ in range(2))
     engines = [
         Engine(pool, seed=number, hybrid=hybrid, ranks=ranks)
@@ -330,7 +331,7 @@ def test_a_fetch_brings_the_blocks_of_all_ranks(hybrid: bool, ranks: int) -> Non
 
 
 async def fetched_by_watch(here: Pool, there: Pool, keys: tuple[BlockKey, ...]) -> int:
-    """How many blocks `here` has got from `there`."""
+    """Returns how many blocks `here` has got from `there`."""
     watches, events = [], []
     for pool in (here, there):
         said: list[Any] = []

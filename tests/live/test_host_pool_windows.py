@@ -1,4 +1,5 @@
-"""Models whose layers read a window, over the pool of a host: what is loaded, held and damaged."""
+"""Serves models whose layers have a sliding window from the pool of a host: checks which blocks are
+loaded, held and damaged."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ def pool() -> Iterator[Pool]:
 
 def run_with_window(engine: Engine, tokens: list[int], seed: int) -> tuple[int, list[np.ndarray]]:
     """Prefills and ends a request whose window slides before its blocks are stored. Returns the
-    tokens that were loaded, and what its blocks contained."""
+    number of loaded tokens and the content of the loaded blocks."""
     request = engine.request(tokens)
     found = engine.prefill(request, seed)
     content = engine.content(engine.blocks[request.request_id][0])
     for name, block in engine.slide(request, len(tokens)):
-        engine.caches[name][block] = 0  # another request has it now
+        engine.caches[name][block] = 0  # another request has the block now
     engine.finish(request)
     assert not any(engine.users.users)
     return found, content
@@ -47,7 +48,7 @@ def test_a_window_needs_its_last_blocks_only(pool: Pool) -> None:
         assert np.array_equal(content[layer][4:6], stored[layer][4:6])
         behind = second.ids_of(ids, layer)[:4]
         assert second.caches[second.names[layer]][behind].equal(before[layer][behind])
-    # A prefix that ends elsewhere has other blocks in its window, which were stored, too.
+    # A prefix of another length has other blocks in its window, which were stored too.
     other = tokens[:64] + [5] * 40
     found, content = run_with_window(first, other, seed=13)
     assert found == 64
@@ -69,15 +70,14 @@ def test_a_window_that_is_damaged_costs_the_whole_prefix(pool: Pool) -> None:
             file.write(data)
     again = engine.request(tokens)
     assert engine.prefill(again, seed=12) == 0
-    assert engine.scheduler.matched_tokens(again, 0) == 0  # it is not tried again
+    assert engine.scheduler.matched_tokens(again, 0) == 0  # the load is not tried again
     engine.finish(again)
     assert run_with_window(engine, tokens, seed=13)[0] == 96
     engine.close()
 
 
 def test_a_block_that_was_held_is_given_back(pool: Pool) -> None:
-    """Holds for requests that are preempted, for those that end early, and when the pool has
-    gone."""
+    """Holds for preempted requests, for requests that end early, and when the pool has gone."""
     engine = Engine(pool, seed=1, hybrid=True)
     requests = [engine.request([number * 1000 + i for i in range(64)]) for number in range(3)]
     for number, request in enumerate(requests):

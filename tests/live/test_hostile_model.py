@@ -1,4 +1,4 @@
-"""A model whose files mean harm: calls end in one line, other calls and the head go on."""
+"""A model has malicious files: calls end with a one-line error, other calls and the head go on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def ask(server: LocalServer, content: str) -> httpx.Response:
 def test_a_template_without_end_costs_its_own_call(server: LocalServer, content: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(ask, server, content)
-        time.sleep(0.3)  # so that it comes first, mostly
+        time.sleep(0.3)  # so that this field mostly comes first
         assert ask(server, "How many waves came in?").status_code == 200
         answer = call.result()
     assert answer.status_code == 400

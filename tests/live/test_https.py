@@ -1,4 +1,5 @@
-"""HTTPS of a real server: answers, refusals of bad files, and a certificate that changes."""
+"""Tests HTTPS of a real server: answers, refused certificate files, and a certificate that
+changes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(OPENSSL is None, reason="no openssl command make
 
 
 def certificate(folder: Path, name: str = "a") -> tuple[str, str]:
-    """Makes a self-signed certificate of 127.0.0.1. Returns its file and its key's."""
+    """Makes a self-signed certificate of 127.0.0.1. Returns its file and the file of its key."""
     cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
     line = f"{OPENSSL} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
     line += f" -subj /CN={name} -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
@@ -77,7 +78,8 @@ def test_a_head_serves_https_and_takes_a_changed_certificate(
 
 
 def signed(folder: Path, name: str, authority: tuple[str, str]) -> tuple[str, str]:
-    """Makes a certificate of 127.0.0.1 that the authority signs. Returns its file and its key's."""
+    """Makes a certificate of 127.0.0.1 that the authority signs. Returns its file and the file of
+    its key."""
     cert, key, request = (str(folder / f"{name}.{kind}") for kind in ("pem", "key", "csr"))
     names = folder / f"{name}.ext"
     names.write_text("subjectAltName=IP:127.0.0.1")
@@ -147,7 +149,7 @@ def _models(client: httpx.Client, head: ForkedCommand) -> httpx.Response:
     while True:
         try:
             return client.get("/v1/models")
-        except (httpx.ConnectError, httpx.ConnectTimeout):  # it waits until there is a head
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # the command waits until a head answers
             if head.poll() is not None or time.monotonic() > until_s:
                 raise ServerError("the head did not start") from None
             time.sleep(0.1)

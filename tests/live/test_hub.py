@@ -1,4 +1,4 @@
-"""`serve owner/repo` and `serve owner/repo:FILE`: the files come from a server that speaks the
+"""Tests `serve owner/repo` and `serve owner/repo:FILE`: the files come from a server with the
 routes of the Hugging Face Hub, and later from the cache."""
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_a_model_is_downloaded_once_and_served(name: str, hub: Hub) -> None:
     assert sum(wanted in line for line in loaded) == 1, loaded
     assert len(loaded) == len(set(loaded)) and (":" in name) == (len(loaded) == 1)
     hub.shutdown()
-    hub.server_close()  # later starts need no hub
+    hub.server_close()  # later starts do not need a hub
     assert text_of(name, hub.environment) == expected
 
 

@@ -1,5 +1,5 @@
-"""`moonpool bench idle`: an idle cluster takes memory for what it uses, not for what it may use,
-and hardly wakes up."""
+"""An idle cluster, measured by `moonpool bench idle`, takes memory for what it uses, not for its
+limits, and hardly wakes up."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def test_an_idle_cluster_of_a_toy_model_takes_little_memory_and_sleeps() -> None
         "decode-0",
     }
     for row in found["processes"]:
-        assert row["kvcache_mib"] < 64, row  # of pools of up to 640 MiB
+        assert row["kvcache_mib"] < 64, row  # of pools of at most 640 MiB
         assert row["memory_mib"] > 0
-    # Soon after its start: two ticks a second of the head, one heartbeat of each worker.
+    # The counts are taken soon after the start: two ticks a second of the head, one heartbeat of
+    # each worker.
     wakeups = {row["process"]: row["wakeups_per_s"] for row in found["processes"]}
     assert wakeups["supervisor"] < 1.5 and wakeups["fork server"] < 0.5, wakeups
     assert wakeups["head"] < 7 and wakeups["prefill-0"] < 2.5, wakeups

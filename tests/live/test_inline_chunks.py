@@ -1,5 +1,5 @@
 """A decode instance computes long prompts in chunks while the prefill pool has a queue. The answers
-are those of prompts that had the cluster to themselves."""
+equal the answers of an idle cluster."""
 
 from __future__ import annotations
 

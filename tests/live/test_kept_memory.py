@@ -1,4 +1,5 @@
-"""The cache is warm after a kill of a worker, and with --keep-memory after one of the server."""
+"""The cache is still warm after a kill of a worker, and with --keep-memory after a kill of the
+server."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Asker:
         self.http = httpx.Client(base_url=url, timeout=120)
 
     def ask(self, prompt: list[int], max_tokens: int = 6) -> tuple[str, int]:
-        """The answer, and how many of the prompt's tokens were not computed."""
+        """Returns the answer, and how many of the prompt's tokens were cached."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         answer: dict[str, Any] = self.http.post("/v1/completions", json=body).json()
         usage = answer["usage"]["prompt_tokens_details"]
@@ -53,7 +54,7 @@ class Asker:
         return [text for text, _ in answers], sum(cached for _, cached in answers)
 
     def wait_for_blocks(self, but_not: int = 0) -> int:
-        """Waits for an instance, other than process `but_not`, that has announced blocks."""
+        """Waits for an instance with a process other than `but_not` that has announced blocks."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             for instance in self.http.get("/cluster").json()["instances"]:
@@ -70,7 +71,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """The answers without any cache."""
+    """Returns the answers without a cache."""
     with serve("--no-enable-prefix-caching") as server:
         texts, cached = Asker(server.url).ask_all()
         assert not cached
@@ -87,7 +88,7 @@ def test_the_successor_of_a_killed_worker_is_warm(expected: list[str], parts: st
         asker = Asker(server.url)
         assert asker.ask_all() == (expected, 0)
         old = asker.wait_for_blocks()
-        for _ in range(2):  # its successor's successor, too
+        for _ in range(2):  # the successor of the successor, too
             os.kill(old, signal.SIGKILL)
             old = asker.wait_for_blocks(but_not=old)
             assert asker.ask_all() == (expected, MOST)

@@ -1,5 +1,5 @@
-"""A model whose layers all have a window, served by real processes: few blocks are held, and the
-answers are the same on every way."""
+"""Real processes serve a model whose layers all have a window: they hold few blocks, and answers
+are the same on every way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOW = [f"{MODEL},window=40", *SMALL]
 
 
 def held_blocks(up: LocalServer) -> int:
-    """Blocks that the decode instances hold, as far as they have reported."""
+    """Returns the blocks that the decode instances have reported as held."""
     instances = fresh.get(f"{up.url}/cluster", timeout=60).json()["instances"]
     return sum(i["pool"].get("held", 0) for i in instances if i["role"] == "decode")
 

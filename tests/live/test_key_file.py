@@ -1,5 +1,5 @@
-"""A key file that loses its keys while the server runs: an upgrade is called off, and a head that
-starts again waits for keys. At no moment is the server open."""
+"""A key file loses its keys while the server runs: an upgrade is called off, and a restarted head
+waits for keys. At no moment does the server accept calls without a key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]
 
 
 class Stranger:
-    """Asks without a key all the time."""
+    """Sends calls without a key all the time."""
 
     def __init__(self, url: str) -> None:
         self.seen: set[int] = set()
@@ -38,7 +38,7 @@ class Stranger:
         while not self._ends.wait(0.05):
             try:
                 self.seen.add(httpx.get(f"{self._url}/cluster", timeout=1).status_code)
-            except httpx.HTTPError:  # there is no head
+            except httpx.HTTPError:  # no head runs
                 continue
 
     def end(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""Every process but the supervisor is killed or stopped at random: every stream ends right."""
+"""The test kills or stops every process but the supervisor at random: every stream ends right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ EVERYWHERE = {"head", "fork server", "spare fork server", "body reader"}
 def test_no_death_but_the_supervisors_costs_an_answer(
     arrangement: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these kinds is killed and stopped. What every arrangement has is hit in two."""
+    """Lists the kinds of processes of which each is killed and stopped. Kinds that every
+    arrangement has are hit in two arrangements."""
     monkeypatch.setattr(kills, "CALM_S", 1.0)
     before = shared_memory_names()
     said: list[str] = []
@@ -53,6 +54,6 @@ def test_no_death_but_the_supervisors_costs_an_answer(
     assert [row for row in found["rows"] if row["not_recovered"]] == []
     assert found["corrupt_slices"] == 0, "a death damages no memory"
     assert (found["exit_status"], found["processes_left"]) == (0, 0)
-    # Tests of a restart, which run beside this one, keep folders of this name.
+    # Tests of a restart, which run at the same time, keep folders of this name.
     left = {name for name in shared_memory_names() if not name.startswith("moonpool-restart-")}
     assert left <= before

@@ -1,4 +1,5 @@
-"""The live page's stream on a real cluster: instances with loads, and the requests just served."""
+"""The live page's stream on a real cluster shows instances with loads, and the requests just
+served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile taken through a real cluster's front door, and its simulated twin."""
+"""Takes a profile through a real cluster's HTTP API, and simulates the same cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.forked.commands import LocalServer
 def test_a_cluster_is_measured_through_its_front_door(cluster: LocalServer) -> None:
     profile = asyncio.run(LiveProfiler(cluster.url, longest_tokens=1024).measure())
     cost = profile.cost
-    # Of a model this small, a busy neighbour hides what tokens alone cost.
+    # With a model this small, a busy neighbour hides the time that tokens alone take.
     assert cost.prefill_s(768, 384) > cost.prefill_s(64, 0) > 0
     assert cost.decode_step_s(8, 1024) >= cost.decode_step_s(1, 64) > 0
     assert min(cost.contention) >= 1.0 and max(cost.contention) < 20.0

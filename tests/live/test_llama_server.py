@@ -1,5 +1,6 @@
-"""`serve --vllm URL,SLOTS` in front of a real llama-server, which `PATH` or MOONPOOL_LLAMA_SERVER
-names: its answers, and its slots, saved and restored over its own death."""
+"""Runs `serve --vllm URL,SLOTS` in front of a real llama-server, which `PATH` or
+MOONPOOL_LLAMA_SERVER names: checks its answers, and that its slots are saved and then restored
+after its death."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ pytestmark = pytest.mark.skipif(not BINARY, reason="there is no llama-server")
 
 EASY = ["--admission", "none", "--slo-ttft", "600"]
 NO_TEXT = (*range(32), *range(127, 256), 258, 259)
-"""Tokens that are not whole characters: a stream of a llama-server leaves them out."""
+"""Returns tokens that are not complete characters: the stream of a llama-server leaves them out."""
 OPENED, GONE = "are saved in", "is gone; the instance leaves"
 TALKS = [f"{what} is what this long conversation is for. " * 10 for what in ("A", "B!", "C?!")]
 
 
 class LlamaProcess:
-    """One llama-server at an address that outlives it."""
+    """Runs a llama-server at an address that stays the same over restarts."""
 
     def __init__(self, model: Path, *words: str, slots: Path | None = None, count: int = 2) -> None:
         self.port = free_port()
@@ -65,8 +66,8 @@ class LlamaProcess:
         wait_until(lambda: log(front).count(OPENED) > opened)
 
     def restart_unseen(self, front: LocalServer) -> bool:
-        """The same without that wait. Returns whether the head missed nothing: it looks every two
-        seconds, so on a busy machine it may."""
+        """Does the same without the wait. Returns whether the head missed nothing: the head looks
+        every two seconds, so on a busy machine it may miss the kill."""
         gone, opened = (log(front).count(text) for text in (GONE, OPENED))
         self.kill()
         self.start()
@@ -76,7 +77,7 @@ class LlamaProcess:
         return False
 
     def answer(self, text: str, **more: Any) -> str:
-        """Returns its answer to a request that does not use its cache."""
+        """Returns the server's answer to a request that does not use its cache."""
         body = {"prompt": text, "n_predict": 16, "temperature": 0.0, "cache_prompt": False} | more
         body["logit_bias"] = [[number, -100.0] for number in NO_TEXT]
         answer = fresh.post(f"{self.url}/completion", json=body, timeout=WAIT_S).json()
@@ -109,7 +110,8 @@ def log(front: LocalServer) -> str:
 
 
 def computed(server: LlamaProcess) -> float:
-    """Prompt tokens that the server has computed, and not found in a slot."""
+    """Returns how many prompt tokens the server has computed, without the tokens found in a
+    slot."""
     text = fresh.get(f"{server.url}/metrics", timeout=WAIT_S).text
     lines = (line for line in text.splitlines() if line.startswith("llamacpp:prompt_tokens_total"))
     return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -120,12 +122,13 @@ def files(folder: Path) -> list[Path]:
 
 
 def num_saved(folder: Path, text: str) -> int:
-    """How many whole slots are saved that have the text, of which they keep whole blocks."""
+    """Returns how many slots are saved, as complete files, whose text this is, among the slots of
+    which they keep complete blocks."""
     data = text.encode()  # the model has a token for each, and one for "ab"
     assert b"ab" not in data
     tokens, found = array("I", list(data[: len(data) // 64 * 64])).tobytes(), 0
     for note in folder.glob("moonpool-*.note"):
-        with contextlib.suppress(FileNotFoundError):  # a longer one took its place
+        with contextlib.suppress(FileNotFoundError):  # a longer prompt took the slot
             found += tokens in note.read_bytes()
     return found
 
@@ -144,7 +147,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def twin(model: Path) -> Iterator[LlamaProcess]:
-    """Another server of the model, without moonpool in front of it."""
+    """Runs another server of the model, without moonpool in front of it."""
     server = LlamaProcess(model, count=1).start()
     yield server
     server.kill()
@@ -246,7 +249,7 @@ def test_tenants_have_slots_of_their_own(stage: Stage, twin: LlamaProcess) -> No
             before = computed(server)
             assert said(front, text, cache_salt=tenant) == expected
             counts.append(computed(server) - before)
-        wait_until(lambda: num_saved(folder, text) == 2)  # a file for each; no save is under way
+        wait_until(lambda: num_saved(folder, text) == 2)  # one file a slot; no save is under way
     assert min(counts[:2]) >= len(text) > 10 * max(counts[2:])
 
 

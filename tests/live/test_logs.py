@@ -1,4 +1,5 @@
-"""Log lines of a real cluster: JSON of every process, and one line per request with its times."""
+"""Log lines of a real cluster are JSON from every process, with one line per request that has its
+times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several adapters served at once by real processes: by name, each with a cache of its own."""
+"""Real processes serve several adapters at once: by name, each adapter with a cache of its own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def server(modules: list[str], *more: str) -> LocalServer:
 
 @pytest.fixture(scope="module")
 def alone(modules: list[str]) -> Iterator[dict[str, list[str]]]:
-    """The answers of one process without a cache, by model."""
+    """Returns the answers of one process without a cache, by model."""
     with server(modules, "--mixed", "1", "--no-enable-prefix-caching") as up:
         yield {name: [ask(up, name, prompt) for prompt in PROMPTS] for name in NAMES}
 
@@ -63,7 +63,8 @@ def ask(up: LocalServer, name: str, prompt: list[int], **more: Any) -> str:
 
 
 def test_adapters_answer_as_alone(alone: dict[str, list[str]], modules: list[str]) -> None:
-    """All models at once, with prefixes of each other's prompts in the cache, twice."""
+    """Whether all models answer right at once, twice, with prefixes of each other's prompts in the
+    cache."""
     for i in range(len(PROMPTS)):
         assert len({alone[name][i] for name in NAMES}) == 3
     with server(modules, "--prefill", "1", "--decode", "1") as up, ThreadPoolExecutor(9) as pool:
@@ -74,7 +75,7 @@ def test_adapters_answer_as_alone(alone: dict[str, list[str]], modules: list[str
             cached = {}
             for name in NAMES:
                 body = {"model": name, "prompt": PROMPTS[2], "max_tokens": 1}
-                for _ in range(2):  # a busy decode instance may have computed all before
+                for _ in range(2):  # a busy decode instance may have computed all prompts before
                     usage = http.post("/v1/completions", json=body).json()["usage"]
                 cached[name] = usage["prompt_tokens_details"]["cached_tokens"]
             assert min(cached.values()) >= 256, cached

@@ -1,5 +1,6 @@
-"""A Mooncake Store outlives the clusters that use it: one that starts later finds what an earlier
-one has computed, and goes on without it when it is gone. Needs the optional package."""
+"""A Mooncake Store outlives the clusters that use it: a later cluster finds the blocks of an
+earlier cluster, and goes on without the store when the store is gone. Needs the optional package.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def serve(cluster: MooncakeCluster) -> LocalServer:
 
 
 def wait_for(talk: Talk, **least: float) -> Counter[str]:
-    """The counters of all instances; heartbeats bring them once a second."""
+    """Returns the counters of all instances; heartbeats bring them once a second."""
     by_s = time.monotonic() + WAIT_S
     while True:
         found: Counter[str] = Counter()
@@ -55,7 +56,7 @@ def test_a_cluster_that_starts_later_finds_what_was_computed(cluster: MooncakeCl
     with serve(cluster) as server:
         talk = Talk(server.url)
         assert talk.round() == 0
-        wait_for(talk, ssd_written_blocks=blocks)  # as they are computed, not when they are evicted
+        wait_for(talk, ssd_written_blocks=blocks)  # stored when computed, not when evicted
         expected = talk.expected
     with serve(cluster) as server:
         talk = Talk(server.url)

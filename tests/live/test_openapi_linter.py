@@ -1,4 +1,5 @@
-"""A linter of OpenAPI documents finds nothing in ours. The test fetches it, an npm package."""
+"""A linter of OpenAPI documents finds no fault in the server's document. The test fetches the
+linter, an npm package."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def linter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the linter and its settings."""
+    """Makes a folder with the linter and its settings."""
     folder = tmp_path_factory.mktemp("linter")
     for name in ("redocly.yaml", "package.json"):
         shutil.copy(HERE / name, folder)
@@ -39,7 +40,7 @@ def linter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rules_broken(linter: Path, document: dict[str, Any]) -> list[str]:
-    """Names of the rules that the document breaks, with where."""
+    """Returns the names of the rules that the document breaks, each with the place."""
     (linter / "openapi.json").write_text(json.dumps(document))
     line = ["node_modules/.bin/redocly", "lint", "openapi.json", "--format=json"]
     quiet = os.environ | {"REDOCLY_TELEMETRY": "off", "REDOCLY_SUPPRESS_UPDATE_NOTICE": "true"}

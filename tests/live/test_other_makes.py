@@ -1,6 +1,6 @@
-"""`serve --vllm` before servers of other makes: SGLang with its KV events, llama-server with
-adapters, Ollama and TensorRT-LLM, as stubs that speak their wire. A real llama-server is in
-`test_llama_server`, whole dialects are in `tests/unit/vllm/test_makes`."""
+"""Runs `serve --vllm` in front of servers of other makes: SGLang with its KV events, llama-server
+with adapters, Ollama and TensorRT-LLM, as stubs that speak their protocols. A real llama-server is
+in `test_llama_server`, whole dialects are in `tests/unit/vllm/test_makes`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def prompts(stub: SglangStub) -> list[list[int]]:
 
 
 def test_sglangs_events_say_where_prefixes_are() -> None:
-    """This holds for prompts that moonpool has not sent, too: each request goes where its prefix
-    is."""
+    """This also holds for prompts that moonpool has not sent: each request goes to the server that
+    caches its prefix."""
     pytest.importorskip("zmq")
     one, other = SglangStub(), SglangStub()
     with running(one, other), front(one.place, other.place) as server:
@@ -62,7 +62,7 @@ def test_sglangs_events_say_where_prefixes_are() -> None:
             return len(known) == 2 and min(known) >= 24
 
         wait_until(is_known)
-        # By assumed times, the one that is measured first may seem faster, whatever it has cached.
+        # By assumed times, the server that is measured first may seem faster, whatever it caches.
         wait_until(lambda: all(one["cost"]["domain"] for one in server.instances()))
         for number in range(4):
             longer = [*prompt_of(number), 5, 6, 7]
@@ -109,7 +109,8 @@ def test_models_of_one_ollama_are_two_models_here() -> None:
 
 
 def test_tensorrt_llms_share_calls_and_keep_tenants_apart(tmp_path: Path) -> None:
-    """Each gets the client's body, with a salt for each tenant; one that dies costs no call."""
+    """Each server gets the client's body, with a salt for each tenant; the death of a server costs
+    no call."""
     keys = tmp_path / "keys"
     keys.write_text("key-ann ann\nkey-bob bob\n")
     one, other = TensorRtStub(), TensorRtStub()

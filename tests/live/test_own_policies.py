@@ -1,5 +1,5 @@
-"""Policies from outside the package serve live: placement and admission in the head, eviction in
-the workers."""
+"""Policies from outside the package serve in a live cluster: placement and admission in the head,
+eviction in the workers."""
 
 from __future__ import annotations
 

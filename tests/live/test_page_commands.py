@@ -1,7 +1,7 @@
-"""What the pages tell a reader to type, typed: commands, calls by curl, and snippets of clients.
+"""Runs what the pages tell a reader to type: commands, calls by curl, and snippets of clients.
 
-A long sweep. Commands that need a network, other machines or minutes are named with the reason in
-`page_commands.NOT_RUN`.
+This is a long sweep. Commands that need a network, other machines or minutes are named with the
+reason in `page_commands.NOT_RUN`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.live, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the files that the pages show, and a trace by each name."""
+    """Makes a working directory with the files that the pages show, and a trace by each name."""
     folder = tmp_path_factory.mktemp("pages")
     for page in PAGES:
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
@@ -108,7 +108,7 @@ def test_a_command_ends_well(line: Line, folder: Path, server: LocalServer) -> N
     if "--request" in words:
         words[words.index("--request") + 1] = ASKED_ID
     done = run_command(*words, timeout_s=1400, folder=folder)
-    if line.command == "compare":  # the profile is of another server: figures may differ too much
+    if line.command == "compare":  # the profile is of another server, so figures may differ
         assert "hit ratio" in done.stdout and "not comparable" not in done.stderr, done.stderr
         return
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

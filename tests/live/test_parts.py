@@ -1,4 +1,5 @@
-"""Head and workers started one by one, as on several machines: they join, refuse and find back."""
+"""Starts head and workers one by one, as on several machines: workers join, are refused, and find
+the head again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PROMPT = {"prompt": [3] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": 
 
 
 class Part(ForkedCommand):
-    """A head or a worker, whose stderr is kept."""
+    """Runs a head or a worker, and keeps its stderr."""
 
     def __init__(
         self, arguments: list[str], environment: dict[str, str], script: str | None
@@ -31,14 +32,14 @@ class Part(ForkedCommand):
         super().__init__(arguments, fd, fd, environment, script)
 
     def communicate(self, timeout: float = 60.0) -> tuple[None, str]:
-        """Waits for the end. Returns what was written."""
+        """Waits for the process to end. Returns its output."""
         self.wait(timeout)
         self._stderr.seek(0)
         return None, self._stderr.read().decode()
 
 
 class Parts:
-    """Processes with one secret, ended together."""
+    """Runs processes with one secret, and ends them together."""
 
     def __init__(self) -> None:
         self.environment = os.environ | {"MOONPOOL_CLUSTER_SECRET": secrets.token_hex(32)}
@@ -49,7 +50,7 @@ class Parts:
         return self._start(list(arguments), environment)
 
     def start_script(self, script: str, *arguments: str) -> Part:
-        """Python's own, with a command's arguments."""
+        """Runs this Python with a command's arguments."""
         return self._start(list(arguments), {}, script)
 
     def _start(
@@ -116,7 +117,7 @@ def test_parts_join_and_find_back_to_a_new_head(parts: Parts) -> None:
     client = parts.wait_until_healthy()
     again = client.post("/v1/completions", json=PROMPT).json()
     assert again["choices"][0]["text"] == first["choices"][0]["text"]
-    # The new head knew nothing: it learned from the workers what they hold.
+    # The new head had no index: it learned from the workers which blocks they hold.
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
 
     decode.send_signal(signal.SIGTERM)

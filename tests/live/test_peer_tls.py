@@ -1,4 +1,5 @@
-"""Head and workers with certificates: the same answers, encrypted; other certificates keep out."""
+"""Head and workers with certificates give the same answers over encrypted connections; a process
+with another certificate cannot join."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def parts() -> Iterator[Parts]:
 
 
 def said(parts: Parts, role: str, name: str, *flags: str) -> str:
-    """Starts a worker that cannot join. Returns the last line that it said."""
+    """Starts a worker that cannot join. Returns the last line of its output."""
     head = f"127.0.0.1:{parts.head_port}"
     worker = parts.start("worker", "--role", role, "--head", head, "--name", name, *flags)
     _, words = worker.communicate(timeout=100)

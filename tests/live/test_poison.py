@@ -1,4 +1,5 @@
-"""A call that ends the head ends no more than two, whatever it does; the calls beside it go on."""
+"""A call that ends the head ends at most two heads, whatever the call does; the calls beside it go
+on."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ main()
 
 
 class ImpatientServer(LocalServer):
-    """A server whose supervisor waits 10 s for a head that hangs."""
+    """Runs a server whose supervisor waits 10 s for a head that hangs."""
 
     def start(self, line: list[str], log: int, environment: dict[str, str]) -> Any:
         return ForkedCommand(line[3:], log, log, environment, script=SCRIPT)
@@ -99,7 +100,7 @@ def test_the_third_head_refuses_a_call_that_ended_two(server: LocalServer, kind:
     assert restarts(server) == 2
     log = server.last_words(60)
     assert f"request {answer.headers['x-request-id']} has ended 2 heads: it is refused" in log
-    if kind != KILLED:  # who was killed may have been so by chance
+    if kind != KILLED:  # a killed head may have been killed by chance
         again = fresh.post(f"{server.url}/v1/completions", json=poison(kind), timeout=CLIENT_S)
         assert (again.status_code, again.json()["error"]["code"]) == (500, "head_failed")
         assert restarts(server) == 2
@@ -129,7 +130,8 @@ def test_a_call_whose_client_has_left_goes_to_no_further_head(server: LocalServe
 
 @pytest.mark.long
 def test_kills_from_outside_do_not_make_a_call_guilty(server: LocalServer) -> None:
-    """However often they come: the mark names a call by chance only."""
+    """Whether calls with a mark are answered, however often they come: the mark is on them only by
+    chance."""
     body = poison(30, max_tokens=400, ignore_eos=True, stream=True)
     expected = ask(server.url, "/v1/completions", body)
     streams = Streams(server.url, [("/v1/completions", body)] * 3)

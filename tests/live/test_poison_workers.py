@@ -1,4 +1,5 @@
-"""A request that crashes its instance ends no more than two; the others go on, whole and right."""
+"""A request that crashes its instance ends at most two instances; the other requests continue
+complete and right."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ main()
 
 
 class FragileServer(LocalServer):
-    """Its engines crash in a step with the poison."""
+    """Runs a server whose engines crash in a step with the poison."""
 
     def start(self, line: list[str], log: int, environment: dict[str, str]) -> Any:
         return ForkedCommand(line[3:], log, log, environment, script=SCRIPT)

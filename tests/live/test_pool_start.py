@@ -1,4 +1,5 @@
-"""A vLLM may start the pool of its host: one of several does, and the pool outlives it."""
+"""A vLLM may start the pool of its host: one of several vLLMs starts it, and the pool outlives that
+vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The trial of the pool inside vLLM finds nothing where nothing is wrong, and finds a planted
-fault: blocks that are loaded without a look at their checksums. Needs MOONPOOL_VLLM_PYTHON, and
-MOONPOOL_VLLM_MODEL with a tokenizer."""
+"""The trial of the pool inside vLLM passes a right pool and finds a planted fault: loads without a
+check of checksums. Needs MOONPOOL_VLLM_PYTHON, and MOONPOOL_VLLM_MODEL with a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`priority` at a live server: an urgent request overtakes prompts that wait at the instance."""
+"""Tests `priority` at a live server: an urgent request overtakes prompts that wait at the
+instance."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LINE += ["--kv-tokens", "131072", "--block-size", "16", "--max-num-batched-token
 
 
 class Flood(threading.Thread):
-    """One streamed call with many long prompts, each of which draws one token."""
+    """Sends one streamed call with many long prompts, each of which draws one token."""
 
     def __init__(self, url: str) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The logprobs of a prompt's tokens are those with which the model would have drawn them."""
+"""The logprobs of a prompt's tokens equal the logprobs with which the model would have drawn the
+tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def ask(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 def test_a_scored_answer_has_the_logprobs_it_was_drawn_with(
     http: httpx.Client, prompt: list[int]
 ) -> None:
-    """This holds bit for bit, over several chunks of a prompt and with a cached prefix."""
+    """Whether this holds bit for bit, over several chunks of a prompt and with a cached prefix."""
     drawn = ask(
         http, prompt=prompt, max_tokens=NUM_DRAWN, logprobs=3, return_tokens_as_token_ids=True,
         return_token_ids=True,

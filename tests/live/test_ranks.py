@@ -1,5 +1,5 @@
-"""Instances whose processes share out every layer: right answers, whatever the degrees, and none of
-the processes outlives another."""
+"""Serves with instances whose processes share every layer: answers are right at every degree, and
+no process outlives another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.live.test_drain import wait_until
 from tests.live.test_faults import LONG, answer_while_killing, wait_for_instances, wait_until_gone
 
 STREAMED = ("--no-inline-prefill", "--no-inline-chunks")
-"""A slow machine's decode instance would compute these prompts itself."""
+"""Keeps prompts on prefill instances: a slow machine's decode instance would compute these
+prompts."""
 PROMPTS = [[(i * j) % 251 for j in range(1, 40 + 90 * i)] for i in range(1, 6)]
 
 
@@ -31,7 +32,8 @@ def ask(client: httpx.Client, prompt: list[int]) -> Any:
 
 
 def instances_that_received(client: httpx.Client) -> list[dict[str, Any]]:
-    """The cluster's instances once the heartbeats have brought what they received."""
+    """Returns the cluster's instances when heartbeats have brought their counts of received
+    blocks."""
     found: list[dict[str, Any]] = []
 
     def some_received() -> bool:
@@ -44,8 +46,8 @@ def instances_that_received(client: httpx.Client) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def reverse() -> Iterator[LocalServer]:
-    """A prefill instance of one rank, and two decode instances of two ranks: one goes on if the
-    other ends."""
+    """Serves with a prefill instance of one rank and two decode instances of two ranks, so that one
+    goes on if the other ends."""
     args = [
         MODEL,
         "--prefill",
@@ -63,7 +65,7 @@ def reverse() -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
-    """Two ranks prefill and one decodes."""
+    """Serves with a prefill instance of two ranks and a decode instance of one rank."""
     args = [
         MODEL,
         "--prefill",
@@ -81,8 +83,8 @@ def server() -> Iterator[LocalServer]:
 
 @pytest.mark.long
 def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServer) -> None:
-    """Long prompts come in chunks, streamed from two ranks to one and from one to two, then from
-    the cache. The logprobs are the same numbers too."""
+    """Whether long prompts give the same logprobs bit for bit: in chunks, streamed from two ranks
+    to one and from one to two, then from the cache."""
     assert sorted(len(ranks_of(pid)) for pid in server.worker_pids()) == [0, 1]
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
@@ -102,7 +104,8 @@ def test_the_degrees_do_not_change_a_bit(server: LocalServer, reverse: LocalServ
 
 
 def test_one_process_without_shards_answers_alike(server: LocalServer, http: httpx.Client) -> None:
-    """Within rounding: its sums are rounded once, those over two shards three times."""
+    """Whether the logprobs are equal up to rounding: sums of one process are rounded once, sums
+    over two shards three times."""
     body = {"prompt": PROMPTS[2], "max_tokens": 1, "temperature": 0.0, "logprobs": 1}
     with httpx.Client(base_url=server.url, timeout=60) as client:
         found = [c.post("/v1/completions", json=body).json() for c in (client, http)]
@@ -112,13 +115,14 @@ def test_one_process_without_shards_answers_alike(server: LocalServer, http: htt
 
 @pytest.mark.long
 def test_embeddings_of_ranks(server: LocalServer, reverse: LocalServer, http: httpx.Client) -> None:
-    """Equal bits with any ranks; sums over shards differ from those of one process."""
+    """Whether the bits are equal with any number of ranks; sums over shards differ from the sums of
+    one process."""
     body = {"input": [*PROMPTS, "beside it"]}
     found = [fresh.post(f"{s.url}/v1/embeddings", json=body, timeout=60) for s in (server, reverse)]
     assert found[0].status_code == 200, found[0].text
     assert found[0].json()["data"] == found[1].json()["data"]
     whole = http.post("/v1/embeddings", json=body).json()["data"]
-    dtype = http.get("/server_info").json()["config"]["model"]["dtype"]  # by the CPU
+    dtype = http.get("/server_info").json()["config"]["model"]["dtype"]  # on the CPU
     rounding = 1e-5 if dtype == "float32" else 5e-3
     for ours, alone in zip(found[0].json()["data"], whole, strict=True):
         assert ours["embedding"] == pytest.approx(alone["embedding"], abs=rounding)

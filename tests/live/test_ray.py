@@ -1,4 +1,4 @@
-"""A cluster on Ray loses its processes, actors and nodes one after the other: no answer does.
+"""A cluster on Ray loses its processes, actors and nodes one after the other, but no answer.
 
 Three raylets on this machine stand for three nodes. `pip install '.[ray]'` lets these tests run.
 """
@@ -63,7 +63,8 @@ def expected(served: OnRay) -> list[str]:
 
 
 def stream_while(served: OnRay, harm: Callable[[str], None]) -> list[str]:
-    """Streams all bodies, and does harm when the slowest has some tokens. Returns their texts."""
+    """Streams all bodies, and does harm when the slowest stream has some tokens. Returns the
+    texts."""
     urls = served.wait_until_up(INSTANCES)
     streams = [LastingStream(urls, "/v1/completions", body) for body in BODIES]
     deadline = time.monotonic() + WAIT_S
@@ -96,7 +97,7 @@ def test_the_loss_of_rays_own_state_cuts_no_stream(
     def harm(url: str) -> None:
         os.kill(served.actor_of(served.instances(url)["decode-1"]["pid"]), signal.SIGKILL)
 
-    assert stream_while(served, harm) == expected  # and Ray replaces actors as before
+    assert stream_while(served, harm) == expected  # and Ray replaces actors again
 
 
 def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
@@ -104,7 +105,7 @@ def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
 ) -> None:
     def harm(url: str) -> None:
         head = fresh.get(f"{url}/cluster", timeout=60).json()["head"]["pid"]
-        os.kill(parent_of(parent_of(head)), signal.SIGKILL)  # the actor of its supervisor
+        os.kill(parent_of(parent_of(head)), signal.SIGKILL)  # the actor of the pool's supervisor
 
     for _ in range(2):
         assert stream_while(served, harm) == expected
@@ -114,7 +115,7 @@ def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
 def test_a_lost_node_cuts_no_stream(
     served: OnRay, nodes: RayNodes, expected: list[str], whole_node: bool
 ) -> None:
-    others = list(nodes.cluster.worker_nodes)  # one of them may have no instance just now
+    others = list(nodes.cluster.worker_nodes)  # one role may have no instance just now
     lost = max(
         others, key=lambda node: (_has(nodes, node, "--role decode"), _has(nodes, node, "--role"))
     )
@@ -140,7 +141,7 @@ def test_the_end_of_the_command_leaves_nothing(
         assert len(pids) >= 6  # two heads with a supervisor each, and two workers
         second.stop(sign)
         assert wait_until_gone(pids) == []
-    assert served.instances(served.wait_until_up(INSTANCES)[0])  # the first one serves on
+    assert served.instances(served.wait_until_up(INSTANCES)[0])  # the first cluster serves on
 
 
 def _has(nodes: RayNodes, node: object, words: str) -> bool:

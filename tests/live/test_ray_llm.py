@@ -1,6 +1,6 @@
-"""The Conductor as the request router of Ray Serve LLM, before real vLLM replicas.
+"""The Conductor is the request router of Ray Serve LLM, in front of real vLLM replicas.
 
-It needs ray and vLLM in one environment (`pip install 'ray[llm]'`, or `ray[default,serve]`,
+The test needs ray and vLLM in one environment (`pip install 'ray[llm]'`, or `ray[default,serve]`,
 pyarrow, fsspec and jsonref beside a vLLM for CPUs), and MOONPOOL_VLLM_MODEL, a folder that vLLM can
 serve.
 """
@@ -78,7 +78,8 @@ def described() -> dict[str, Any]:
 
 
 def test_vllm_replicas_of_serve_llm_are_chosen_by_the_conductor(url: str) -> None:
-    """Two conversations, on a replica each, stay there; streams and refusals come through."""
+    """Whether two conversations, on a replica each, stay there, and streams and refusals reach the
+    client."""
     talks = [[{"role": "user", "content": f"the rules of {name}. " * 30}] for name in "ab"]
     for turn in range(3):
         for talk in talks:
@@ -91,7 +92,8 @@ def test_vllm_replicas_of_serve_llm_are_chosen_by_the_conductor(url: str) -> Non
             ]
     blocks = described()["cached_blocks"]
     assert len(blocks) == 2 and min(blocks.values()) >= 8, "each has a conversation"
-    # Of the same lengths, so had one been computed on both, they would differ by much.
+    # The prompts have the same lengths, so if one replica had computed both, the lengths would
+    # differ by much.
     assert max(blocks.values()) < 2 * min(blocks.values())
 
     streamed = ask(url, talks[0], stream=True).text

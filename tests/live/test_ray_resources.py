@@ -1,5 +1,5 @@
-"""What a cluster on Ray asks for is what Ray gives it and shows of it: GPUs, memory and SSDs in
-placement groups, names in `ray list`, and a cluster that is a job of Ray."""
+"""A cluster on Ray gets and shows the resources that it asks for: GPUs, memory and SSDs in
+placement groups, names in `ray list`, and a cluster as a job of Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def config_of(tmp_path: Path, more: str) -> str:
 
 
 def test_instances_are_where_gpus_memory_and_ssds_are(nodes: RayNodes, tmp_path: Path) -> None:
-    """The devices are declared, and not there: what is tried is who gets which."""
+    """Declares devices that the machine does not have: the test checks which process gets which
+    device."""
     has_all = nodes.add_node(num_gpus=2, memory=2 * MEMORY, resources={"ssd": 2})
     more = f"gpus = 1\nmemory_bytes = {MEMORY}\nssd_resource = 'ssd'\n"
     config = config_of(tmp_path, more)
@@ -90,7 +91,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def placement_groups(nodes: RayNodes) -> dict[str, list[dict[str, float]]]:
-    """The bundles of each that is placed, by its name."""
+    """Returns the bundles of each placed process, by its name."""
     import ray
     from ray.util import placement_group_table
 
@@ -107,7 +108,8 @@ def placement_groups(nodes: RayNodes) -> dict[str, list[dict[str, float]]]:
 
 
 def test_a_job_of_ray_serves_and_shows_what_is_what(tmp_path: Path) -> None:
-    """`ray job submit -- moonpool serve ... --launcher ray`, and what `ray` then prints."""
+    """Runs `ray job submit -- moonpool serve ... --launcher ray`, and returns what `ray` then
+    prints."""
     resources = ["--num-cpus=6", "--num-gpus=2", '--resources={"ssd": 2}']
     config = config_of(tmp_path, "gpus = 1\nssd_resource = 'ssd'\n")
     line = [sys.executable, "-m", "moonpool", "serve", MODEL, "--config", config]
@@ -139,7 +141,7 @@ def test_a_job_of_ray_serves_and_shows_what_is_what(tmp_path: Path) -> None:
 
 
 def serving_url(node: TypedNode) -> str:
-    """Waits until the job says where it serves, and both instances are there."""
+    """Waits until the job says where it serves, and both instances run."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         log = node.type("job", "logs", "llm")

@@ -1,4 +1,4 @@
-"""The Conductor as the request router of a Ray Serve deployment. Needs the extra `ray`."""
+"""The Conductor is the request router of a Ray Serve deployment. Needs the extra `ray`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_S = 0.01
 
 
 class Deployed:
-    """A deployment of three replicas that stream, behind the router."""
+    """Runs a deployment of three replicas that stream, behind the router."""
 
     def __init__(self, serve: Any, name: str, **settings: Any) -> None:
         from ray.serve.config import RequestRouterConfig
@@ -126,7 +126,8 @@ def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
         refused = [each for each in found if isinstance(each, CallRefusedError)]
         assert refused and len([each for each in found if isinstance(each, str)]) >= 3
         assert refused[-1].status_code == 429 and refused[-1].reason == "ttft_slo"
-        # One whom only the load keeps from its SLO; an idle replica may be too slow for others.
+        # Sends a request that only the load keeps from its SLO; an idle replica may be too slow for
+        # other requests.
         assert any(each.retry_after_s for each in refused)
         Deployed(serve, "stricter", ttft_s=1e-4)  # which no replica could meet
 
@@ -134,7 +135,7 @@ def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
     url = f"http://127.0.0.1:{http_port}/stricter"
     deadline = time.monotonic() + WAIT_S
     while (answer := fresh.post(url, json={"prompt": "x"}, timeout=60)).status_code != 429:
-        assert time.monotonic() < deadline  # its proxy has not heard of it yet
+        assert time.monotonic() < deadline  # Ray's proxy has not heard of the replica yet
     assert "ttft_slo: " in answer.text
 
 

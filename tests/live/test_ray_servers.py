@@ -1,5 +1,5 @@
-"""A cluster on Ray whose instances are servers of vLLM's kind, with a pool on each node; one with
-attention workers; and one for which Ray's autoscaler adds machines.
+"""Runs clusters on Ray: one of servers of vLLM's kind with a pool on each node, one with attention
+workers, and one for which Ray's autoscaler adds machines.
 
 `pip install '.[ray]'` lets these tests run.
 """
@@ -117,7 +117,8 @@ BODY = {"prompt": [9, 8] * 100, "max_tokens": 100, "temperature": 1, "seed": 5, 
 
 
 def test_rays_autoscaler_adds_a_machine_for_what_the_conductor_wants(tmp_path: Path) -> None:
-    """One CPU for the head and one instance of each role; what more is wanted needs a machine."""
+    """Has one CPU for the head and one instance of each role; more instances need another
+    machine."""
     config = tmp_path / "grows.toml"
     config.write_text(
         "[conductor]\nautoscale = true\nautoscale_load = 0.05\n"

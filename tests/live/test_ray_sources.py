@@ -1,5 +1,5 @@
-"""`serve --vllm-endpoints ray://...` and `ray-serve://...` beside a real Ray with its dashboard:
-named actors that keep servers, and replicas that Ray Serve gave ports."""
+"""Tests `serve --vllm-endpoints ray://...` and `ray-serve://...` beside a real Ray with its
+dashboard: named actors that keep servers, and replicas that Ray Serve gave ports."""
 
 from __future__ import annotations
 

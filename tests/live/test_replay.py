@@ -1,5 +1,5 @@
-"""A trace replayed to a real cluster, beside the same trace simulated: the same names, the same
-hits, and the server's own word on what the client saw."""
+"""Replays a trace to a real cluster and simulates the same trace: both have the same names and
+hits, and the server's figures agree with the client's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_same_trace_live_and_simulated(cluster: LocalServer, tmp_path: Path)
     missing = set(simulated) - set(live)
     only_simulated = {"bubbles", "kvcache_occupation_byte_s", "preemptions", "events"}
     only_simulated |= {"cost_domain", "scaling", "instance_hours", "usd", "trace_has_hashes"}
-    # These are in /cluster, /metrics and /beliefs.
+    # These figures are in /cluster, /metrics and /beliefs.
     of_the_head = {"ssd", "roles", "drains", "predictions", "learned"}
     assert missing <= only_simulated | of_the_head
     assert set(simulated["utilisation"]) == set(live["utilisation"])

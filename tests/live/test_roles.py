@@ -1,5 +1,5 @@
-"""Real processes change sides while they serve: answers stay right, even where one is killed
-amid."""
+"""Real processes change their role while they serve: answers stay right, even if an instance is
+killed during the change."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from tests.live.waiting import wait_until
 LONG = {"prompt": [9] * 300, "max_tokens": 500, "temperature": 1, "seed": 5, "ignore_eos": True}
 LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (300, 500)
 IMPOSSIBLE = {"x-slo-ttft-ms": "0.01"}
-"""A request that is refused costs nothing, but it counts as demand."""
+"""Sends a request that is refused: it costs no compute, but counts as demand."""
 
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """One for each test: what has switched in one could not switch again in the next."""
+    """Runs a server for each test: an instance that switched in one test could not switch again in
+    the next."""
     config: Path = tmp_path_factory.mktemp("roles") / "roles.toml"
     config.write_text("[conductor]\nrole_balance_window_s = 3\n")
     arguments = [MODEL, "--prefill", "1", "--decode", "3", "--role-balance", "switch"]
@@ -37,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 
 class Desk:
-    """Questions to one server."""
+    """Asks questions to one server."""
 
     def __init__(self, server: LocalServer) -> None:
         self.client = httpx.Client(base_url=server.url, timeout=60)
@@ -55,7 +56,7 @@ class Desk:
 
     @contextmanager
     def asking(self, number: int) -> Iterator[list[str]]:
-        """Long answers meanwhile, one after the other from each of this many clients."""
+        """Keeps long answers under way, one after the other from each of this many clients."""
         answers: list[str] = []
         over = threading.Event()
 
@@ -68,7 +69,8 @@ class Desk:
 
     @contextmanager
     def demanding(self, prompt_tokens: int, answer_tokens: int) -> Iterator[None]:
-        """Asks for prompts and answers of these lengths meanwhile; all are refused."""
+        """Asks for prompts and answers of these lengths in the background; the server refuses all
+        of them."""
         over = threading.Event()
 
         def demand() -> None:
@@ -120,7 +122,7 @@ def test_instances_change_sides_and_back_and_answers_stay_right(server: LocalSer
 
 @pytest.mark.long
 def test_an_instance_killed_in_its_new_role_costs_no_answer(server: LocalServer) -> None:
-    """Its answers of the role before end there."""
+    """Whether answers of the former role end on the instance that switched."""
     desk = Desk(server)
     expected = desk.answer()
     killed: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Programs of agents played to routers, as `moonpool bench routers` does.
+"""Plays programs of agents to routers, as `moonpool bench routers` does.
 
 `MOONPOOL_ROUTER_PYTHON`, the Python of an installation of vllm-router, lets that router be tested.
 """
@@ -42,12 +42,12 @@ def programs() -> list[list[Session]]:
 
 
 def play(url: str, *others: str, seconds: float = 0.2) -> list[PlayedTurn]:
-    """Programs that begin at once; most of their calls come after `seconds`."""
+    """Makes programs that begin at the same time; most of their calls come after `seconds`."""
     return asyncio.run(play_sessions(url, programs(), LOOSE, seconds, others, GO_ON_S))
 
 
 class Refusing:
-    """A stub in front of which every second call is refused."""
+    """Puts a stub in front of a server that refuses every second call."""
 
     def __init__(self, statuses: tuple[int, ...], retry_after: bytes = b"0") -> None:
         self._stub = StubServer("m", EngineSize(), EngineSpeed(factor=FAST), None)

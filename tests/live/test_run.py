@@ -1,4 +1,5 @@
-"""`moonpool run`: one answer by a pipe, a chat in a terminal, and an end without leftovers."""
+"""Tests `moonpool run`: one answer through a pipe, a chat in a terminal, and an end that leaves
+nothing behind."""
 
 from __future__ import annotations
 
@@ -74,17 +75,17 @@ def test_a_start_that_fails_says_so_once(environment: dict[str, str]) -> None:
 
 
 class Terminal:
-    """A command in a terminal of its own."""
+    """Runs a command in a terminal of its own."""
 
     def __init__(self, line: tuple[str, ...], environment: dict[str, str]) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
             os.execve(line[0], line, environment)
         self._seen = ""
 
     def wait_for(self, text: str) -> str:
-        """Returns what came until `text`, and takes it off."""
+        """Returns the output up to `text`, and removes it from the buffer."""
         end_s = time.monotonic() + LIMIT_S
         while text not in self._seen:
             assert time.monotonic() < end_s, f"no {text!r} in {self._seen[-2000:]!r}"
@@ -122,7 +123,7 @@ def chat(environment: dict[str, str]) -> Iterator[tuple[Terminal, int]]:
 
 
 def server_of(terminal: Terminal) -> int:
-    """The process that the command has started."""
+    """Returns the process that the command has started."""
     children = Path(f"/proc/{terminal.pid}/task/{terminal.pid}/children").read_text()
     (server,) = map(int, children.split())
     assert b" serve " in Path(f"/proc/{server}/cmdline").read_bytes()
@@ -142,7 +143,7 @@ def test_a_chat_in_the_terminal(chat: tuple[Terminal, int]) -> None:
     terminal.wait_for("... ")
     terminal.type('second line"""\r')
     terminal.wait_for("second line")
-    terminal.wait_for("line")  # the built-in model repeats its prompt, without an end
+    terminal.wait_for("line")  # the built-in model repeats its prompt without end
     terminal.type("\x03")
     terminal.wait_for("(stopped)")
     terminal.wait_for(">>> ")

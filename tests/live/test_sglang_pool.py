@@ -1,4 +1,4 @@
-"""SGLang's pages in the pool of a host: the client, on plain memory."""
+"""The client of SGLang puts pages into the pool of a host, tested on plain memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool() -> Iterator[Pool]:
 
 
 class Memory:
-    """Host memory of some pages, at a multiple of 64."""
+    """Returns host memory of some pages, at a multiple of 64."""
 
     def __init__(self, seed: int | None = None) -> None:
         raw = np.zeros(PAGES * PIECES * PIECE_BYTES + 64, np.uint8)
@@ -37,7 +37,7 @@ class Memory:
             self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes))
 
     def pieces(self) -> list[list[Piece]]:
-        """The pieces of a page lie far apart, as those of layers do."""
+        """Whether the pieces of a page may lie far apart, like pieces of layers."""
         at = self.bytes.ctypes.data
         return [
             [(at + (piece * PAGES + page) * PIECE_BYTES, PIECE_BYTES) for piece in range(PIECES)]
@@ -54,7 +54,7 @@ def test_pages_outlive_the_process_and_the_pool(pool: Pool) -> None:
     stored, first = Memory(seed=1), store(pool)
     assert first.leading("kv", HASHES) == 0
     assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES
-    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES  # it is there already
+    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES  # the page is there already
     wait_until(lambda: first.leading("kv", HASHES) == PAGES)
     first.close()
     pool.kill()
@@ -92,7 +92,8 @@ def test_a_pool_that_dies_is_a_miss(pool: Pool) -> None:
 
 
 class InterruptedMover(PlainSliceMover):
-    """Its first copy outlasts the pool: another one is used when it ends."""
+    """Is a mover whose first copy outlasts the pool: the client uses another pool when the first
+    ends."""
 
     def __init__(self, pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
         self._pool, self._caplog, self.num_copies = pool, caplog, 0

@@ -1,4 +1,5 @@
-"""Workers of a GGUF file share the weights that the fork server has packed, and answer as ever."""
+"""Workers of a GGUF file share the weights that the fork server has packed, and give the same
+answers."""
 
 from __future__ import annotations
 

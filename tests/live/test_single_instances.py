@@ -1,4 +1,5 @@
-"""One instance of each role, the default: its death delays answers, and refuses or cuts none."""
+"""Serves with one instance of each role, the default: the death of an instance delays answers, but
+refuses or cuts none."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.live.test_head_pause import started
 
 
 def pid_of(client: httpx.Client, name: str, wait_s: float = 60.0, other_than: int = 0) -> int:
-    """The instance's process, when one is up that is not `other_than`."""
+    """Returns the instance's process when a process other than `other_than` is up."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         for instance in client.get("/cluster").json()["instances"]:

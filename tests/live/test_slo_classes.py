@@ -1,4 +1,4 @@
-"""Classes of service levels at a server: placed, refused, counted and logged by their own."""
+"""A server places, refuses, counts and logs calls by their classes of service levels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def explain(server: AnyServer, key: str, request_id: str) -> dict[str, Any]:
 
 
 def counted(server: AnyServer) -> dict[str, dict[str, float]]:
-    """Metric without its prefix -> class -> value."""
+    """Returns values by metric name without its prefix, and by class."""
     found: dict[str, dict[str, float]] = {}
     for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
         if line.startswith("moonpool:slo_class_"):

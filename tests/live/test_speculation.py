@@ -1,4 +1,5 @@
-"""Clusters with drafts give the answers of the one without, bit for bit, in all arrangements."""
+"""Clusters with drafts give the answers of the cluster without drafts, bit for bit, in all
+arrangements."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LONG = {"prompt": QUOTED * 4, "max_tokens": 600, "temperature": 0.15, "seed": 5,
 
 
 def answers(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, Any]:
-    """The choices of an answer, and the tokens that it counts."""
+    """Returns the choices of an answer, and the number of its tokens."""
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -52,7 +53,7 @@ def total_in(metrics: str, name: str) -> float:
 
 
 def check(url: str, http: httpx.Client) -> None:
-    """Asks both clusters the same, with a stop string that the answer is known to contain."""
+    """Sends both clusters the same call, with a stop string that the answer contains."""
     with httpx.Client(base_url=url, timeout=120) as client:
         first = answers(http, BODIES[0])[0][0]["text"]
         stopped = BODIES[0] | {"stop": [first[50:53]]}
@@ -78,7 +79,7 @@ def test_prefill_and_decode(split: LocalServer, http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def guessed() -> Iterator[LocalServer]:
-    """With a draft model of the first layer's shape, beside the lookups."""
+    """Uses a draft model of the first layer's shape, beside the lookups."""
     arrangement = ["--prefill", "1", "--decode", "1"]
     with LocalServer([MODEL, *arrangement, *SMALL, *BY_MODEL]) as server:
         yield server
@@ -144,7 +145,8 @@ ONLY_BY_MODEL = [
         }
     ),
 ]
-"""Without text that repeats 32 tokens, and without cached blocks, only the draft model guesses."""
+"""Whether only the draft model guesses if the text does not repeat 32 tokens and no block is
+cached."""
 FRESH = {"prompt": QUOTED, "temperature": 1.0, "seed": 6, "max_tokens": 90, "ignore_eos": True}
 PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
 
@@ -164,7 +166,8 @@ PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
 def test_a_draft_model_in_other_arrangements(
     arrangement: list[str], plain: list[str], http: httpx.Client
 ) -> None:
-    """One arrangement kills the decode instance in the middle. Ranks are compared with ranks."""
+    """Whether answers are equal in each arrangement. One kills the decode instance during an
+    answer. Ranks are compared with ranks."""
     with LocalServer([MODEL, *arrangement, *SMALL, *ONLY_BY_MODEL]) as server:
         if plain:
             with (
@@ -182,7 +185,7 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
         assert answers(client, FRESH) == answers(truth, FRESH)
 
         def guessed() -> float:
-            answers(client, FRESH)  # a busy machine's step times may speak against a guess
+            answers(client, FRESH)  # a busy machine's step times may price a guess too high
             return total(client, "vllm:spec_decode_num_draft_tokens")
 
         wait_until(guessed, "the draft model has not guessed")
@@ -203,7 +206,7 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
     ids=lambda line: line[-1],
 )
 def test_other_numbers(model: list[str]) -> None:
-    """Compared with the same model without drafts."""
+    """Compares with the same model without drafts."""
     with (
         LocalServer([*model, *SMALL]) as plain,
         LocalServer([*model, *SMALL, *NGRAM]) as server,
@@ -214,8 +217,7 @@ def test_other_numbers(model: list[str]) -> None:
 
 @pytest.mark.long
 def test_structured_answers() -> None:
-    """The answers are of the built-in model, which ends its answers and continues what it has
-    read."""
+    """Uses the built-in model, which ends its answers and continues what it has read."""
     names = ["ann", "bob", "cat", "dan"] * 4
     word = json.dumps({"names": names})
     body = {
@@ -235,7 +237,7 @@ def test_structured_answers() -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
             found.append((answer.json()["choices"], answer.json()["usage"]))
-            if not options:  # with drafts allowed, their price decides whether one is tried
+            if not options:  # if drafts are allowed, their price decides their use
                 assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
     assert found[0] == found[1] == found[2]
 

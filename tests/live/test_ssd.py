@@ -1,4 +1,5 @@
-"""Blocks that left DRAM come back from the disk: before and after a kill -9, and never wrong."""
+"""Blocks that left DRAM come back from the disk, before and after a kill -9, and are never
+wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ DRAM = ["--kv-tokens", "4096", "--block-size", str(BLOCK_TOKENS), "--max-num-bat
 
 
 class Talk:
-    """The same long prompts again and again; the first answers are computed without any cache."""
+    """Sends the same long prompts again and again; the first answers are computed without a
+    cache."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=60)
@@ -44,7 +46,7 @@ class Talk:
         self.expected: list[str] = []
 
     def ask(self, number: int) -> tuple[str, int]:
-        """The answer, and how many of the prompt's tokens were not computed."""
+        """Returns the answer, and how many of the prompt's tokens were cached."""
         body = {
             "prompt": self.prompts[number],
             "max_tokens": 6,
@@ -57,7 +59,7 @@ class Talk:
         ]
 
     def round(self) -> int:
-        """Asks all of them, expects the first answers again, and counts cached tokens."""
+        """Sends all prompts, expects the first answers again, and counts cached tokens."""
         cached = 0
         for number in range(NUM_PROMPTS):
             text, tokens = self.ask(number)
@@ -72,7 +74,7 @@ class Talk:
         return dict(found)
 
     def wait_for_counters(self, **least: float) -> dict[str, float]:
-        """Heartbeats bring them once a second."""
+        """Returns counters that heartbeats bring once a second."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             counters: dict[str, float] = self.instance().get("counters", {})
@@ -104,7 +106,7 @@ PLAIN = [
         for n in (1, 2, 4, 8)
     ),
 ]
-"""Step times that seem fresh, and say that a token takes 1 ms."""
+"""Writes step times that seem fresh, and say that a token takes 1 ms."""
 
 
 def serve(folder: Path, config: Path, profile: Sequence[StepSample] = PLAIN) -> LocalServer:
@@ -124,8 +126,8 @@ def serve(folder: Path, config: Path, profile: Sequence[StepSample] = PLAIN) -> 
 
 
 def plant_profile(samples: Sequence[StepSample] = PLAIN) -> None:
-    """A tiny model on a busy machine computes about as fast as a disk reads, and then nothing is
-    read. So the workers find the step times of a slower model."""
+    """A tiny model on a busy machine computes about as fast as a disk reads, so no block would be
+    read. The workers therefore find the step times of a slower model."""
     model = open_model(MODEL, resolve_dtype("auto"))
     ops = choose_ops(model.dtype)
     engine = Engine(model, ops, empty_cache(make_layout(model, BLOCK_TOKENS, ops), 1))
@@ -154,7 +156,7 @@ def talk(
 ) -> Iterator[Talk]:
     with serve(folder, tmp_path_factory.mktemp("config") / "c.toml") as server:
         talk = Talk(server.url)
-        assert talk.round() == 0  # all computed, and most of it driven out of DRAM again
+        assert talk.round() == 0  # all blocks computed, and most of them evicted from DRAM again
         yield talk
 
 

@@ -1,4 +1,5 @@
-"""Instances of several processes: right answers, and none of them outlives another."""
+"""Serves with instances of several processes: answers are right, and no process outlives
+another."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def stages_of(pid: int) -> list[int]:
 
 
 def processes_of(server: LocalServer) -> list[int]:
-    """Returns the instances' processes and all their stages."""
+    """Returns the processes of the instances and all their stages."""
     workers = server.worker_pids()
     return [*workers, *(stage for pid in workers for stage in stages_of(pid))]
 
@@ -38,7 +39,7 @@ def ask(client: httpx.Client, prompt: list[int]) -> Any:
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
     sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
-    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # even on a slow machine
+    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # this holds even on a slow machine
     with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
         yield server
 
@@ -47,7 +48,8 @@ def server() -> Iterator[LocalServer]:
 def test_embeddings_of_stages_are_those_of_one_process(
     server: LocalServer, http: httpx.Client
 ) -> None:
-    """They are computed beside answers, for prompts of several chunks, and from the cache."""
+    """Whether embeddings are right beside answers, for prompts of several chunks, and from the
+    cache."""
     whole = http.post("/v1/embeddings", json={"input": PROMPTS}).json()["data"]
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
         body = {"prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
@@ -61,7 +63,8 @@ def test_embeddings_of_stages_are_those_of_one_process(
 
 
 def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Client) -> None:
-    """Long prompts come in chunks, streamed from three stages to two, then from the cache."""
+    """Whether answers are right to long prompts that come in chunks, streamed from three stages to
+    two, then from the cache."""
     assert sorted(len(stages_of(pid)) for pid in server.worker_pids()) == [1, 1, 2]
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for prompt in PROMPTS:
@@ -100,7 +103,7 @@ def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -
         os.kill(worker, signal.SIGKILL)
         assert stages and wait_until_gone([worker, *stages]) == []
         deadline = time.monotonic() + WAIT_S
-        # The list names the killed one until the head has seen its end.
+        # The list names the killed instance until the head has seen its end.
         while len(everyone := processes_of(server)) < 7 and time.monotonic() < deadline:
             time.sleep(0.2)
     assert len(everyone) == 7

@@ -35,7 +35,7 @@ DRAWN: Body = BODIES[0] | {"temperature": 1, "max_tokens": 300}
 
 
 class Pair(Parts):
-    """A head, its standby, and 1P+1D."""
+    """Runs a head, its standby, one prefill and one decode instance."""
 
     scheme, calls = "http", fresh
 
@@ -59,9 +59,9 @@ class Pair(Parts):
         return found
 
     def kill_first(self) -> None:
-        """The machine of the head is gone: the supervisor, the head, and all their children."""
+        """Kills the machine of the head: the supervisor, the head, and all their children."""
         pids = [self.first.pid, *children_of(self.first.pid)]
-        self.first.send_signal(signal.SIGSTOP)  # it must not start another head
+        self.first.send_signal(signal.SIGSTOP)  # the supervisor must not start another head
         for pid in reversed(pids):
             os.kill(pid, signal.SIGKILL)
         wait_until_gone(pids[1:])
@@ -110,7 +110,7 @@ class CutStream:
 
 
 def documented_client() -> Callable[..., Iterator[Any]]:
-    """The client of docs/operating.md."""
+    """Runs the client of docs/operating.md."""
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
     found: dict[str, Any] = {}
     source = page[page.index("import contextlib, itertools") :].partition("```")[0]
@@ -139,7 +139,8 @@ class LastingStream:
 
 
 def first_events(url: str, body: Body, last: str, most: int = 1 << 20) -> tuple[str, str]:
-    """Returns the text of this many events after the one with the id `last`, and their last id."""
+    """Returns the text of this many events after the event with the id `last`, and the id of the
+    last event."""
     text = ""
     headers = {"Last-Event-ID": last}
     with fresh.stream(
@@ -167,7 +168,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     status = [sys.executable, "-m", "moonpool", "status", pair.url]
     said = subprocess.run(status, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert "standby    127.0.0.1:" in said.stdout
-    with pytest.raises(httpx.ConnectError):  # it serves nobody yet
+    with pytest.raises(httpx.ConnectError):  # the standby serves nobody yet
         fresh.get(pair.standby_url)
     drawn_text, drawn_id = first_events(pair.url, DRAWN, "0", 40)
     streams = [CutStream(pair.url, body) for body in BODIES[:2]]
@@ -189,7 +190,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
         assert len({(chunk["id"], chunk["created"]) for chunk in stream.chunks}) == 1
         assert stream.chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert [stream.text for stream in lasting] == expected[1:]
-    # What was drawn without a seed goes on as it was begun.
+    # An answer that was drawn without a seed continues with the same draws.
     said, _ = first_events(pair.standby_url, DRAWN, drawn_id)
     seed = event_ids.last_event_id({b"last-event-id": drawn_id.encode()})
     assert seed is not None
@@ -197,7 +198,8 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     assert pair.cluster(pair.standby_url)["head"]["epoch"] == 2
     assert [worker.poll() for worker in pair.workers] == [None, None]
 
-    # The lost head comes back as it was: its workers stay where they are, and it says so.
+    # The lost head starts again with its old settings: its workers stay at the standby, and the log
+    # says so.
     pair.first = pair.start_head()
     wait_until(lambda: is_replaced(pair.url))
     assert pair.instances(pair.url) == []

@@ -1,4 +1,5 @@
-"""A part of an instance that SIGSTOP has stopped is replaced, and streams go on within seconds."""
+"""SIGSTOP stops a part of an instance: the head replaces the part, and streams continue within
+seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from benchmarks.suite.live.kills import campaign as kills
 from benchmarks.suite.live.kills.campaign import PAIR, Campaign, figures
 
 LONGEST_PAUSE_S = 5.0
-STOPS_S = (30.0, 30.0)  # nothing goes on because its process does
+STOPS_S = (30.0, 30.0)  # nothing continues because the process does
 
 
 @pytest.mark.long
@@ -35,5 +36,5 @@ def test_streams_go_on_soon_after_a_part_was_stopped(
     assert found["troubles"] == []
     (row,) = found["rows"]
     assert (row["kind"], row["times"], row["not_recovered"]) == (kind, 2, 0)
-    # Without the replacement each would last as long as the stop.
+    # Without the replacement, each stream would last as long as the stop.
     assert 0.5 < row["pause_s"]["max"] < LONGEST_PAUSE_S, (said, row)

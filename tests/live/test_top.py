@@ -1,4 +1,5 @@
-"""`moonpool top` on a real cluster: one frame as text, and the view of a terminal until q."""
+"""`moonpool top` on a real cluster shows one frame as text, or the view of a terminal until the key
+q."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_an_absent_server_is_one_line() -> None:
 
 
 class Terminal:
-    """`moonpool top` with a pseudo terminal that it controls, so that Ctrl-C reaches it."""
+    """Runs `moonpool top` with a pseudo terminal that it controls, so that Ctrl-C reaches it."""
 
     def __init__(self, url: str) -> None:
         self.number, inner = pty.openpty()

@@ -1,4 +1,4 @@
-"""Spans of real requests at a real collector, under the trace that the client began."""
+"""A real collector gets spans of real requests, under the trace that the client began."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = ["placement", "queue_and_fetch", "prefill", "handover", "decode"]
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[tuple[LocalServer, Receiver]]:
-    """A cluster whose spans go through a real collector."""
+    """Runs a cluster whose spans go through a real collector."""
     with (
         receiver() as found,
         collector(found) as endpoint,
@@ -145,7 +145,7 @@ def test_a_collector_that_is_gone_costs_spans_and_no_answers() -> None:
 
 @pytest.mark.long
 def test_the_context_is_passed_on_to_an_engine() -> None:
-    """The engine is a moonpool server, which speaks vLLM's API and traces by itself."""
+    """The engine is a moonpool server, which speaks vLLM's API and writes traces without vLLM."""
     with (
         receiver() as found,
         LocalServer(

@@ -1,4 +1,5 @@
-"""`moonpool trial` finds nothing wrong with a right server, and each fault of a wrong one."""
+"""`moonpool trial` finds nothing wrong with a right server, and finds each fault of a wrong
+server."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BRIEF += ["--concurrency", "8", "--seed", "7", "--fill-words", "1500"]
 
 @pytest.fixture(scope="module")
 def right_server() -> Iterator[LocalServer]:
-    """Serves the built-in model, with a cache so small that fillers evict."""
+    """Serves the built-in model, with a cache so small that fillers evict its blocks."""
     with LocalServer([*SERVE, "--kv-tokens", "16384"]) as server:
         yield server
 
@@ -104,7 +105,8 @@ def test_streams_that_do_not_end_are_found(
 @pytest.mark.live
 @pytest.mark.long
 def test_a_restart_in_the_middle_costs_no_right_answer(tmp_path: Path) -> None:
-    """The command kills and starts the server by a file of orders that the test reads."""
+    """Whether the command can kill and start the server through a file of orders that the test
+    reads."""
     with LocalServer([*SERVE, "--kv-tokens", "16384"]) as server:
         script = tmp_path / "restart.py"
         script.write_text(RESTART)

@@ -1,4 +1,5 @@
-"""Two hosts with a network between them that is slow, loses packets, and is cut for a while."""
+"""Runs two hosts with a network between them that is slow, loses packets, and is cut for a
+while."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ pytestmark = [pytest.mark.live, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def blocks() -> dict[str, list[str]]:
-    """The lines of the quick start for two hosts, by the machine that they are for."""
+    """Returns the lines of the quick start for two hosts, by machine."""
     text = PAGE.read_text().partition("## Two machines by hand")[2]
     found: dict[str, list[str]] = {}
     match = re.search(r"```sh\n(.*?)```", text, re.S)
@@ -39,7 +40,7 @@ def blocks() -> dict[str, list[str]]:
 
 
 class Shell:
-    """A shell on one host; its processes end with it."""
+    """Runs a shell on one host; its processes end with the shell."""
 
     def __init__(self, wire: Wire, host: int, log: Path) -> None:
         bin_folder = log.parent / "bin"
@@ -72,7 +73,7 @@ class Shell:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[tuple[Wire, Shell, Shell]]:
-    """The cluster of the page. The request of its last line is left out."""
+    """Runs the cluster of the page, without the request of the page's last line."""
     lines = blocks()
     with two_hosts() as wire:
         first, second = (Shell(wire, host, folder / f"host{host}.log") for host in (0, 1))
@@ -86,7 +87,7 @@ def cluster(folder: Path) -> Iterator[tuple[Wire, Shell, Shell]]:
 
 
 def ask(wire: Wire, path: str, body: dict[str, Any] | None = None, host: int = 1) -> Any:
-    """Asks the head from a host. Returns None unless the answer has status 200."""
+    """Sends a call to the head from a host. Returns None unless the answer has status 200."""
     words = ["curl", "-sf", "--max-time", "90", f"http://{HOSTS[0]}:8000{path}"]
     if body is not None:
         words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
@@ -130,7 +131,7 @@ def test_a_slow_wire_with_losses_and_a_cut_that_heals(tmp_path: Path) -> None:
             assert again["choices"][0]["text"] == text
         assert wire.num_lost
         wire.is_cut = True
-        wait_for(wire, 1)  # the decode instance is silent, and leaves
+        wait_for(wire, 1)  # the decode instance is silent, and the head drops it
         assert ask(wire, "/ready", host=0) is None
         wire.is_cut = False
         wait_for(wire, 2)

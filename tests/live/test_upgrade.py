@@ -1,4 +1,4 @@
-"""`moonpool upgrade` under load: every process is another one, and no answer failed or changed."""
+"""`moonpool upgrade` under load replaces every process, and no answer fails or changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the package, from which servers run."""
+    """Makes a copy of the package, from which servers run."""
     folder = tmp_path / "code" / "moonpool"
     shutil.copytree(Path(moonpool.__file__).parent, folder)
     monkeypatch.setenv("PYTHONPATH", str(folder.parent))
@@ -48,13 +48,14 @@ def upgrade(server: LocalServer) -> subprocess.CompletedProcess[str]:
 
 
 def shapes(lines: str) -> set[str]:
-    """The lines without names of instances, numbers, times and versions."""
+    """Returns the lines without names of instances, numbers, times and versions."""
     named = re.sub(r"^[\w-]+-\d+:", "INSTANCE:", lines.strip(), flags=re.M)
     return set(re.sub(r"\d[\w.+]*", "N", named).splitlines())
 
 
 class Load:
-    """The same calls again and again, each compared with its undisturbed answer."""
+    """Sends the same calls again and again, and compares each answer with its undisturbed
+    answer."""
 
     def __init__(self, url: str, num_threads: int = 3) -> None:
         self.url = url
@@ -90,7 +91,7 @@ class Load:
 
 
 class OneConnection(threading.Thread):
-    """A client that asks small questions over one connection, which must not end."""
+    """Acts as a client that asks small questions over one connection, which must not end."""
 
     def __init__(self, server: LocalServer) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class OneConnection(threading.Thread):
         self.error = ""
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         self._connection.connect()
-        self._connection.auto_open = 0  # it does not connect again
+        self._connection.auto_open = 0  # the client does not connect again
         self._over = threading.Event()
         self.start()
 

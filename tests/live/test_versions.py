@@ -1,4 +1,5 @@
-"""Processes of two releases in one cluster: they use what both speak, or part with one line."""
+"""Processes of two releases in one cluster use the versions that both speak, or part with a
+one-line message."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ auth._agree = lambda ours, theirs, versions: Agreed(10, 1)
 cli()
 """
 )
-"""A process of protocol 10, which states no versions and reads none."""
+"""Acts as a process of protocol 10, which sends no versions and reads none."""
 FAR = (
     _BEGIN
     + """
@@ -34,7 +35,7 @@ auth._nonce = lambda versions: state_versions(
 cli()
 """
 )
-"""A process of a release long after this one."""
+"""Acts as a process of a much later release."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""`serve --vllm`: engines that run already are instances. Here these are moonpools, which speak as
-much of vLLM's HTTP as is needed; with MOONPOOL_VLLM_PYTHON, the Python of a vLLM installation, and
-MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` has real ones, too; with
-MOONPOOL_VLLM_MEDIA_MODEL, a folder of a model that takes images, also such a one.
+"""`serve --vllm` uses running engines as instances. Here the engines are moonpools, which speak the
+needed part of vLLM's HTTP. With MOONPOOL_VLLM_PYTHON, the Python of a vLLM installation, and
+MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` also uses real vLLMs; with
+MOONPOOL_VLLM_MEDIA_MODEL, a folder of a model that takes images, also a vLLM of that model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tests.live.waiting import wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-MODEL = "moonpool/induction"  # its answers can end, and have a form
-# A busy machine measures slow steps, which must not refuse anything here.
+MODEL = "moonpool/induction"  # the model's answers can end, and have a form
+# A busy machine measures slow steps, which must not refuse a request here.
 ENGINE = [MODEL, "--mixed", "1", *SMALL, "--admission", "none", "--slo-ttft", "600"]
 
 
@@ -78,8 +78,8 @@ def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer)
 
 
 def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
-    """A hiccup of the machine can make one engine look slower than computing a prompt again, so a
-    round may fail. By chance, one in 256 rounds would succeed."""
+    """A pause of the machine can make one engine look slower than a second computation of a prompt,
+    so a round may fail. By chance, one in 256 rounds would succeed."""
     for first in range(0, 80, 16):
         factors = range(first + 1, first + 17, 2)  # odd, so no two prompts begin alike
         prompts = [[(i * n + 3 + first) % 250 for i in range(200)] for n in factors]
@@ -136,10 +136,10 @@ def streamed(url: str, **others: Any) -> list[int]:
 def test_who_goes_away_ends_it_at_the_engine_too(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    wait_until(lambda: not any(map(busy, engines)))  # the front has measured them
+    wait_until(lambda: not any(map(busy, engines)))  # the front has measured the engines
     body, before = ASKED | {"stream": True, "max_tokens": 7000}, sum(map(aborted, engines))
     with fresh.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()  # what is let go of ends the request
+        lines = response.iter_lines()  # a client that leaves ends its request
         next(lines)
         assert any(map(busy, engines))
     wait_until(lambda: not any(map(busy, engines)))
@@ -183,7 +183,7 @@ def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
 def test_an_engine_that_is_killed_costs_no_answer_and_comes_back(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    """The last one that uses these engines."""
+    """Is the last test that uses these engines."""
     prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 11)]
     long = {"max_tokens": 1500}
     expected = [tokens(complete(engines[0].url, prompt=p, **long)) for p in prompts]
@@ -216,7 +216,8 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 def real_ones(
     connector: dict[str, Any] | None = None, more: dict[str, str] | None = None
 ) -> Iterator[list[str]]:
-    """Two, a core each, and how to name them. `more`: variables of their environment."""
+    """Starts two vLLMs with a core each, and returns how to name them. `more` holds variables of
+    their environment."""
     python, model = (os.environ.get(f"MOONPOOL_VLLM_{name}") for name in ("PYTHON", "MODEL"))
     if not python or not model:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL")
@@ -294,13 +295,13 @@ def test_real_vllms_hand_their_kvcache_over_by_the_pool(tmp_path: Path) -> None:
         assert tokens(complete(front.url)) == tokens(complete(urls[0], model=model))
         told = fresh.get(f"{urls[1]}/metrics").text
         found = re.findall(r"external_prefix_cache_hits_total\{.*\} (\S+)", told)
-        # All full blocks of 32 of the 200 tokens came from the pool.
+        # All complete blocks of 32 of the 200 tokens came from the pool.
         assert sum(map(float, found)) == 192
 
 
 @contextmanager
 def real_one(kind: str, *flags: str) -> Iterator[VllmServer]:
-    """One, of the model that a variable names."""
+    """Starts one vLLM of the model that a variable names."""
     python, model = os.environ.get("MOONPOOL_VLLM_PYTHON"), os.environ.get(kind)
     if not python or not model:
         pytest.skip(f"needs a vLLM: MOONPOOL_VLLM_PYTHON and {kind}")

@@ -1,5 +1,5 @@
-"""The head in front of vLLM servers that a test has in its hand: names, several models, forwarded
-calls, faults, and what is known of caches."""
+"""Runs the head in front of vLLM servers that a test controls: names, several models, forwarded
+calls, faults, and knowledge of caches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def look(parts: list[Any], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def zoo() -> Iterator[tuple[LocalServer, VllmStub, VllmStub, VllmStub]]:
-    """Three models: one with two names and an adapter, one with another root, one that pools."""
+    """Serves three models: one with two names and an adapter, one with another root, and a pooling
+    model."""
     made = (
         VllmStub("m", "mm", adapters=("poet",)),
         VllmStub("other", root=OTHER_MODEL, max_model_len=512),
@@ -112,7 +113,7 @@ def test_each_model_has_a_context_of_its_own(zoo: Zoo) -> None:
 
 
 def test_a_large_body_goes_to_its_model_too(zoo: Zoo) -> None:
-    """Two processes read large bodies, with the tokenizer of their model."""
+    """Uses two processes to read large bodies, with the tokenizer of their model."""
     server = zoo[0]
     padded = {"metadata": {"x": "y" * 100_000}}
     for name in ("m", "other"):
@@ -185,7 +186,7 @@ def test_all_apis_with_messages_take_images(zoo: Zoo, path: str) -> None:
 
 
 def events_of(server: LocalServer, path: str, **body: Any) -> Iterator[Any]:
-    """The JSON of a stream's events, without its last word."""
+    """Returns the JSON of a stream's events, without the closing [DONE]."""
     asked = body | {"stream": True}
     with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
         assert said.status_code == 200, said.read()
@@ -195,7 +196,7 @@ def events_of(server: LocalServer, path: str, **body: Any) -> Iterator[Any]:
 
 
 def streamed(server: LocalServer, **body: Any) -> list[Any]:
-    """The events of a chat: decoded JSON, or the word itself."""
+    """Returns the events of a chat: decoded JSON, or the word [DONE]."""
     found: list[Any] = []
     asked = body | {"stream": True}
     with fresh.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60) as said:
@@ -346,8 +347,9 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         second.adapters = ()
         wait_until(lambda: "poet" not in listed(server))
         assert post(server, "/v1/completions", model="poet", prompt="x").status_code == 404
-        second.root, second.names = OTHER_MODEL, ("other",)  # another one behind its address
-        # It is listed as soon as its server says so, and serves once it has answered a question.
+        second.root, second.names = OTHER_MODEL, ("other",)  # another server behind its address
+        # The model is listed as soon as its server names it, and serves once the server has
+        # answered a question.
         ask = {"model": "other", "prompt": PROMPT, "max_tokens": 1}
         wait_until(lambda: post(server, "/v1/completions", **ask).status_code == 200)
         assert complete(server, model="other")["model"] == "other"
@@ -398,7 +400,7 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
         events = []
         for event in events_of(server, "/v1/chat/completions", **look([picture()])):
             events.append(event)
-            if len(events) == 2:  # both have come
+            if len(events) == 2:  # both models have come
                 for stub in made:
                     stub.may_die.set()
         assert [e["choices"][0]["delta"]["content"] for e in events[:2]] == ["x", "x"]
@@ -410,7 +412,7 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
 
 
 def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
-    """The server is silent until the client has heard the head twice."""
+    """Keeps the server silent until the client has received two keep-alives of the head."""
     words = ("--keepalive", "0.1")
     with stubs(VllmStub("m")) as (stub,), front(stub, words=words) as server:
         stub.may_speak.clear()
@@ -502,10 +504,10 @@ def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
 def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context() -> None:
     short = VllmStub("m", max_model_len=512)
     long = VllmStub("m", max_model_len=4096)
-    long.prompt_token_s = 0.001  # as it measures, the short one is faster
+    long.prompt_token_s = 0.001  # by its measurements, the short prompt is faster
     with stubs(short, long), front(short, long) as server:
         wait_until(lambda: all(one["cost"]["domain"] for one in server.instances()))  # measured
-        complete(server, max_tokens=1)  # later answers are then expected to be as short
+        complete(server, max_tokens=1)  # the head then expects later answers to be as short
         answer = complete(server, prompt=[3] * 470, max_tokens=200)
         assert answer["choices"][0]["token_ids"] == tokens_after([3] * 470, 200)
         assert short.bodies("/v1/completions")[-1]["max_tokens"] == 42
@@ -554,7 +556,8 @@ def head_of(server: LocalServer) -> int:
 
 
 def test_the_next_head_goes_on_with_all_models() -> None:
-    """Answers of tokens go on token for token; one of a forwarded call ends with one error."""
+    """Whether answers of tokens continue with the next token, and a forwarded call ends with one
+    error."""
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with stubs(*made), front(*made) as server:
         made[1].gap_s = made[0].gap_s = 0.2

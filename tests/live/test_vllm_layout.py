@@ -1,5 +1,6 @@
-"""The proof of a vLLM's KVCache layout, in a real vLLM: it holds for each form of cache, refuses
-each planted fault, and leaves vLLM as it was. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM.
+"""The proof of a vLLM's KVCache layout runs in a real vLLM: the proof holds for each form of cache,
+refuses each planted fault, and leaves vLLM unchanged. Needs MOONPOOL_VLLM_PYTHON, the Python of a
+vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run_module(name: str, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a model of `models.MODELS`."""
+    """Returns the folder of a model of `models.MODELS`."""
     made: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -140,9 +141,9 @@ def test_each_form_of_cache_is_proven(
 def test_what_a_vllm_cannot_compute_over_its_own_blocks_is_refused(
     model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """MLA on a CPU cannot begin behind blocks that are there, whatever its backend is called: vLLM
-    switches its own prefix cache off then, but would take blocks from a connector, and answer
-    wrongly."""
+    """Whether MLA on a CPU is refused, which cannot start after cached blocks, whatever the name of
+    its backend: vLLM then disables its prefix cache, but would take blocks from a connector and
+    answer wrongly."""
     (said,), _ = prove(model("latent"), tmp_path / "outcomes", {"block_size": 32})
     assert [group[0] for group in said["groups"]] == ["MLA"]
     if said["refused"] is None:  # a backend that can
@@ -152,7 +153,7 @@ def test_what_a_vllm_cannot_compute_over_its_own_blocks_is_refused(
 
 
 def test_it_may_be_proven_at_registration_too(model: Callable[[str], str], tmp_path: Path) -> None:
-    """Where nothing is captured while vLLM warms up, as on a CPU."""
+    """Whether the proof holds if vLLM captures no graph while it warms up, as on a CPU."""
     said, _ = prove(
         model("grouped heads"), tmp_path / "outcomes", {"block_size": 32}, MOONPOOL_TEST_EARLY="1"
     )

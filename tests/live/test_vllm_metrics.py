@@ -1,4 +1,4 @@
-"""The metrics that vLLM's own test of its server expects, with the values that it expects."""
+"""The server exports the metrics, with the values, that vLLM's own test of its server expects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXPECTED = (
     "vllm:request_success_total",
     *(f"{name}_{part}" for name in HISTOGRAMS for part in ("sum", "bucket", "count")),
 )
-"""`EXPECTED_METRICS_V1` of `serve/instrumentator/test_metrics` in the tests of vLLM 0.33."""
+"""Copies `EXPECTED_METRICS_V1` of `serve/instrumentator/test_metrics` in the tests of vLLM 0.33."""
 VALUES = {
     "vllm:time_to_first_token_seconds_count": REQUESTS,
     "vllm:inter_token_latency_seconds_count": REQUESTS * (MAX_TOKENS - 1),
@@ -63,11 +63,11 @@ VALUES = {
     "vllm:generation_tokens_total": REQUESTS * MAX_TOKENS,
     "vllm:request_success_total": REQUESTS,
 }
-"""`_get_expected_values` of the same file."""
+"""Copies `_get_expected_values` of the same file."""
 
 
 def samples(http: httpx.Client) -> dict[str, float]:
-    """Sums over labels."""
+    """Returns sums over labels."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
@@ -88,7 +88,7 @@ def test_every_name_is_there(http: httpx.Client) -> None:
 
 
 def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
-    wait_until_idle(http)  # what earlier tests left under way has ended
+    wait_until_idle(http)  # requests of earlier tests have ended
     before = samples(http)
     for _ in range(REQUESTS):
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True}
@@ -98,7 +98,7 @@ def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
         after = samples(http)
         return {name: after[name] - before.get(name, 0.0) for name in VALUES}
 
-    # Most counts of instances arrive with their last tokens.
+    # Most counts of instances arrive with the last tokens of a request.
     wait_until(lambda: all(count >= VALUES[name] for name, count in grown().items()), f"{VALUES}")
     assert grown() == VALUES
 

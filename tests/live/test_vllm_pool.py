@@ -1,5 +1,5 @@
-"""The pool inside a real vLLM: what one has computed, the next one loads, after kills of both and
-with damage. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM."""
+"""Runs the pool inside a real vLLM: the next vLLM loads what the first has computed, after kills of
+vLLM and pool and with damaged blocks. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def paths(tmp_path: Path) -> str:
 
 
 def module_paths(folder: Path) -> str:
-    """The path of modules of a vLLM, as if both packages were installed beside it."""
+    """Returns the module path of a vLLM, as if both packages were installed beside it."""
     named = folder / "entry-points" / "moonpool_engine-0.dist-info"
     named.mkdir(parents=True)
     text = distribution("moonpool-engine").read_text("entry_points.txt")
@@ -50,7 +50,7 @@ def run(
     **options: Any,
 ) -> dict[str, Any]:
     """Returns what a vLLM answered and found with these settings of the connector, and its log.
-    `other`: its interface is another."""
+    `other` names a changed interface of vLLM."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
@@ -80,7 +80,7 @@ def run(
     return found | {"log": done.stdout + done.stderr}
 
 
-# vLLM's CPU build runs stages only after a warm-up that it leaves out when it is eager.
+# vLLM's CPU build runs stages only after a warm-up, which an eager vLLM leaves out.
 STAGES = {
     "pipeline_parallel_size": 2,
     "enforce_eager": False,
@@ -115,7 +115,7 @@ def test_a_vllm_finds_what_killed_ones_have_left(
     pool.start()
     second = run(paths, folder, there, **options)
     assert second["answers"] == plain["answers"]
-    # All full blocks of the prompts but the last token's: 6, 7, 8 and 9 blocks of 32.
+    # These are all full blocks of the prompts without the last token: 6, 7, 8 and 9 blocks of 32.
     assert second["hits"] == 32 * (6 + 7 + 8 + 9)
     other = run(paths, folder, there, salt="another tenant", **options)
     assert (other["answers"], other["hits"]) == (plain["answers"], 0)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of one vLLM are instances of their own."""
+"""Data-parallel ranks of one vLLM are separate instances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_conversation_stays_at_its_rank() -> None:
         with LocalServer([stub.root, *places, "--admission", "none"]) as server:
             client = httpx.Client(base_url=server.url, timeout=60)
             assert len(server.instances()) == 2
-            deadline = time.monotonic() + WAIT_S  # its own requests would be taken for the client's
+            deadline = time.monotonic() + WAIT_S  # its requests would look like the client's
             while sum("measured http" in line for line in server.log_lines()) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
@@ -34,12 +34,13 @@ def test_a_conversation_stays_at_its_rank() -> None:
                     ranks.setdefault(number, set()).add(stub.headers[-1][RANK])
             assert all(len(own) == 1 for own in ranks.values())
             assert set.union(*ranks.values()) <= {"0", "1"}
-            # Both were asked for themselves: measured, and tried by a short answer.
+            # Both ranks were probed: measured, and tried by a short answer.
             assert {headers.get(RANK) for headers in stub.headers} == {"0", "1"}
 
 
 def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
-    """Scaled down, a vLLM still names the former ranks in its metrics, and refuses their calls."""
+    """Whether the head copes with a vLLM that was scaled down, still names the former ranks in its
+    metrics, and refuses their calls."""
     with stubs(VllmStub()) as (stub,):
         stub.num_ranks, stub.gap_s = 2, 0.02
         place = f"name: a, address: 127.0.0.1, port: {stub.port}"
@@ -57,7 +58,8 @@ def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
                 assert answer.status_code == 200, answer.text
 
             def ranks_asked() -> set[str]:
-                """Of calls at once: no rank is so slow that the others take them all."""
+                """Whether each rank gets some of many calls at once: no rank is so slow that the
+                others take all calls."""
                 first = len(stub.headers)
                 with ThreadPoolExecutor(AT_ONCE) as pool:
                     list(pool.map(ask, range(first, first + AT_ONCE)))

@@ -1,4 +1,4 @@
-"""The wheels work in an environment of their own, away from any checkout; the sdist is complete."""
+"""The wheels work in a new environment, away from any checkout, and the sdist is complete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*command: str, cwd: Path, check: bool = True) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what `make wheel` makes."""
+    """Returns the folder with the output of `make wheel`."""
     place = tmp_path_factory.mktemp("made") / "dist"
     as_they_are = ("-o", ".venv/.installed", "-o", ".venv/.installed-dev")
     run("make", *as_they_are, "wheel", f"DIST={place}", cwd=ROOT)
@@ -40,10 +40,10 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `moonpool` command of a new environment that has the three wheels.
+    """Returns the `moonpool` command of a new environment that has the three wheels.
 
-    Its dependencies are those of the environment that runs the tests, by a path file. That file
-    brings no editable installation along.
+    A path file gives it the dependencies of the environment that runs the tests. That file brings
+    no editable installation along.
     """
     place = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "venv", str(place / "venv"), cwd=place)

@@ -1,6 +1,7 @@
-"""Where the kernel is not Linux: what only Linux has is hidden from all processes.
+"""Runs a server as on a kernel other than Linux: functions that only Linux has are hidden from all
+processes.
 
-It shows that nothing needs that. It does not show that all else of macOS is as here.
+The test shows that no part needs them. It does not show that the rest of macOS behaves like Linux.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ PROMPT = [(7 * i) % 250 for i in range(200)]
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of processes that Linux's own calls are hidden from."""
+    """Returns the environment of processes that Linux's own calls are hidden from."""
     folder = tmp_path_factory.mktemp("hidden")
     (folder / "sitecustomize.py").write_text(HIDDEN)
     return {"PYTHONPATH": str(folder)}

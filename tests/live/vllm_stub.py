@@ -1,5 +1,5 @@
-"""A server that speaks as much of vLLM's HTTP as a front needs, and does what a test tells it: it
-waits, refuses, or dies in the middle of a response. Its answers are made from the prompt alone."""
+"""Defines a server that speaks the part of vLLM's HTTP that a front needs, and does what a test
+orders: it waits, refuses, or dies during a response. It makes its answers from the prompt alone."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 POOLING = ("/v1/embeddings", "/pooling", "/score", "/v1/rerank")
 Body = dict[str, Any]
 SILENT_S = 300.0
-"""The longest that it waits for a test to let it speak or die."""
+"""Is the longest time that the stub waits for a test to let it speak or die."""
 
 
 def picture(seed: int = 0) -> dict[str, Any]:
-    """A part of a message with an image."""
+    """Is a part of a message with an image."""
     data = base64.b64encode(bytes([seed]) * 64).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 class VllmStub:
-    """Serves on a port of its own between `start` and `stop`. `calls` has the path and the body of
-    each call in its order."""
+    """Serves on a port of its own between `start` and `stop`. `calls` lists the path and the body
+    of each call in order of arrival."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class VllmStub:
         port: int = 0,
         connector: bool = True,
     ) -> None:
-        """`connector`: it hands KVCache over, where a prefill asks for that."""
+        """With `connector`, the stub hands KVCache over if a prefill asks for that."""
         self.connector = connector
         self.names = names or ("m",)
         self.root = root
@@ -55,26 +55,26 @@ class VllmStub:
         self.num_blocks = num_blocks
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
-        self.headers: list[dict[str, str]] = []  # of each call, by name in small letters
+        self.headers: list[dict[str, str]] = []  # of each call, with names in small letters
         self.sources: Body | None = None  # of `/kv_event_sources`
-        self.num_ranks = 0  # data-parallel ranks; 0: it does not tell
-        self.stale_ranks = 0  # that `/metrics` names, but no longer there
+        self.num_ranks = 0  # data-parallel ranks; 0 if it does not say
+        self.stale_ranks = 0  # ranks that `/metrics` names, but which have left
         self.refuses_metrics = False
         self.queries = 0
-        self.hit_share = 0.0  # of the tokens of all prompts, as it counts them
+        self.hit_share = 0.0  # of the tokens of all prompts, as the stub counts
         self.first_token_s = 0.0
-        self.prompt_token_s = 0.0  # of token ids
+        self.prompt_token_s = 0.0  # numbers of token ids
         self.gap_s = 0.0
-        self.may_speak = threading.Event()  # no response begins before
+        self.may_speak = threading.Event()  # no response begins before this event
         self.may_speak.set()
-        self.dies_after: int | None = None  # events of a stream, or 0: before a response
-        self.may_die = threading.Event()  # a stream that is to die waits for it
-        self.num_deaths = 0  # how many further calls it ends before a response
-        self.refuses: tuple[int, str] | None = None  # status and message
+        self.dies_after: int | None = None  # events of a stream; 0 means before a response
+        self.may_die = threading.Event()  # a stream that is to die waits for this event
+        self.num_deaths = 0  # how many further calls end before a response
+        self.refuses: tuple[int, str] | None = None  # a status and a message
         self._server: ThreadingHTTPServer | None = None
         self.connections: list[socket.socket] = []
         self.port = port
-        self.host = "127.0.0.1"  # "": all addresses of this machine
+        self.host = "127.0.0.1"  # "" means all addresses of this machine
 
     @property
     def url(self) -> str:
@@ -93,7 +93,7 @@ class VllmStub:
         return self
 
     def stop(self) -> None:
-        """Stops as a process that is killed: connections end at once."""
+        """Stops like a killed process: connections end at once."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -104,7 +104,7 @@ class VllmStub:
         self.connections.clear()
 
     def bodies(self, path: str) -> list[Body]:
-        """Returns the bodies of clients' calls, without those that measure the server."""
+        """Returns the bodies of clients' calls, without the calls that measure the server."""
         return [body for where, body in self.calls if where == path and not measures(body)]
 
     def models(self) -> Body:
@@ -124,13 +124,15 @@ class VllmStub:
 
 
 def tokens_after(prompt: list[int], count: int) -> list[int]:
-    """What every stub answers to a prompt of token ids; also to one with a part of the answer."""
+    """Returns what every stub answers to a prompt of token ids, even if the prompt ends with a part
+    of the answer."""
     begin = sum(prompt[:50]) + len(prompt)
     return [97 + (begin + number) % 26 for number in range(count)]
 
 
 def measures(body: Body) -> bool:
-    """Whether moonpool measures the server by it: outside the cache, or of many token ids."""
+    """Whether moonpool measures the server by this call: a call outside the cache, or of many token
+    ids."""
     given = body.get("input")
     return len(body.get("cache_salt") or "") == 64 or (isinstance(given, list) and len(given) > 15)
 
@@ -235,7 +237,8 @@ class _Handler(QuietHandler):
 
 
 def _parsed(stub: VllmStub, path: str, body: Body) -> Iterator[Body]:
-    """Events with what its parsers find, in words that no other parser would find."""
+    """Yields events with what the server's parsers find, in words that no other parser would
+    find."""
     if path not in GENERATING[1:]:
         return
     found: Body = {}

@@ -1,4 +1,4 @@
-"""Waits of tests for what comes in its own time."""
+"""Lets tests wait for events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from tests.live.calls import fresh
 
 T = TypeVar("T")
 WAIT_S = 300.0
-"""More than anything takes on a slow and busy machine: no test may fail by time alone."""
+"""Is longer than any wait on a slow and busy machine: no test may fail by time alone."""
 
 
 def wait_until(holds: Callable[[], T | None], what: str = "", wait_s: float = WAIT_S) -> T:
-    """Asks `holds` until its value is true, and returns that. `what`: said when it stays false."""
+    """Calls `holds` until its value is true, and returns the value. `what` is the message if the
+    value stays false."""
     deadline = time.monotonic() + wait_s
     while True:
         found = holds()
@@ -30,7 +31,8 @@ def wait_until(holds: Callable[[], T | None], what: str = "", wait_s: float = WA
 
 
 def wait_until_idle(client: httpx.Client) -> None:
-    """No request is under way, and no instance holds a block, or lacks one with a lost arena."""
+    """Whether no request is under way, and no instance holds a block or lacks a block with a lost
+    arena."""
 
     def is_idle() -> bool:
         state = client.get("/cluster").json()

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces, and a wire of our own between them.
+"""Makes two hosts on one machine: network namespaces, and a wire of our own between them.
 
-The wire is a process's thread that carries packets from one TUN device to the other, with a rate, a
-delay and losses, and which can be cut. So it needs no `netem` of the kernel.
+The wire is a thread of a process that carries packets from one TUN device to the other, with a
+rate, a delay and losses, and which can be cut. So it needs no `netem` of the kernel.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 HOSTS = ("10.0.0.1", "10.0.0.2")
 _TUNSETIFF, _TUN, _NO_INFO, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 QUEUE_BYTES = 1 << 20
-"""What waits at a slow wire; more is lost, as at a switch."""
+"""Bounds the bytes that wait at a slow wire; the wire drops more, like a switch."""
 
 
 def missing() -> str:
-    """Returns "", or why this machine has no hosts for a test."""
+    """Returns "", or why this machine cannot make hosts for a test."""
     if os.geteuid() != 0:
         return "needs root for network namespaces"
     line = ["unshare", "--net", "true"]
@@ -43,7 +43,7 @@ def missing() -> str:
 
 @dataclass
 class Wire:
-    """`rate` in bytes per second, in each direction."""
+    """`rate` is in bytes per second, in each direction."""
 
     fds: tuple[int, int]
     names: tuple[str, str]
@@ -85,7 +85,7 @@ class Wire:
         self._ended.set()
 
     def line(self, host: int, words: Sequence[str]) -> list[str]:
-        """The command line that runs `words` on a host."""
+        """Returns the command line that runs `words` on a host."""
         return ["ip", "netns", "exec", self.names[host], *words]
 
 
@@ -97,7 +97,7 @@ def _enter(name: str) -> None:
 
 
 def _open_tun(name: str) -> int:
-    """Opens a TUN device in a namespace: by a thread, which alone enters it."""
+    """Opens a TUN device in a namespace. Only a new thread enters the namespace."""
     found: list[int] = []
 
     def work() -> None:
@@ -114,7 +114,7 @@ def _open_tun(name: str) -> int:
 
 @contextmanager
 def two_hosts() -> Iterator[Wire]:
-    """HOSTS are their addresses."""
+    """HOSTS are the addresses of the hosts."""
     mark = f"{os.getpid():x}{random.randrange(1 << 16):x}"
     names = (f"moon{mark}a", f"moon{mark}b")
     fds: list[int] = []

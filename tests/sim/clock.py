@@ -1,4 +1,4 @@
-"""Virtual time with randomness, and links that deliver in order."""
+"""Gives a run virtual time with randomness, and links that deliver in order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Callback = Callable[[], object]
 
 
 class Clock:
-    """The simulator's clock without priorities: what comes at the same time runs in the order in
-    which it was scheduled. All randomness of a run comes from `rng`."""
+    """Is the simulator's clock without priorities: events of the same time run in the order in
+    which they were scheduled. All randomness of a run comes from `rng`."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -44,7 +44,8 @@ class Clock:
 
 
 class Link:
-    """One direction of a connection: in order, with random delays. A cut link delivers nothing."""
+    """Is one direction of a connection: messages arrive in order, with random delays. A cut link
+    delivers nothing."""
 
     def __init__(self, clock: Clock, slow_delay_s: float) -> None:
         self._clock = clock

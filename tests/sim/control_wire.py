@@ -1,8 +1,8 @@
-"""The control connection of an instance in runs with two versions of the protocol.
+"""Runs the control connection of an instance in runs with two versions of the protocol.
 
-Both ends are the product's own: handshake, frames, and what is left out for a peer of the version
-before. An end of the release before states no versions, and refuses fields and frames that it does
-not know.
+Both ends are the product's own: handshake, frames, and the fields left out for a peer of the
+earlier version. An end of the earlier release states no versions, and refuses fields and frames
+that it does not know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RELEASE_BEFORE = Versions(VersionRange(BEFORE, BEFORE), BLOCK_FORMATS)
 
 
 class JoinedBefore(Struct, frozen=True, tag="Joined"):
-    """`Joined` as the release before has it."""
+    """Is `Joined` in the form of the earlier release."""
 
     info: InstanceInfo
 
@@ -81,7 +81,7 @@ class _Transport:
 
 
 class _End:
-    """One end's channel, and what it does with a frame."""
+    """Is one end's channel, with what it does with a frame."""
 
     def __init__(self, handshake: Any, decoder: Any, on_frame: Any) -> None:
         self.channel: Channel[Any, Any] = Channel(handshake, decoder, self)
@@ -99,13 +99,13 @@ class _End:
         raise AssertionError(reason)
 
     def encoded(self, frame: Any) -> bytes:
-        """Returns the frame as on the wire."""
+        """Returns the frame in its form on the wire."""
         self.channel.send(frame)
         return self.transport.take()
 
 
 class ControlWire:
-    """One connection, with its handshake done."""
+    """Makes one connection, with its handshake done."""
 
     def __init__(self, member: Member, up: Link, down: Link, old_head: bool, old: bool) -> None:
         self._member, self._up, self._down = member, up, down
@@ -125,7 +125,7 @@ class ControlWire:
         self._old_head, self._old = old_head, old
 
     def join(self, info: InstanceInfo) -> None:
-        """Joins as `InstanceProcess` does, or as its release before."""
+        """Joins like `InstanceProcess`, or like its earlier release."""
         if self._old:
             self.report(JoinedBefore(info=info))
             return
@@ -175,4 +175,4 @@ def _handshake(kind: Any, name: str, old: bool) -> Any:
     if not old:
         return kind(SECRET, me, OWN)
     with patch.object(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES)):
-        return kind(SECRET, me, RELEASE_BEFORE)  # its nonce says nothing
+        return kind(SECRET, me, RELEASE_BEFORE)  # the nonce does not matter

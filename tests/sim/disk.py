@@ -1,4 +1,4 @@
-"""A fake SSD: it keeps block contents when its instance dies, and it is slow and has faults.
+"""Is a fake SSD: it keeps block contents when its instance dies, and it is slow and has faults.
 
 It follows the contract of `moonpool.scheduler.actions` exactly. Each store and load ends with one
 event and touches blocks at random times until then. It asserts that a slot is forgotten before it
@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 class Stored:
     key: BlockKey
     layers: list[Content]
-    flipped: bool = False  # one of its slices does not match its checksum
+    flipped: bool = False  # one of the block's slices does not match its checksum
 
 
 @dataclass
 class Disk:
-    """The content of one instance's SSD, least recently used first; it outlives the instance."""
+    """Holds the content of one instance's SSD, least recently used first; the content outlives the
+    instance."""
 
     slots: dict[int, Stored] = field(default_factory=dict)
 
@@ -95,7 +96,7 @@ class DiskDriver:
         if index == len(action.slots) or fails:
             self._writing.difference_update(action.slots)
             error = "no space left" if fails and index < len(action.slots) else ""
-            # A write may be complete although it was reported as failed.
+            # A write may be complete although its report says that it failed.
             num_blocks = index if not error or self.lost else max(index - 1, 0)
             self.life.post(StoreEnded(store_id=action.store_id, num_blocks=num_blocks, error=error))
             return
@@ -135,7 +136,8 @@ class DiskDriver:
         )
 
     def _hang(self, end: Callable[[], None], come_back: Callable[[], None]) -> None:
-        """Lets an operation hang: it ends with an error, and the disk returns some time later."""
+        """Lets an operation hang: the operation ends with an error, and the disk returns some time
+        later."""
         self._num_hung += 1
         self.life.world.seen["hung disks"] += 1
 

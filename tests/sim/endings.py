@@ -1,4 +1,4 @@
-"""Checks of how each request of a run has ended: its record, its tokens, its refusal."""
+"""Checks how each request of a run has ended: its record, its tokens, its refusal."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def check_ending(world: World, request_id: RequestId, truth: Truth) -> None:
 def _check_refusal_was_early(
     world: World, truth: Truth, refusal: Refusal, record: RequestRecord
 ) -> None:
-    """Asserts that without faults a request that fits is refused before its first attempt or
-    not at all, except by the decode instance's own check of the SLO."""
+    """Asserts that without faults, a request that fits is refused before its first attempt or
+    never, except by the decode instance's own check of the SLO."""
     if _is_undisturbed(world, truth) and refusal.reason != "tbt_slo_late":
         assert record.attempts == 0, f"{record.request_id} refused late: {refusal}"
 
@@ -79,6 +79,6 @@ def _is_undisturbed(world: World, truth: Truth) -> bool:
     promised = min(life.instance.num_blocks for life in world.lives.values())
     fits = world.layout.blocks_for(most_tokens) <= promised
     disturbed = opts.books_little or opts.cancel_rate or opts.short_deadline_rate
-    # The Conductor counts an instance's free blocks regardless of their arenas.
+    # The Conductor counts an instance's free blocks in all arenas together.
     disturbed = disturbed or len(opts.arenas) > 1
     return opts.faultless and fits and not disturbed

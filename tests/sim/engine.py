@@ -1,4 +1,4 @@
-"""A fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
+"""Is a fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
 
 It follows the contract of `moonpool.scheduler.actions` exactly. It reads a layer of an arriving
 block only when that layer is present. An entry that misses a layer is garbage from there on.
@@ -32,7 +32,7 @@ LOOKS_EVERY_S = 0.003
 
 @dataclass(eq=False)
 class _Share:
-    """One entry, with a copy of its input, which must not change during the step."""
+    """Holds one entry, with a copy of its input, which must not change during the step."""
 
     entry: StepEntry
     block_ids: tuple[BlockId, ...]
@@ -50,7 +50,7 @@ class _Share:
 class _Run:
     number: int
     shares: list[_Share]
-    times_s: list[float]  # when each layer is done
+    times_s: list[float]  # the time when each layer is done
     ends_s: float
     outcome: StepEnded | StepsEnded | StepFailed
 
@@ -83,7 +83,7 @@ class FakeEngine:
         ]
         failed = self.world.chance("step_failure_rate")
         times_s = self._times_s(failed)
-        ends_s = max(times_s[-1], self._stages_free_s[-1])  # in order
+        ends_s = max(times_s[-1], self._stages_free_s[-1])  # arenas in order
         self._stages_free_s[-1] = ends_s
         seconds = ends_s - self.clock.now
         outcome: StepEnded | StepsEnded | StepFailed
@@ -108,7 +108,7 @@ class FakeEngine:
         self.clock.at(ends_s, lambda: self._end(run))
 
     def _lose_arena(self, arena: int, when_s: float) -> StepFailed:
-        """A step fails because of a lost arena. The instance receives `ArenaLost` before or after
+        """Fails a step because of a lost arena. The instance receives `ArenaLost` before or after
         that, and later `ArenaBack`."""
         rng = self.clock.rng
         lost_s = when_s + rng.choice((-0.0001, 0.001))
@@ -118,7 +118,8 @@ class FakeEngine:
         return StepFailed("an arena is gone", lost_arena=arena)
 
     def _times_s(self, failed: bool) -> list[float]:
-        """When each layer is done without waits; a step that fails may end between two layers."""
+        """Returns when each layer is done without waits; a step that fails may end between two
+        layers."""
         time_s = self.clock.now
         stages, num_layers = len(self._stages_free_s), self.life.num_layers
         times_s = []

@@ -1,6 +1,6 @@
-"""Checks that tenants get their shares: who waits is placed in the order of priority, of what its
-tenant has and had over its share, and of arrival; nobody takes a place that another one is owed;
-and answers give way only to a tenant that has less.
+"""Checks that tenants get their shares. Waiting requests are placed in the order of priority, of
+what the tenant has and had over its share, and of arrival. No request takes a place that another
+request is owed, and answers give way only to a tenant that has less.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 FOLDING = 0.05
-"""Part by which a level may depart from that of decay at each token."""
+"""Is the part by which a level may differ from a level that decays at each token."""
 
 
 class Fairness:
-    """Keeps its own account of what each tenant has and had at one Conductor."""
+    """Keeps a separate account of what each tenant has and had at one Conductor."""
 
     def __init__(self, world: World, conductor: Conductor) -> None:
         self._world = world
@@ -123,7 +123,7 @@ class Fairness:
         assert less >= self._shares.level(winner, now) - 1e-6, "the other tenant has more"
 
     def _checked_due(self, now: float) -> Iterator[TrackedRequest]:
-        """Asserts that no other request that waits was before the one that is tried."""
+        """Asserts that no other waiting request comes before the request that is tried."""
         left = [wait.tracked for wait in self._waiting if self._waiting.is_due(wait, now)]
         classes = self._classes(left, now)
         for tracked in self._due(now):

@@ -1,7 +1,7 @@
-"""A load from a fake disk or store: which slices have arrived, and the events that it sends.
+"""Models a load from a fake disk or store: which slices have arrived, and the events that it sends.
 
-Without `by_layer`, block after block arrives and only the end is reported. With it, layer after
-layer of all blocks arrives and the progress is reported.
+Without `by_layer`, block after block arrives and only the end is reported. With `by_layer`, layer
+after layer of all blocks arrives and the progress is reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoadOperation:
-    """One load. It stays in `life.loads` after its end."""
+    """Is one load. It stays in `life.loads` after its end."""
 
     def __init__(self, life: Life, action: LoadBlocks) -> None:
         self.life = life
@@ -30,7 +30,7 @@ class LoadOperation:
         life.loads[action.load_id] = self
 
     def slices(self) -> deque[tuple[int, int]]:
-        """The slices as (index, layer), in the order of their arrival."""
+        """Returns the slices as (index, layer), in the order of their arrival."""
         indices, layers = range(len(self.action.slots)), range(self.life.num_layers)
         if self.action.by_layer:
             return deque((index, layer) for layer in layers for index in indices)

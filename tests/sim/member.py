@@ -1,4 +1,4 @@
-"""What both kinds of instances share: the connection to the head, and the order of events."""
+"""Holds what both kinds of instances share: the connection to the head, and the order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Member(ABC):
-    """One incarnation of an instance. Subclasses have the state machine and what it drives."""
+    """Is one incarnation of an instance. Subclasses have the state machine and what it drives."""
 
     instance: Any
 
@@ -32,8 +32,8 @@ class Member(ABC):
         self.joined = False
         self.is_paused = False
         self.wire: ControlWire | None = None
-        self.is_old = instance_id in world.old_members  # of the release before
-        self.awake_s = 0.0  # when it was awake last, if it is paused
+        self.is_old = instance_id in world.old_members  # a process of the earlier release
+        self.awake_s = 0.0  # when the process was awake last, if paused
         self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._events: deque[Any] = deque()
@@ -51,7 +51,7 @@ class Member(ABC):
             tcp_port=self.number,
         )
 
-    # What each kind of instance does
+    # Methods of each kind of instance:
 
     @abstractmethod
     def info(self) -> InstanceInfo: ...
@@ -63,12 +63,13 @@ class Member(ABC):
 
     @abstractmethod
     def lose_disk(self) -> None:
-        """Loses what is stored below the DRAM."""
+        """Loses all blocks that are stored below the DRAM."""
         ...
 
     @abstractmethod
     def attempts(self) -> list[str]:
-        """The attempts that hold something here, beyond transfers that end by themselves."""
+        """Returns the attempts that hold blocks here, beyond transfers that end without a
+        command."""
         ...
 
     @abstractmethod
@@ -80,7 +81,7 @@ class Member(ABC):
     @abstractmethod
     def _perform(self, actions: list[Any]) -> None: ...
 
-    # The head
+    # The head:
 
     def join(self) -> None:
         """Connects to the head and sends its description."""
@@ -110,7 +111,7 @@ class Member(ABC):
         return self.wire
 
     def receive(self, down: Link, command: Command) -> None:
-        """The head sends a command over this connection."""
+        """Receives a command that the head sends over this connection."""
         if self.wire is not None:
             self.wire.command(command)
         else:
@@ -141,7 +142,7 @@ class Member(ABC):
         self.world.on_died(self)
 
     def want_to_leave(self, within_s: float) -> None:
-        """The process received a signal to end. It repeats its report to a new head."""
+        """Plays a signal to end. The process repeats its report to a new head."""
         if self._waits_for_wake(lambda: self.want_to_leave(within_s)):
             return
         self.leaves_within_s = within_s
@@ -164,11 +165,12 @@ class Member(ABC):
         else:
             self.wire.report(report)
 
-    # Events
+    # Events:
 
     def post(self, event: Any) -> None:
-        """Handles an event and performs what follows. What comes of an action at once is handled
-        after all actions before it, as a driver does: else reports would overtake each other."""
+        """Handles an event and performs its actions. An event that an action causes immediately is
+        handled after all earlier actions, as a driver does. Otherwise, reports would overtake each
+        other."""
         self._events.append(event)
         if not self._performing:
             self._handle_events()
@@ -189,7 +191,7 @@ class Member(ABC):
         self._performing = False
 
     def pause(self) -> None:
-        """The process stands still: it handles nothing until it wakes."""
+        """Stops the process: it handles no event until it wakes."""
         self.is_paused, self.awake_s = True, self.clock.now
 
     def wake(self) -> None:

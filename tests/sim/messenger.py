@@ -1,8 +1,9 @@
-"""A fake messenger: moves block contents between arenas, late, out of order and with faults.
+"""Is a fake messenger: moves block contents between arenas, late, out of order and with faults.
 
-It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of its freedom:
-it reads and writes blocks at random times until the terminal event, even after an abort.
-Each touch of a block checks that the instance still holds it (and never writes a named one).
+It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of the
+contract's freedom: it reads and writes blocks at random times until the terminal event, even after
+an abort. Each touch of a block checks that the instance still holds the block (and never writes a
+named block).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from tests.sim.node import Life
 
 EARLY_STREAM_S = 3.0
-"""How long a stream waits for a receiver that does not expect it yet."""
+"""Is how long a stream waits for a receiver that does not expect it yet."""
 GARBAGE: Content = (-1, -1)
 
 
 @dataclass(eq=False)
 class Arrivals:
-    """Which slices of an operation have arrived, and which of them are correct."""
+    """Records which slices of an operation have arrived, and which of them are correct."""
 
     life: Life
     block_ids: Sequence[BlockId]
@@ -67,7 +68,7 @@ class Arrivals:
 
 
 class FetchOperation:
-    """One fetch, with its reading and its writing end."""
+    """Is one fetch, with its reading and its writing end."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class FetchOperation:
         life.clock.after(timeout_s, lambda: self._end_fetch("timed out"))
 
     def _connect(self) -> None:
-        if self._fetch_ended:  # it timed out before
+        if self._fetch_ended:  # the fetch timed out before
             return
         world = self.life.world
         source = world.find_life(self._source_address)
@@ -128,7 +129,7 @@ class FetchOperation:
         return all((i, layer) in self._arrivals.verified for i in range(self._num_granted))
 
     def _tell_progress(self) -> None:
-        """Posts the progress at the grant and when layers are complete; some of it late."""
+        """Posts the progress at the grant and when layers are complete; some reports come late."""
         if self._fetch_ended:
             return
         now = self.life.clock.now
@@ -149,7 +150,7 @@ class FetchOperation:
             self.on_died(None)
             return
         if self.life.world.chance("stall_rate", 0.3):
-            return  # the fetch hangs until it times out
+            return  # the fetch hangs until its timeout
         if self._num_granted:
             self._tell_progress()
         if not slices:
@@ -164,7 +165,7 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def on_died(self, life: Life | None) -> None:
-        """One end is gone, or the connection (None). Each other end notices after a delay."""
+        """Ends one end, or the connection (None). Each other end notices after a delay."""
         if self.source is not None and life is not self.source:
             self.source.later(lambda: self._end_read("broken"))
         if life is not self.life and (self.source is not None or life is None):
@@ -195,14 +196,14 @@ class FetchOperation:
 
 
 class StreamOperation:
-    """One layer stream with both ends, from its opening by the sender."""
+    """Is one layer stream with both ends, from its opening by the sender."""
 
     def __init__(self, life: Life, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
         self.life = life
         self.stream_id = stream_id
         self.receiver: Life | None = None
         self._target = target
-        self._queue: deque[tuple[int, int, BlockId] | None] = deque()  # None: the end
+        self._queue: deque[tuple[int, int, BlockId] | None] = deque()  # None means the end
         self._arrivals: Arrivals | None = None
         self._pumping = False
         self._send_ended = False

@@ -1,7 +1,7 @@
-"""The metrics of a run's heads, and what must hold of them whatever happens.
+"""Checks the metrics of a run's heads, and what must hold of them whatever happens.
 
-A head that follows another one begins at 0, and must not count again what its instances had counted
-for the one before.
+A head that follows another head begins at 0, and must not count again what its instances had
+counted for the earlier head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Metering:
     def __init__(self, world: World) -> None:
         self._world = world
         self._members: list[Member] = []
-        self._corrupt_slices = 0.0  # as earlier heads counted
+        self._corrupt_slices = 0.0  # counts of earlier heads
         self._were_lost = False
         self._begin(set())
 
@@ -69,7 +69,7 @@ class Metering:
         self._collector.request_ended(record, self._world.clock.now)
 
     def check(self) -> None:
-        """Every request that has ended is counted once, by a reason that an alert can know."""
+        """Asserts that every ended request is counted once, by a reason that an alert can know."""
         counted = sum(
             sum(self._metrics.values(name).values()) for name in ("vllm:request_success", *KNOWN)
         )

@@ -1,4 +1,4 @@
-"""One instance of a run: the real state machine with a fake engine, arena and messenger."""
+"""Runs one instance of a run: the real state machine with a fake engine, arena and messenger."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Life(Member):
-    """One incarnation of an instance of our own engine; its memory is lost when it dies."""
+    """Is one incarnation of an instance with moonpool's engine; its memory is lost when it dies."""
 
     def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
         super().__init__(world, instance_id, role, number)
@@ -83,7 +83,7 @@ class Life(Member):
     def layout(self) -> BlockLayout:
         return self.world.layout
 
-    # The head
+    # The head:
 
     def info(self) -> InstanceInfo:
         return InstanceInfo(
@@ -117,7 +117,7 @@ class Life(Member):
         tier = self.instance.tier
         return set() if tier is None else set(tier.slots.keys()) - self.keys_in_dram()
 
-    # Actions
+    # Actions:
 
     def _perform(self, actions: list[WorkerAction]) -> None:
         for action in actions:
@@ -184,7 +184,7 @@ class Life(Member):
         if arrivals is not None:
             self.post(receive_ended(stream_id, arrivals, error))
 
-    # The arena
+    # The arena:
 
     def read(self, block_id: BlockId, layer: int) -> Content:
         assert self._held(block_id), "read of a block without a hold"

@@ -1,4 +1,4 @@
-"""The options of a run, drawn from its seed and printed when the run fails."""
+"""Holds the options of a run, drawn from its seed and printed when the run fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Options:
-    """One run's options. Rates are probabilities per occasion until the faults end."""
+    """Holds one run's options. Rates are probabilities per occasion until the faults end."""
 
     num_prefill: int
     num_decode: int
@@ -27,7 +27,7 @@ class Options:
     decode_prediction: str
     inline_prefill: bool
     threshold: float
-    books_little: bool  # the Conductor expects answers of one token, so decodes run out of blocks
+    books_little: bool  # answers seem one token long, so decodes run out of blocks
     num_requests: int
     num_recent: int  # conversations that may continue
     arrivals_s: float
@@ -42,13 +42,13 @@ class Options:
     num_unlinks: int
     num_head_crashes: int
     role_balance: str
-    num_role_switches: int  # forced by the test
-    num_drains: int  # of instances that leave
+    num_role_switches: int  # the test forces this
+    num_drains: int  # share of instances that leave
     corrupt_rate: float
     missing_rate: float
     break_rate: float
     refuse_connection_rate: float
-    stall_rate: float  # of fetches
+    stall_rate: float  # share of fetches
     step_failure_rate: float
     lost_event_rate: float
     num_slots: int  # of each instance's SSD; 0 means none
@@ -57,23 +57,23 @@ class Options:
     flip_rate: float  # of blocks written to an SSD
     disk_failure_rate: float
     num_disk_losses: int
-    num_stages: int  # of each instance's pipeline
+    num_stages: int  # stages of each instance's pipeline
     num_arenas: int = 0  # per instance without SSD and stages; 0 means one of its own
-    arena_loss_rate: float = 0.0  # per step
+    arena_loss_rate: float = 0.0  # chance per step
     segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0 means all
     store_shared: bool = False  # one shared store instead of the disks
-    disk_hang_rate: float = 0.0  # of stores and loads
-    keeps_streams: bool = False  # another head goes on with the answers of one that crashed
-    # The ones below are not part of the repr, from which other draws follow.
+    disk_hang_rate: float = 0.0  # share of stores and loads
+    keeps_streams: bool = False  # another head continues the answers of a crashed head
+    # The fields below are not part of the repr, from which other draws follow.
     engine: str = field(default="moonpool", repr=False)
-    publishes_events: bool = field(default=True, repr=False)  # of its cache; vLLM
-    lost_batch_rate: float = field(default=0.0, repr=False)  # of these events
+    publishes_events: bool = field(default=True, repr=False)  # resets of its cache; vLLM only
+    lost_batch_rate: float = field(default=0.0, repr=False)  # share of these events
     near_tie_rate: float = field(default=0.0, repr=False)  # prefill draws another first token
-    handover_loss_rate: float = field(default=0.0, repr=False)  # KVCache that is gone
+    handover_loss_rate: float = field(default=0.0, repr=False)  # share of KVCache that is gone
     num_head_pauses: int = field(default=0, repr=False)
-    num_pauses: int = field(default=0, repr=False)  # of instances
+    num_pauses: int = field(default=0, repr=False)  # share of instances
     num_upgrades: int = field(default=0, repr=False)  # of instances; 0 if all are of one release
-    head_is_old: bool = field(default=False, repr=False)  # the first head
+    head_is_old: bool = field(default=False, repr=False)  # the release of the first head
     tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
     splits_mixed: bool = field(default=False, repr=False)  # no chunk fits beside their decodes
 
@@ -82,7 +82,8 @@ class Options:
 
     @property
     def arenas(self) -> tuple[int, ...]:
-        """Blocks of each arena of an instance; empty if it has only its own."""
+        """Returns the blocks of each arena of an instance, or nothing if the instance has only its
+        own arena."""
         plain = not self.num_slots and self.num_stages == 1
         return (self.num_blocks,) * self.num_arenas if plain else ()
 
@@ -116,8 +117,8 @@ class Options:
 
 
 def draw_options(rng: random.Random) -> Options:
-    """Draws the options. As in swarm testing, each kind of fault is enabled in some runs only, so
-    that no fault always hides another."""
+    """Draws the options. As in swarm testing, each kind of fault occurs in some runs only, so that
+    no fault always hides another."""
 
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0
@@ -188,7 +189,7 @@ def draw_options(rng: random.Random) -> Options:
 
 
 def _draw_takeovers(options: Options) -> Options:
-    """Heads that crash may be replaced without a loss. Other runs stay as they were."""
+    """Lets other heads replace crashed heads without a loss. Other runs keep their draws."""
     rng = random.Random(repr(options) + "heads")
     if options.num_head_crashes:
         return replace(options, keeps_streams=rng.random() < 0.7)
@@ -198,8 +199,8 @@ def _draw_takeovers(options: Options) -> Options:
 
 
 def _draw_vllm(options: Options) -> Options:
-    """Some clusters are made of vLLM servers. Faults of our own engine's parts do not exist there.
-    Other runs stay as they were."""
+    """Makes some clusters of vLLM servers. Faults of the parts of moonpool's engine do not exist
+    there. Other runs keep their draws."""
     rng = random.Random(repr(options) + "vllm")
     if rng.random() >= 0.08:
         return options
@@ -233,7 +234,7 @@ def _draw_vllm(options: Options) -> Options:
 
 
 def _draw_pauses(options: Options) -> Options:
-    """In some runs, head or instances stand still for a while."""
+    """Stops head or instances for a while in some runs."""
     rng = random.Random(repr(options) + "pauses")
     if rng.random() >= 0.08:
         return options
@@ -243,7 +244,7 @@ def _draw_pauses(options: Options) -> Options:
 
 
 def _draw_upgrades(options: Options) -> Options:
-    """Some clusters are of two releases, and are upgraded meanwhile."""
+    """Makes some clusters of two releases, which are upgraded during the run."""
     rng = random.Random(repr(options) + "upgrades")
     if rng.random() >= 0.06:
         return options
@@ -251,7 +252,8 @@ def _draw_upgrades(options: Options) -> Options:
 
 
 def _draw_tenants(options: Options) -> Options:
-    """In some runs, tenants with shares and priorities compete for a cluster with little room."""
+    """Lets tenants with shares and priorities compete for a cluster with little room, in some
+    runs."""
     rng = random.Random(repr(options) + "tenants")
     if rng.random() >= 0.06:
         return options
@@ -266,7 +268,7 @@ def _draw_tenants(options: Options) -> Options:
 
 
 def _draw_split(options: Options) -> Options:
-    """In some runs, mixed instances have separate roles, which follow the load."""
+    """Gives mixed instances separate roles, which follow the load, in some runs."""
     rng = random.Random(repr(options) + "split")
     if rng.random() >= 0.06 or options.engine == "vllm":
         return options
@@ -296,7 +298,7 @@ def _draw_disks(options: Options, rng: random.Random) -> Options:
 
 
 def _busy_disks(options: Options, rng: random.Random) -> Options:
-    """Many conversations with long pauses, on few instances with little memory."""
+    """Makes many conversations with long pauses, on few instances with little memory."""
     longest_blocks = -(-(60 + options.max_answer_tokens) // options.block_tokens)
     return replace(
         options,
@@ -315,4 +317,4 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
 
 
 KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants, _draw_split)
-"""Each draws for itself, so that a further one leaves other runs as they were."""
+"""Uses a separate generator for each draw, so that a new draw leaves other runs unchanged."""

@@ -1,7 +1,8 @@
-"""Processes that stand still, as in a paused virtual machine: for seconds they handle nothing, then
-all at once. The clock of a process has jumped when it goes on.
+"""Pauses processes, as in a paused virtual machine: for seconds they handle no event, then all
+events at once. The clock of a process has jumped when it continues.
 
-The head looks at its instances' silence before it reads what came meanwhile, as an event loop may.
+The head checks its instances' silence before it reads the messages that came meanwhile, as an event
+loop may.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 PAUSES_S = (0.5, 3.0, 10.0, 20.0, 40.0)
 SLACK_S = 4.0
-"""Between the end of an instance's silence and the time at which the head must notice it."""
+"""Is the time between the end of an instance's silence and the moment when the head must notice
+it."""
 
 
 class Pauses:
-    """The pauses of a run, and how the head measures the silence of its instances."""
+    """Holds the pauses of a run, and how the head measures the silence of its instances."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -47,10 +49,11 @@ class Pauses:
         if self.total_s:
             clock.after(HEARTBEAT_S, self._beat)
 
-    # The head
+    # The head:
 
     def defer(self, callback: Callable[[], None]) -> bool:
-        """Keeps what reaches a paused head until it goes on; False if it is not paused."""
+        """Keeps what reaches a paused head until it continues; returns False if the head is not
+        paused."""
         if self.head_is_paused:
             self._inbox.append(callback)
         return self.head_is_paused
@@ -59,7 +62,7 @@ class Pauses:
         self._heard_s[instance_id] = self._clock.listened_s
 
     def tick(self) -> None:
-        """One turn of the head's ticker (`head.head`)."""
+        """Runs one turn of the head's ticker (`head.head`)."""
         world = self._world
         if not self.total_s or not world.head_is_up:
             self._clock.tick(world.clock.now)
@@ -90,8 +93,8 @@ class Pauses:
             callback()
 
     def _drop(self, member: Member) -> None:
-        """The head ends the connection of a silent instance. Its launcher kills the process, or it
-        is out of reach and comes back later."""
+        """Ends the connection of a silent instance, as the head does. The instance's launcher kills
+        the process, or the process is out of reach and comes back later."""
         world = self._world
         world.seen["silent instances"] += 1
         silent_s = world.clock.now - member.awake_s
@@ -105,7 +108,7 @@ class Pauses:
         else:
             member.lose_head()
 
-    # Instances
+    # Instances:
 
     def _pause_one(self, pause_s: float) -> None:
         member = self._world.clock.rng.choice(list(self._world.lives.values()))

@@ -1,5 +1,5 @@
-"""Checks of a run beyond right tokens and balanced sums: what must not take long, happen twice, or
-happen without need. A planted bug that no other check finds is the reason for each."""
+"""Checks a run beyond right tokens and balanced sums: what must not take long, happen twice, or
+happen without need. Each check exists because no other check finds some planted bug."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FAULT_REASONS = ("instance_lost", "engine_error", "no_blocks", "blocks_lost")
 
 
 class Promises:
-    """What one run has promised so far."""
+    """Holds what one run has promised so far."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._resyncs: Counter[InstanceId] = Counter()
         self._reasons: Counter[InstanceId] = Counter()
-        self._late_tokens = 0  # of requests that ended by their deadline
+        self._late_tokens = 0  # time of requests that ended by their deadline
 
-    # During a run
+    # During a run:
 
     def on_joined(self, instance_id: InstanceId) -> None:
         self._reasons[instance_id] += 1
@@ -41,13 +41,14 @@ class Promises:
         self._reasons[instance_id] += 1
 
     def on_resync(self, instance_id: InstanceId) -> None:
-        """A gap is closed by one snapshot: the Conductor must not ask again and again."""
+        """Asserts that one snapshot closes a gap: the Conductor must not ask again and again."""
         self._resyncs[instance_id] += 1
         asked, had = self._resyncs[instance_id], self._reasons[instance_id]
         assert asked <= had, f"{instance_id} was asked {asked} times for a snapshot, {had} needed"
 
     def on_leave(self, conductor: Conductor, instance_id: InstanceId) -> None:
-        """Before its time is over, an instance leaves only when no request needs it."""
+        """Asserts that before its time is over, an instance leaves only when no request needs
+        it."""
         drain = conductor.instances[instance_id].drain
         assert drain is not None
         if self._world.clock.now >= drain.until_s:
@@ -66,7 +67,7 @@ class Promises:
         self._world.clock.after(CANCELLED_S + slack_s, lambda: self._check_cancelled(request_id))
 
     def _check_cancelled(self, request_id: RequestId) -> None:
-        """A vLLM server computes nothing for an ended request."""
+        """Asserts that a vLLM server computes nothing for an ended request."""
         for server in self._world.vllm_servers.values():
             under_way = {name.rpartition("/")[0] for name in server.attempts()}
             assert request_id not in under_way, f"{server.name} goes on with {request_id}"
@@ -81,10 +82,10 @@ class Promises:
                         f"{life.instance_id} holds {attempt_id} long after {request_id} ended"
                     )
 
-    # At the end
+    # At the end:
 
     def check_end(self, kept: set[BlockKey]) -> None:
-        """`kept`: blocks of which some copy is not marked as spare."""
+        """`kept` holds blocks of which some copy is not marked as spare."""
         world = self._world
         own = [life for life in world.lives.values() if isinstance(life, Life)]
         cached = set[BlockKey]().union(*(life.instance.pool.keys() for life in own))
@@ -92,12 +93,12 @@ class Promises:
         shares = world.conductor.lifecycle.shares
         assert not world.conductor.num_waiting and not shares.num_owed_waiting, "a wait never ended"
         if world.options.faultless and not world.lost_with_head:
-            # A decode waits for KVCache up to its deadline, and may go on until its abort comes.
+            # A decode waits for KVCache up to its deadline, and may continue until its abort comes.
             recomputed = sum(life.instance.counters.get("recomputed_tokens", 0) for life in own)
             assert recomputed <= self._late_tokens, "a decode computed its prompt again"
 
     def check_refusal(self, record: RequestRecord, reason: str, deadline_s: float) -> None:
-        """A request is given up for a fault only after several attempts."""
+        """Asserts that a request is given up for a fault only after several attempts."""
         assert record.finished_s is not None
         if reason == "deadline":
             self._late_tokens += record.num_prompt_tokens + record.num_generated_tokens
@@ -106,7 +107,7 @@ class Promises:
 
 
 def check_times(record: RequestRecord) -> None:
-    """An answer of one attempt says where its time went."""
+    """Asserts that an answer of one attempt says where its time went."""
     instants = [
         record.arrived_s,
         record.placed_s,

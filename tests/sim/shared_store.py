@@ -1,4 +1,4 @@
-"""A fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
+"""Is a fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
 
 Like `disk`, it follows the contract of `moonpool.scheduler.actions` exactly. It may hold blocks
 that an instance does not know of, and may have dropped blocks that an instance stored.
@@ -69,7 +69,7 @@ class SharedStoreDriver:
             again = [self.life.read(action.block_ids[index], layer) for layer in layers]
             assert again == content, "a block changed while it was stored"
             key = action.keys[index]
-            if key not in self.blocks:  # else the first copy stays
+            if key not in self.blocks:  # otherwise, the first copy stays
                 self.blocks[key] = Stored(key, content, world.chance("flip_rate"))
             while len(self.blocks) > world.options.num_slots:
                 del self.blocks[next(iter(self.blocks))]

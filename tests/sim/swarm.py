@@ -12,7 +12,7 @@ from tests.sim.world import World
 
 
 class SeedFailed(AssertionError):
-    """A run violated an invariant; the text says how to repeat it."""
+    """Is raised if a run violated an invariant; the text says how to repeat the run."""
 
 
 def run_seed(seed: int) -> World:

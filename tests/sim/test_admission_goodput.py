@@ -1,4 +1,5 @@
-"""Effective requests of the admission policies, on workloads that no figure of the project uses."""
+"""Measures effective requests of the admission policies, on workloads that no figure of the project
+uses."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.cli_runner import succeed
 
 OTHERS = ("none", "baseline", "early")
 MOST_LOST = 0.7
-"""Least share of the best other policy's figure at a single load."""
+"""Is the least share of the best other policy's figure at a single load."""
 
 
 def trace(folder: Path, profile: str, requests: int, seed: int) -> Path:
@@ -31,13 +32,14 @@ def effective(path: Path, admission: str, *flags: str) -> int:
 
 
 def compare(path: Path, *flags: str, policies: tuple[str, ...] = OTHERS) -> tuple[int, int]:
-    """Effective requests of `goodput`, and of the best other policy."""
+    """Returns effective requests of `goodput`, and of the best other policy."""
     best = max(effective(path, policy, *flags) for policy in policies)
     return effective(path, "goodput", *flags), best
 
 
 def test_under_overload_waiting_serves_many_more(tmp_path: Path) -> None:
-    """The wait for a decode batch, with either admission; on equal terms these are alike here."""
+    """Whether the wait for a decode batch serves more with either admission policy: both are about
+    equal here."""
     path = trace(tmp_path, "toolagent", 400, 11)
     flags = ("--speed", "8", "--prefill", "2", "--decode", "1", "--slo-tbt", "0.035")
     ours, best = compare(path, *flags, policies=("baseline",))
@@ -52,8 +54,8 @@ def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
-    """Where answers are long, steps are short when they begin, and full later. Who takes that for
-    slow steps leaves an eighth of each step empty."""
+    """Whether admission copes with long answers: their steps are short at the start, and full
+    later. A policy that takes these for slow steps leaves an eighth of each step empty."""
     path = trace(tmp_path, "conversation", 400, 4711)
     flags = ("--speed", "4", "--prefill", "4", "--decode", "4", "--slo-tbt", "0.05")
     ours, best = compare(path, *flags, policies=("baseline",))
@@ -63,8 +65,8 @@ def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
-    """Chunks share steps with decodes. Who predicts prefills without that admits twice as many as
-    meet their SLOs; all policies predict with it."""
+    """Chunks share steps with decodes. A prediction of prefills without that admits twice as many
+    requests as meet their SLOs, so all policies predict with it."""
     path = trace(tmp_path, "conversation", 250, 13)
     flags = ("--mixed", "2", "--speed", "4", "--slo-tbt", "0.1")
     ours, best = compare(path, *flags)
@@ -73,8 +75,8 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
 
 
 def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
-    """Holds as on a CPU: a chunk of 32 tokens takes most of what a step may take, and a few decodes
-    beside it the rest. So chunks must be smaller."""
+    """Whether this holds on CPUs, where a chunk of 32 tokens takes most of a step's allowed time,
+    and a few decodes the rest. So chunks must be smaller."""
     path, cost = tmp_path / "chats.jsonl", tmp_path / "cost.json"
     cost.write_text('{"prefill": [0.04, 0.005, 0, 0], "decode": [0.045, 0.006, 0]}')
     rows = [
@@ -103,5 +105,6 @@ def test_goodput_serves_most_over_all_loads(tmp_path: Path, profile: str, cluste
             ours, best = compare(path, "--speed", speed, *flags)
             assert ours >= MOST_LOST * best, (speed, slo_tbt)
             ours_total, best_total = ours_total + ours, best_total + best
-    # Who rejects the first prompt over a document (l-eval) also loses the hits of later ones.
+    # A policy that rejects the first prompt over a document (l-eval) also loses the hits of later
+    # prompts.
     assert ours_total >= (0.9 if profile == "l-eval" else 1.0) * best_total

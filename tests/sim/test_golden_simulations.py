@@ -1,7 +1,7 @@
-"""Golden figures: fixed workloads give the same simulated figures, to the last bit.
+"""Tests golden figures: fixed workloads give the same simulated figures, to the last bit.
 
-A change of structure must not move them. A change of a decision does: then run
-`python -m tests.sim.test_golden_simulations` and say in the commit why the figures moved.
+A change of structure must not move them. A change of a decision moves them: then run `python -m
+tests.sim.test_golden_simulations` and say in the commit why the figures moved.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUNS = {
 
 
 def simulate(name: str, folder: Path) -> dict[str, Any]:
-    """Figures of one run, without those that depend on the machine."""
+    """Returns the figures of one run, without figures that depend on the machine."""
     workload, *flags = RUNS[name].split()
     trace, figures = folder / f"{workload}.jsonl", folder / f"{name}.json"
     if not trace.exists():
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-QUICK = {"default", "goodput", "mixed", "ssd"}  # the others are in the long run
+QUICK = {"default", "goodput", "mixed", "ssd"}  # the long run has the others
 
 
 @pytest.mark.parametrize(

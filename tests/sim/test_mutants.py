@@ -29,7 +29,7 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _cases(mutant: Mutant) -> list[int]:
-    """All cases, first the one that found the mutant last time."""
+    """Returns all cases, first the case that found the mutant last time."""
     case = _known().get(mutant.name, {}).get("case")
     return [*([case] if case is not None else []), *range(MAX_CASES)]
 

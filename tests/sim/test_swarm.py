@@ -1,4 +1,4 @@
-"""Hundreds of seeded runs of the whole pure core; `test_mutants` shows what they notice."""
+"""Runs the whole pure core in hundreds of seeded runs; `test_mutants` shows what they notice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_invariants_hold(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
-        world = run_seed(seed)  # its own checks raise SeedFailed, with seed and options
+        world = run_seed(seed)  # a run's checks raise SeedFailed, with seed and options
         assert world.lost_with_head | set(world.ended) == set(world.truths)
 
 
@@ -93,8 +93,8 @@ CORNERS = {
 
 @pytest.mark.long
 def test_runs_reach_every_corner() -> None:
-    """Runs that never preempt, fetch or break a stream prove nothing about these cases. The rarest
-    cases occur once in some hundred runs."""
+    """Whether the runs cover these cases: runs that never preempt, fetch or break a stream prove
+    nothing about them. The rarest cases occur once in some hundred runs."""
     seen: Counter[str] = Counter()
     for seed in range(1000, 2000):
         seen += run_seed(seed).seen
@@ -106,7 +106,7 @@ def test_runs_reach_every_corner() -> None:
 
 @pytest.mark.long
 def test_equal_seeds_give_equal_runs() -> None:
-    """Nothing may depend on the order of a set, or a run could not be repeated."""
+    """Whether a run can be repeated: no decision may depend on the order of a set."""
     program = (
         "from tests.sim.swarm import run_seed; print([run_seed(s).fingerprint for s in (3, 8)])"
     )

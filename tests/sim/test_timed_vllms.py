@@ -1,5 +1,5 @@
-"""What is served within both SLOs where each server fills its steps with prompts, in virtual time:
-`moonpool bench routers` measures the same live."""
+"""Measures in virtual time how many requests meet both SLOs if each server fills its steps with
+prompts: `moonpool bench routers` measures the same live."""
 
 from __future__ import annotations
 

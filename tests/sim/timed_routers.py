@@ -1,5 +1,6 @@
-"""Routers of others in front of the servers of `timed_vllms`, as their guides describe them: which
-server a call goes to, and when. vllm-router's `cache_aware` and its scheduling of programs.
+"""Models routers of other projects in front of the servers of `timed_vllms`, as their guides
+describe them: to which server a call goes, and when. vllm-router's `cache_aware` and its scheduling
+of programs.
 
 Pure, like the Conductor: each event returns the calls that are sent now, and to which server.
 """
@@ -20,7 +21,7 @@ BLOCK_TOKENS = 16
 
 
 class RoutedCall(NamedTuple):
-    """`program` -1: it names none."""
+    """`program` is -1 if the call names no program."""
 
     name: RequestId
     tokens: tuple[int, ...]
@@ -33,7 +34,7 @@ Sent = list[tuple[RoutedCall, int]]
 
 
 class TimedRouter(Protocol):
-    """`waiting`: requests that wait at each server, whose number it tells."""
+    """`waiting` is the number of requests that each server reports as waiting."""
 
     def arrived(self, call: RoutedCall, now: float) -> Sent: ...
 
@@ -43,8 +44,9 @@ class TimedRouter(Protocol):
 
 
 class CacheAwareRouter:
-    """The server with the longest known prefix if that is half of the prompt, else the one that
-    knows least; the least busy one where the loads differ by `ABSOLUTE` and by `RELATIVE`."""
+    """Chooses the server with the longest known prefix if that is half of the prompt, else the
+    server that knows least, or the least busy server if the loads differ by `ABSOLUTE` and by
+    `RELATIVE`."""
 
     LEAST_MATCH = 0.5
     ABSOLUTE, RELATIVE = 32, 1.1
@@ -91,12 +93,12 @@ class CacheAwareRouter:
 @dataclass(slots=True)
 class _Program:
     server: int
-    shared_tokens: int  # of its prompts, that all programs begin with
-    call: RoutedCall | None = None  # that is answered or waits
-    is_active: bool = False  # it holds its part of the server's KVCache
+    shared_tokens: int  # tokens with which all programs begin
+    call: RoutedCall | None = None  # a call that is answered or waits
+    is_active: bool = False  # the program holds its part of the server's KVCache
     last_s: float = 0.0
     held_until_s: float = inf
-    tokens: int = 0  # that it needs of the KVCache
+    tokens: int = 0  # the tokens of KVCache that it needs
 
     def take(self, call: RoutedCall, now: float) -> None:
         self.call, self.last_s = call, now
@@ -104,11 +106,11 @@ class _Program:
 
 
 class ProgramQueueRouter:
-    """Each program has a server, by its hash. A call goes there when the programs that are active
-    there leave it room in the KVCache and no request waits, as of each second. A program stays
-    active during its pauses for as long as `SHARE_HELD` of the last hundred took, up to 10 s; not
-    before there were a hundred. Those that wait are sent the latest first; to another server, the
-    earliest first, if that has so much more room."""
+    """Gives each program a server, by its hash. A call goes to this server when the server's active
+    programs leave room for it in the KVCache and no request waits, as of each second. A program
+    stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up to 10 s;
+    this starts after a hundred pauses. Waiting calls are sent latest first. To another server with
+    that much more room, they are sent earliest first."""
 
     POLL_S = 1.0
     WINDOW = 100
@@ -209,7 +211,7 @@ class ProgramQueueRouter:
 
 
 def _prefixes(tokens: Sequence[int]) -> Iterator[int]:
-    """A number for each prefix in whole blocks, the shortest first."""
+    """Returns a number for each prefix in whole blocks, the shortest first."""
     number = 0
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         number = hash((number, tuple(tokens[at : at + BLOCK_TOKENS])))

@@ -87,11 +87,11 @@ from tests.sim.timed_routers import (
 LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
 TICK_S = 0.1
 HOP_S = 0.001
-"""The time of a message in either direction."""
+"""Is the time of a message in either direction."""
 
 
 class _Vllm:
-    """One server, and the instance in front of it."""
+    """Is one server, and the instance in front of it."""
 
     def __init__(self, fleet: TimedVllms, name: str, size: EngineSize, speed: EngineSpeed) -> None:
         self.fleet, self.clock = fleet, fleet.clock
@@ -179,7 +179,7 @@ class _Vllm:
 @dataclass(slots=True)
 class _Client:
     session: Session
-    program: int = -1  # -1: its calls name none
+    program: int = -1  # -1 if its calls name no program
     number: int = 0
     num_refused: int = 0  # tries of its turn
     record: RequestRecord | None = None  # of its turn
@@ -187,7 +187,8 @@ class _Client:
 
 
 class TimedVllms:
-    """Plays sessions to a Conductor with servers of these speeds. `records`: the clients'."""
+    """Plays sessions to a Conductor with servers of these speeds. `records` are the clients'
+    records."""
 
     def __init__(
         self,
@@ -198,8 +199,8 @@ class TimedVllms:
         jitter: float = 0.0,
         router: TimedRouter | None = None,
     ) -> None:
-        """`jitter`: by which share a step takes longer in the mean, at random (exponential).
-        `router`: in place of the Conductor."""
+        """`jitter` is the mean share by which a step takes longer, at random (exponential).
+        `router` replaces the Conductor."""
         self.clock, self.slo, self.jitter, self.router = Clock(), slo, jitter, router
         self.layout = LAYOUT
         self.conductor = Conductor(config, default_slo=slo)
@@ -216,8 +217,8 @@ class TimedVllms:
         self.num_programs = 0  # numbered from here on
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
-        self.longest_wait_s = 0.0  # of a placement, since `forget`
-        self.hit_tokens = 0  # of whole answers' prompts, likewise
+        self.longest_wait_s = 0.0  # times of a placement, since `forget`
+        self.hit_tokens = 0  # tokens of whole answers' prompts, since `forget`
         for n, server in enumerate(self.servers.values()):
             self._post(InstanceJoined(server.info(n)))
 
@@ -226,15 +227,15 @@ class TimedVllms:
         return sum(record.effective for record in self.records)
 
     def forget(self) -> None:
-        """Begins new figures; what the Conductor has learned remains."""
+        """Begins new figures, but keeps what the Conductor has learned."""
         self.records.clear()
         self.refused.clear()
         self.calls.clear()
         self.longest_wait_s, self.hit_tokens = 0.0, 0
 
     def play(self, sessions: Sequence[Session], seconds: float, programs: bool = False) -> None:
-        """With `programs` each session is one: those that began go on to their end, and calls that
-        are refused come again."""
+        """With `programs`, each session is a program: programs that began continue to their end,
+        and refused calls come again."""
         start = self.clock.now
         self._until_s = start + seconds
         for session in sessions:
@@ -324,7 +325,7 @@ class TimedVllms:
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
     def _refuse(self, client: _Client, status: int, told_s: float | None) -> None:
-        """A program's call comes again; without a program, the user goes on."""
+        """Sends a program's call again; without a program, the user continues."""
         client.num_refused += 1
         wait_s = retry_after_s(status, client.num_refused, told_s) if client.program >= 0 else None
         if wait_s is not None:
@@ -373,7 +374,7 @@ CASES = {
     "agents": (30.0, Slo(ttft_s=0.73, tbt_s=0.0525)),
     "mixed": (23.0, Slo(ttft_s=1.62, tbt_s=0.0532)),
 }
-"""Requests a second that three servers answer at load 1, and the SLOs."""
+"""Returns the requests per second that three servers answer at load 1, and the SLOs."""
 
 
 ROUTERS: dict[str, Callable[[int], TimedRouter]] = {
@@ -383,9 +384,9 @@ ROUTERS: dict[str, Callable[[int], TimedRouter]] = {
 
 
 class ServerTimes(msgspec.Struct, frozen=True):
-    """`factors`: how slow each server is beside the others. `slow`: how many times slower all are,
-    and their SLOs longer; tools are as fast as ever. `tbt_s`: the SLO in place of the workload's.
-    `jitter`: see `TimedVllms`. `router`: one of `ROUTERS`; "": the Conductor."""
+    """`factors` say how slow each server is beside the others. `slow` makes all servers slower and
+    their SLOs longer by this factor; tools keep their speed. `tbt_s` replaces the workload's SLO.
+    For `jitter`, see `TimedVllms`. `router` is one of `ROUTERS`, or "" for the Conductor."""
 
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
     slow: float = 1.0
@@ -394,7 +395,7 @@ class ServerTimes(msgspec.Struct, frozen=True):
     router: str = ""
 
     def rate(self, name: str) -> float:
-        """Requests of a workload a second at load 1."""
+        """Returns the requests per second of a workload at load 1."""
         return CASES[name][0] / self.slow * sum(1.0 / factor for factor in self.factors) / 3.0
 
     def fleet(self, name: str, config: ConductorConfig) -> TimedVllms:
@@ -415,8 +416,8 @@ def played(
     before: float = 0.5,
     number: int = 0,
 ) -> TimedVllms:
-    """A workload at `before` of the capacity, and then at this load, of which the figures are.
-    `number`: each has other sessions."""
+    """Runs a workload at `before` of the capacity, and then at this load, which gives the figures.
+    Each `number` has other sessions."""
     workload = WORKLOADS[name]
     fleet = times.fleet(name, config or ConductorConfig())
     fleet.num_programs = 1_000_000 * number

@@ -1,4 +1,4 @@
-"""The correct answer of every request of a run, computed in advance.
+"""Computes the correct answer of every request of a run in advance.
 
 A token is a pure function of all tokens before it and of (seed, position). "KVCache content" is a
 number that stands for the whole prefix and the tenant that may share it.
@@ -15,10 +15,10 @@ from moonpool.types import BlockKey, FinishReason, Request, SamplingParams
 VOCABULARY = 97
 EOS = 0
 OTHER = 8
-"""A token that ends no answer."""
+"""Is a token that ends no answer."""
 
 Content = tuple[int, int]
-"""(layer, number of the prefix) of one layer slice of a block."""
+"""Is (layer, number of the prefix) of one layer slice of a block."""
 
 
 def draw(prefix: int, seed: int, position: int) -> int:
@@ -26,8 +26,8 @@ def draw(prefix: int, seed: int, position: int) -> int:
 
 
 def next_token(prefix: int, sampling: SamplingParams, position: int, num_done: int) -> int:
-    """The token after a prefix. Greedy answers do not depend on the seed. Until an answer has its
-    least length, they leave the tokens out that would end it, as vLLM does."""
+    """Returns the token after a prefix. Greedy answers do not depend on the seed. Until an answer
+    has its least length, they omit the tokens that would end it, like vLLM."""
     if sampling.temperature:
         return draw(prefix, sampling.seed, position)
     return greedy(prefix, position, sampling, num_done < sampling.min_tokens)
@@ -40,19 +40,20 @@ def greedy(prefix: int, position: int, sampling: SamplingParams, goes_on: bool) 
 
 @dataclass(frozen=True)
 class Truth:
-    """One request, its correct answer, and the correct content of each of its prefixes."""
+    """Holds one request, its correct answer, and the correct content of each of its prefixes."""
 
     request: Request
     tokens: tuple[int, ...]  # prompt and answer
     finish: FinishReason
-    contents: tuple[int, ...]  # [n]: content after n tokens
+    contents: tuple[int, ...]  # [n] is the content after n tokens
 
     @property
     def answer(self) -> tuple[int, ...]:
         return self.tokens[self.request.num_prompt_tokens :]
 
     def slice_content(self, layer: int, index: int, num_tokens: int, block_tokens: int) -> Content:
-        """The layer slice of block `index` after the first `num_tokens` tokens are computed."""
+        """Returns the layer slice of block `index` after the first `num_tokens` tokens are
+        computed."""
         return layer, self.contents[min(num_tokens, (index + 1) * block_tokens)]
 
     def named_contents(self, layout: BlockLayout) -> dict[BlockKey, int]:
@@ -87,7 +88,7 @@ def find_truth(request: Request) -> Truth:
 
 
 def _contents(request: Request, tokens: Sequence[int]) -> tuple[int, ...]:
-    # The tenant is part of the content, so that a leak between tenants is noticed.
+    # The content includes the tenant, so that a check notices a leak between tenants.
     owner = request.tenant if request.use_cache else f"private {request.request_id}"
     contents = [int.from_bytes(owner.encode(), "little") % (1 << 61)]
     for token in tokens:

@@ -1,4 +1,4 @@
-"""An instance whose engine is a vLLM server: the real state machine and message formats."""
+"""Runs an instance whose engine is a vLLM server: the real state machine and message formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VllmLife(Member):
-    """One incarnation of the adapter process beside a server. The server survives it."""
+    """Is one incarnation of the adapter process beside a server. The server survives it."""
 
     instance: VllmInstance
 
@@ -49,7 +49,7 @@ class VllmLife(Member):
             facts.caches_prefixes,
             context_tokens=facts.offer.max_model_tokens,
         )
-        self.knows_all = not self.server.num_batches  # of the cached blocks, by events
+        self.knows_all = not self.server.num_batches  # by events, of the cached blocks
         self._submitted: dict[AttemptId, Served] = {}
         self._next_batch: int | None = None
         self._batches = Link(self.clock, world.options.slow_delay_s)
@@ -76,7 +76,7 @@ class VllmLife(Member):
         )
 
     def validate(self) -> None:
-        """The server owns all blocks. Its gauges must not be absurd."""
+        """Asserts that the server owns all blocks and that its gauges are plausible."""
         load = self.instance.load()
         assert load.num_waiting >= 0 and load.num_running >= 0 and load.free_blocks >= 0
 
@@ -100,11 +100,11 @@ class VllmLife(Member):
         super().die()
 
     def lose_server(self) -> None:
-        """The server ends; the adapter notices and leaves until it is back."""
+        """Ends the server; the adapter notices and leaves until the server is back."""
         self.server.crash()
         self.clock.after(self.clock.rng.random() * 0.5, lambda: self.alive and self.die())
 
-    # Actions
+    # Actions:
 
     def _perform(self, actions: list[VllmAction]) -> None:
         for action in actions:
@@ -138,7 +138,7 @@ class VllmLife(Member):
             return
         self._submitted[attempt_id] = self.server.submit(self, submit.attempt, body)
 
-    # What the server sends
+    # Messages of the server:
 
     def on_answer(self, served: Served, payload: bytes) -> None:
         attempt_id = served.work.attempt_id
@@ -160,7 +160,7 @@ class VllmLife(Member):
             self.post(SubmitFailed(attempt_id, message, refused))
 
     def hear(self, generation: int, number: int, payload: bytes) -> None:
-        """A batch of KV events is on its way; a number that is left out voids what came before."""
+        """Receives a batch of KV events; a missing number makes the earlier events void."""
 
         def arrives() -> None:
             if generation != self.server.generation:
@@ -176,7 +176,7 @@ class VllmLife(Member):
 
         self._batches.carry(arrives)
 
-    # The end
+    # The end:
 
     def check_end(self) -> None:
         """Asserts that the announced blocks are those of the server."""
@@ -184,14 +184,14 @@ class VllmLife(Member):
         assert self.instance.is_idle(), f"{self.instance_id} still holds attempts"
         load = self.instance.load()
         assert not load.num_waiting and not self._submitted and load.cache_view is not None
-        if load.cache_view.source != "events":  # what it announces is assumed
+        if load.cache_view.source != "events":  # its announcements are assumptions
             return
         shared = [t for t in self.world.truths.values() if t.request.use_cache]
         public = {key for truth in shared for key in truth.named_contents(self.world.layout)}
         announced = self.keys_in_dram() & public
         there = set(self.server.kept)
         if self._next_batch != (self.server.num_batches or None):
-            return  # the last batch was lost, and nothing tells of it
+            return  # the last batch was lost, and no later batch shows that
         assert announced <= there, f"{self.instance_id} announces blocks that vLLM does not have"
         if self.knows_all:
             assert announced == there, f"{self.instance_id} does not announce blocks of vLLM"

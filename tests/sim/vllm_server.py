@@ -1,4 +1,5 @@
-"""A fake vLLM server: its own queue, batches, blocks and prefix cache, behind vLLM's formats.
+"""Is a fake vLLM server with its own queue, batches, blocks and prefix cache, behind vLLM's
+formats.
 
 It answers bodies of `/v1/completions` with JSON and publishes numbered batches of KV events. Its
 tokens are greedy. Each block has the content that the truth gives it, and each read checks it, so
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 HOLD_S = 20.0
-"""So long a prefill's blocks wait for the decode server that fetches them."""
+"""Is the time for which a prefill's blocks wait for the decode server that fetches them."""
 
 
 @dataclass(eq=False)
 class Served:
-    """One request of a client's connection."""
+    """Is one request of a client's connection."""
 
     life: VllmLife
     work: AttemptSpec
@@ -41,7 +42,7 @@ class Served:
     down: Link
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)  # of all full blocks of `tokens`
+    names: list[bytes] = field(default_factory=list)  # hashes of all full blocks of `tokens`
     num_computed: int = 0
     num_sent: int = 0
     ended: bool = False
@@ -60,12 +61,12 @@ class Served:
 
 
 class VllmServer:
-    """The process at one address. `generation` counts its starts."""
+    """Is the process at one address. `generation` counts its starts."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
-        self.life: VllmLife | None = None  # the adapter that follows its KV events
+        self.life: VllmLife | None = None  # the adapter that follows the server's KV events
         self.generation = 0
         self._block_tokens = world.options.block_tokens
         self._start()
@@ -91,7 +92,7 @@ class VllmServer:
         self._stepping = False
         self._full = False  # the next request waits for blocks
 
-    # What it says of itself
+    # Reports of the server:
 
     def facts(self) -> VllmFacts:
         longest = (self.world.options.num_blocks - 1) * self._block_tokens  # one is the null block
@@ -113,7 +114,7 @@ class VllmServer:
     def _all(self) -> list[Served]:
         return [*self._waiting, *self._receiving, *self._running]
 
-    # Requests
+    # Requests:
 
     def submit(self, life: VllmLife, work: AttemptSpec, body: bytes) -> Served:
         parsed = msgspec.json.decode(body)
@@ -124,18 +125,18 @@ class VllmServer:
         return served
 
     def cancel(self, served: Served) -> None:
-        """The client closed the connection; the server notices later."""
+        """Closes the client's connection; the server notices later."""
         served.down.cut = True
         self.world.clock.soon(self.world.options.slow_delay_s, lambda: self._abort(served))
 
     def leave(self, life: VllmLife) -> None:
-        """The client's process ended."""
+        """Ends the client's process."""
         for served in self._all():
             if served.life is life:
                 self.cancel(served)
 
     def crash(self) -> None:
-        """The process ends and starts again, empty."""
+        """Ends the process and starts it again, empty."""
         for served in self._all():
             served.ended = True
             served.down.cut = True
@@ -178,7 +179,7 @@ class VllmServer:
         self._release(served)
 
     def _fail(self, served: Served, message: str) -> None:
-        """The connection breaks."""
+        """Breaks the connection."""
         self._end(served)
         served.down.carry(lambda: served.life.on_error(served, message))
 
@@ -186,7 +187,7 @@ class VllmServer:
         payload = msgspec.json.encode(event)
         served.down.carry(lambda: served.life.on_answer(served, payload))
 
-    # Steps
+    # Steps:
 
     def _wake(self) -> None:
         if not self._stepping and (self._waiting or self._running):
@@ -264,7 +265,7 @@ class VllmServer:
         token = greedy(prefix, len(tokens), sampling, served.num_sent < body["min_tokens"])
         stops = {*body["stop_token_ids"], *(() if body["ignore_eos"] else (EOS,))}
         if served.hands_over and token not in stops and self.world.chance("near_tie_rate"):
-            token = 9 + token % 80  # no stop token; most often another one
+            token = 9 + token % 80  # not a stop token; most often another token
         tokens.append(token)
         self._name_blocks(served)
         served.num_sent += 1
@@ -283,7 +284,7 @@ class VllmServer:
             self._end(served)
         self._answer(served, event)
 
-    # Handover
+    # Handover:
 
     def _pin(self, served: Served) -> dict[str, Any]:
         """Keeps the prompt's blocks until they are fetched or the time is over."""
@@ -311,7 +312,7 @@ class VllmServer:
             self._wake()
 
     def read_pinned(self, pin: str, engine_id: str) -> list[int] | None:
-        """The contents of the pinned blocks, or None if they are gone."""
+        """Returns the contents of the pinned blocks, or None if they are gone."""
         if engine_id != f"{self.name}/{self.generation}" or pin not in self._pinned:
             return None
         contents = [self._contents[block] for block in self._pinned[pin]]
@@ -332,7 +333,7 @@ class VllmServer:
         if contents is None or self.world.chance("handover_loss_rate"):
             self.world.seen["vLLM handovers lost"] += 1
             self._release(served)
-            if len(served.tokens) % 2:  # as `kv_load_failure_policy` says
+            if len(served.tokens) % 2:  # the action of `kv_load_failure_policy`
                 self._waiting.insert(0, served)
             else:
                 served.ended = True
@@ -349,13 +350,13 @@ class VllmServer:
         self._publish()
         self._wake()
 
-    # Blocks
+    # Blocks:
 
     def _right(self, served: Served, index: int, num_tokens: int) -> int:
         return served.truth.contents[min(num_tokens, (index + 1) * self._block_tokens)]
 
     def _name_blocks(self, served: Served) -> None:
-        """vLLM's own hashes: of the parent, the tokens, and the first block's salt."""
+        """Computes vLLM's own hashes: of the parent, the tokens, and the first block's salt."""
         size = self._block_tokens
         for index in range(len(served.names), len(served.tokens) // size):
             parent = served.names[-1] if index else (served.body.get("cache_salt") or "").encode()
@@ -365,7 +366,7 @@ class VllmServer:
             )
 
     def _match(self, served: Served) -> None:
-        """Takes the cached blocks of a prefix, all but the last token's."""
+        """Takes the cached blocks of a prefix, without the last token's block."""
         assert not served.blocks
         served.num_computed = 0
         for name in served.names[: (len(served.tokens) - 1) // self._block_tokens]:
@@ -433,7 +434,7 @@ class VllmServer:
         self._news.append(["BlockStored", names, parent, tokens, size, None, "GPU", None, extra])
 
     def _forget(self, block: int) -> None:
-        """A cached block is evicted."""
+        """Evicts a cached block."""
         name = self._name_of.pop(block, None)
         if name is None:
             return
@@ -458,7 +459,7 @@ class VllmServer:
 
     def _drop(self, blocks: Sequence[int]) -> None:
         self._full = False
-        for block in reversed(blocks):  # the end of a prompt is evicted first
+        for block in reversed(blocks):  # the end of a prompt goes first
             self._refs[block] -= 1
             if not self._refs[block]:
                 del self._refs[block]

@@ -1,4 +1,4 @@
-"""One run from one seed: a Conductor, instances, clients and faults.
+"""Runs one seed: a Conductor, instances, clients and faults.
 
 The run checks its invariants at every event and at the end.
 """
@@ -68,7 +68,7 @@ MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
 TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
-"""A tile of 32 tokens takes longer, and a decode does not."""
+"""Is a cost with which a tile of 32 tokens takes longer, and a decode does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
@@ -127,7 +127,7 @@ class World:
         self.stopped: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
         self.kept: dict[RequestId, int] = {}  # outlived a head, with this many tokens by then
-        self._missed: list[ConductorEvent] = []  # while no head was up
+        self._missed: list[ConductorEvent] = []  # requests that came while no head was up
         self.seen: Counter[str] = Counter()
         self._told: set[tuple[Member, type, AttemptId]] = set()
         self._num_lives = 0
@@ -161,15 +161,15 @@ class World:
         return conductor
 
     def _draw_stops(self, seed: int) -> dict[int, float]:
-        """In some runs, answers end by stop strings, which only the API finds: after how many
-        tokens, and how long after it has them. Draws nothing that other faults depend on."""
+        """Draws, for some runs, answers that end by stop strings, which only the API finds: after
+        how many tokens, and how long after it has them. No draw of other faults depends on this."""
         rng = random.Random(f"stop strings of seed {seed}")
         if rng.random() < 0.7:
             return {}
         lengths = [rng.randint(1, 12) for _ in range(4)]
         return {length: rng.choice((0.0, 0.005, 0.3)) for length in lengths}
 
-    # Services for the nodes
+    # Services for the nodes:
 
     def chance(self, rate: str, factor: float = 1.0) -> bool:
         if self.clock.now > FAULTS_END_S:
@@ -203,7 +203,7 @@ class World:
     def fingerprint(self) -> str:
         return self._digest.hexdigest()
 
-    # Events of the head
+    # Events of the head:
 
     def on_joined(self, life: Member, info: InstanceInfo, down: Link) -> None:
         if self.pauses.defer(lambda: self.on_joined(life, info, down)):
@@ -233,14 +233,14 @@ class World:
             self.pauses.on_heard(life.instance_id)
 
     def members(self) -> dict[InstanceId, Member]:
-        """The instances to which the head has a connection, as far as it knows."""
+        """Returns the instances to which the head has a connection, as far as it knows."""
         return {name: life for name, (life, _) in self._channels.items()}
 
     def forget_channel(self, life: Member) -> None:
         del self._channels[life.instance_id]
 
     def on_link_cut(self, life: Member, down: Link) -> None:
-        """The head notices some time later, unless the instance has rejoined by then."""
+        """Lets the head notice some time later, unless the instance has rejoined by then."""
 
         def notice() -> None:
             if self.pauses.defer(notice):
@@ -323,11 +323,12 @@ class World:
                 break
 
     def _stop(self, finished: RequestFinished, head: int) -> None:
-        """The API has found a stop string. It is part of the head, and ends with it."""
+        """Ends an answer of which the API has found a stop string. The API is part of the head, and
+        ends with it."""
         if head == self._num_heads:
             self.post(finished)
 
-    # Start and end of a run
+    # Start and end of a run:
 
     def _start(self) -> None:
         opts, rng = self.options, self.clock.rng
@@ -417,8 +418,8 @@ class World:
         self.post(Tick())
 
     def _drain_one(self) -> None:
-        """Drains an instance by request or because its process received a signal. It comes back
-        empty some time later. Sometimes it is the last instance of its role."""
+        """Drains an instance by request or because its process received a signal. The instance
+        comes back empty some time later. Sometimes the instance is the last of its role."""
         rng = self.clock.rng
         life = rng.choice(list(self.lives.values()))
         within_s = rng.choice((0.0, 0.1, 1.0, 5.0))
@@ -428,7 +429,7 @@ class World:
             self.post(DrainRequested(life.instance_id, within_s, "a test"))
 
     def _upgrade_one(self) -> None:
-        """An instance leaves, and its next process is of the newest release."""
+        """Lets an instance leave; its next process is of the newest release."""
         old = sorted(self.old_members)
         if old:
             name = self.clock.rng.choice(old)
@@ -454,14 +455,14 @@ class World:
             self.lost_with_head |= set(under_way)
             self.head_is_up = True
             return
-        # A supervisor starts the next one at once; a standby on another machine later.
+        # A supervisor starts the next head immediately, a standby on another machine later.
         gap_s = self.clock.rng.choice((0.0, 1.0)) * self.clock.rng.random()
         self.clock.after(gap_s, lambda: self._take_over(under_way, roles))
 
     def _take_over(
         self, under_way: dict[RequestId, Request], roles: dict[InstanceId, Role]
     ) -> None:
-        """Another head goes on with the answers that the last one began."""
+        """Lets another head continue the answers that the last head began."""
         self.head_is_up = True
         self.seen["takeovers"] += 1
         self.post(InstancesExpected(roles))
@@ -538,7 +539,7 @@ class World:
             assert state.info.role is life.instance.role
 
     def _check_cache(self, life: Life, kept: set[BlockKey]) -> None:
-        """Asserts that cached blocks match their keys; adds those that must stay to `kept`."""
+        """Asserts that cached blocks match their keys; adds to `kept` the blocks that must stay."""
         pool = life.instance.pool
         named: dict[BlockKey, int] = {}
         for truth in self.truths.values():

@@ -1,4 +1,5 @@
-"""The processes of a soak: starts and kills them, reads their messages, tracks their blocks."""
+"""Runs the processes of a soak: starts and kills them, reads their messages, tracks their
+blocks."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SoakError(AssertionError):
-    """An invariant is violated; the text says which in one line."""
+    """Is raised if an invariant is violated; the text says which in one line."""
 
 
 class Member:
-    """One instance over all of its incarnations."""
+    """Is one instance over all of its incarnations."""
 
     def __init__(self, number: int, folder: Path, num_blocks: int, num_slots: int) -> None:
         self.number = number
@@ -48,9 +49,9 @@ class Member:
         self.address: PeerAddress | None = None  # of this incarnation, once it has joined
         self.life = 0
         self.in_dram: set[BlockKey] = set()
-        self.on_ssd: set[BlockKey] = set()  # and not in DRAM
+        self.on_ssd: set[BlockKey] = set()  # on the SSD and not in DRAM
         self.flipped: dict[int, BlockKey] = {}  # slots with a flip that no read has found yet
-        self.doubtful: set[int] = set()  # the same, unless a failed write replaced it
+        self.doubtful: set[int] = set()  # the same slots, unless a failed write replaced them
         self.tainted: set[BlockKey] = set()  # flipped in memory, and possibly written to the SSD
         self.counters: dict[str, float] = {}  # of this incarnation
         self.before: Counter[str] = Counter()  # of earlier incarnations
@@ -64,14 +65,15 @@ class Member:
         return key in self.in_dram or key in self.on_ssd
 
     def reach(self, keys: list[BlockKey]) -> int:
-        """The length of the longest run of `keys` that the instance should hold."""
+        """Returns the length of the longest run of `keys` that the instance should hold."""
         for index, key in enumerate(keys):
             if not self.holds(key):
                 return index
         return len(keys)
 
     def way(self, relayed: bool) -> PeerAddress:
-        """The transport to the instance: shared memory, or TCP through its relay if it has one."""
+        """Returns the transport to the instance: shared memory, or TCP through its relay if it has
+        one."""
         assert self.address is not None
         if not relayed:
             return self.address
@@ -113,7 +115,7 @@ class Member:
 
 
 class Cluster:
-    """All instances. `on_message` gets messages about attempts; `on_death` gets each kill."""
+    """Holds all instances. `on_message` gets messages about attempts; `on_death` gets each kill."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class Cluster:
         return [member for member in self.members if member.up]
 
     def send(self, member: Member, message: orders.Down) -> None:
-        """Sends a message; to an instance that has just died it is lost, as on a wire."""
+        """Sends a message; a message to an instance that has just died is lost, as on a wire."""
         if member.sock is not None:
             try:
                 orders.send(member.sock, message)

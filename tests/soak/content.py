@@ -1,4 +1,5 @@
-"""The correct content of every block and answer of a soak, as pure functions of the tokens.
+"""Computes the correct content of every block and answer of a soak, as pure functions of the
+tokens.
 
 The bytes of a full block follow from its key. The bytes of a partial block follow from the key that
 it would have if it ended there. So every byte can be checked in every place, and a block of another
@@ -31,7 +32,7 @@ def slice_bytes(key: BlockKey, layer: int) -> bytes:
 
 
 def names(tokens: Sequence[int], tenant: str) -> list[BlockKey]:
-    """The keys of a sequence's full blocks, and a name for its last, partial block."""
+    """Returns the keys of a sequence's full blocks, and a name for its last, partial block."""
     root = root_key(LAYOUT.fingerprint, tenant)
     keys = block_keys(tokens, LAYOUT.block_tokens, root)
     rest = tokens[len(keys) * LAYOUT.block_tokens :]
@@ -47,7 +48,7 @@ def next_token(tokens: Sequence[int], tenant: str) -> int:
 
 
 def next_of(name: BlockKey) -> int:
-    """The token that follows a sequence whose last block has this name."""
+    """Returns the token that follows a sequence whose last block has this name."""
     return int.from_bytes(hashlib.sha256(b"token" + name).digest()[:4], "little") % VOCABULARY
 
 

@@ -1,4 +1,4 @@
-"""Disk faults, injected at the lowest calls that the store makes: a full and a hanging disk."""
+"""Injects disk faults at the lowest calls that the store makes: a full disk and a hanging disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FaultyDisk:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _wait(self) -> None:
-        """Blocks while the disk hangs, as a call in the kernel would."""
+        """Blocks while the disk hangs, like a call in the kernel."""
         while (left_s := self._hang_until_s - time.monotonic()) > 0:
             time.sleep(left_s)
 

@@ -55,7 +55,8 @@ class Drills:
         )
 
     def memory_written_to_the_disk(self) -> None:
-        """The block is written with its original checksum, so its next load must fail."""
+        """Flips a bit of a block that is written with its original checksum, so its next load must
+        fail."""
         source, _ = self._new_prompt_at_two()
         if source is None:
             return
@@ -130,7 +131,7 @@ class Drills:
     def _new_prompt_at_two(
         self,
     ) -> tuple[tuple[Member, list[int], list[BlockKey]] | None, Member]:
-        """A prompt that one instance computes and another reads: its checksums are known."""
+        """Makes a prompt that one instance computes and another reads: its checksums are known."""
         member = self._rng.choice(self._cluster.up)
         reader = self._other(member)
         prompt, keys = self._prompt()
@@ -141,7 +142,7 @@ class Drills:
 
     def _flip_memory(self, member: Member, keys: list[BlockKey]) -> BlockKey | None:
         end_s = time.monotonic() + 10.0
-        while time.monotonic() < end_s:  # until its last reader has released it
+        while time.monotonic() < end_s:  # until the block's last reader has released it
             for key in self._rng.sample(keys, len(keys)):
                 answer = self._cluster.ask(member, orders.FlipMemory(key=key))
                 assert isinstance(answer, orders.Flipped)
@@ -152,7 +153,7 @@ class Drills:
         return None
 
     def _demoted_prompt(self, member: Member) -> tuple[BlockKey, tuple[int, ...], str] | None:
-        """A prompt whose blocks are in DRAM up to one that is on the SSD only."""
+        """Finds a prompt whose blocks are in DRAM up to a block that is on the SSD only."""
         candidates = sorted(member.on_ssd)
         for key in self._rng.sample(candidates, min(40, len(candidates))):
             if key not in self._traffic.prompts or key in member.flipped.values():

@@ -1,5 +1,5 @@
-"""An engine that computes nothing. It checks every byte of its input and writes the bytes that a
-real engine would compute. It runs in its own thread, as a real engine does."""
+"""Is an engine without computation. The engine checks every byte of its input and writes the bytes
+that a real engine would compute. Like a real engine, it runs in its own thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.soak.content import LAYOUT, names, next_of, slice_bytes
 
 @dataclass(frozen=True)
 class Known:
-    """The parts of a sequence that a step does not show: all of its tokens, and its tenant."""
+    """Holds the parts of a sequence that a step does not show: all of its tokens, and its
+    tenant."""
 
     tokens: Sequence[int]
     tenant: str

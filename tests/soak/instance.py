@@ -1,7 +1,7 @@
-"""One instance of a soak, a process of its own: `python -m tests.soak.instance FD`.
+"""Runs one instance of a soak in a separate process: `python -m tests.soak.instance FD`.
 
-State machine, messenger, SSD store and the code that performs the actions are the real ones; only
-the engine computes nothing. FD is a socket to the driver.
+State machine, messenger, SSD store and the code that performs the actions are the product's own;
+only the engine is a fake. FD is a socket to the driver.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HANG_PAUSE_S = 0.3
 SEGMENT_SLOTS = 64
 TALLY_S = 0.1
 VALIDATED = 64
-"""After this many events, all that must hold between two events is asserted."""
+"""After this many events, the instance asserts all invariants that hold between two events."""
 COST = FittedCost(prefill=(0.001, 1e-4, 0.0, 0.0), decode=(0.001, 0.0, 0.0))
 _DIE_WITH_PARENT = 1
 
@@ -107,7 +107,7 @@ class SoakInstance:
         self._engine = FillingEngine(self._arena, self._messenger, plan.seed, post, self.wrong)
         self._driver = self._drive()
         self._flipped = set(plan.flipped)
-        self._overwriting: set[int] = set()  # slots that held a flip when their write began
+        self._overwriting: set[int] = set()  # slots that held a flipped bit when their write began
         self._loads: dict[str, tuple[int, ...]] = {}
         self._stores: dict[str, tuple[int, ...]] = {}
         self._num_events = 0
@@ -188,7 +188,7 @@ class SoakInstance:
         ]
         self._engine.submit(step, known)
 
-    # Flips on the disk: a read must find each of them
+    # Flips on the disk: a read must find each flip.
 
     def _note_storage(self, action: StoreBlocks | LoadBlocks | ForgetStored) -> None:
         if isinstance(action, LoadBlocks):
@@ -259,7 +259,7 @@ class SoakInstance:
         place[self._rng.randrange(len(place))] ^= 1 << self._rng.randrange(8)
         return True
 
-    # Check of the whole instance
+    # Check of the whole instance:
 
     def _check(self) -> Checked:
         self._instance.validate()
@@ -284,7 +284,7 @@ class SoakInstance:
         )
 
     def _wrong_slices(self, block_id: BlockId, key: BlockKey) -> list[str]:
-        """Slices that are wrong, but that the next reader's checksum would not detect."""
+        """Returns wrong slices that the next reader's checksum would not detect."""
         wrong = []
         for layer in range(LAYOUT.num_layers):
             place = self._arena.slice(block_id, layer)

@@ -1,4 +1,5 @@
-"""The messages between the driver of a soak and its instances, in addition to the protocol's."""
+"""Defines the messages between the driver of a soak and its instances, in addition to the
+protocol's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Plan(Struct, frozen=True, tag=True):
-    """The configuration of an instance. `flipped`: slots of its folder that hold a flip."""
+    """Holds the configuration of an instance. `flipped` are slots of its folder that hold a flipped
+    bit."""
 
     instance_id: str
     secret: bytes
@@ -28,31 +30,32 @@ class Plan(Struct, frozen=True, tag=True):
 
 
 class FlipMemory(Struct, frozen=True, tag=True):
-    """Flip a bit of this block in DRAM if it is idle and its checksums are known."""
+    """Orders a flipped bit in this block in DRAM if the block is idle and its checksums are
+    known."""
 
     key: BlockKey
 
 
 class FlipDisk(Struct, frozen=True, tag=True):
-    """Flip a bit of this block on the SSD if no read of it is in progress."""
+    """Orders a flipped bit in this block on the SSD if no read of the block is in progress."""
 
     key: BlockKey
 
 
 class FillDisk(Struct, frozen=True, tag=True):
-    """Make the disk full, or end that."""
+    """Makes the disk full, or ends that."""
 
     full: bool
 
 
 class HangDisk(Struct, frozen=True, tag=True):
-    """Let the disk hang for this time: it returns neither data nor an error."""
+    """Lets the disk hang for this time: it returns neither data nor an error."""
 
     seconds: float
 
 
 class Check(Struct, frozen=True, tag=True):
-    """Check all blocks; answered with `Checked`."""
+    """Orders a check of all blocks; the answer is `Checked`."""
 
 
 class Stop(Struct, frozen=True, tag=True):
@@ -65,15 +68,16 @@ class Joined(Struct, frozen=True, tag=True):
 
 
 class Flipped(Struct, frozen=True, tag=True):
-    """The answer to a flip; `slot` is set for a flip on the SSD."""
+    """Answers a flip; `slot` is set for a flip on the SSD."""
 
     done: bool
     slot: int = -1
 
 
 class FlipFound(Struct, frozen=True, tag=True):
-    """A load failed at a flipped slot (`read`: because of the flip), or a write overwrites it. The
-    flip is gone only after that write has succeeded; until then its state is unknown."""
+    """Reports that a load failed at a flipped slot (`read`: because of the flip), or that a write
+    overwrites it. The flip is gone only after that write has succeeded; until then its state is
+    unknown."""
 
     slot: int
     read: bool
@@ -81,8 +85,8 @@ class FlipFound(Struct, frozen=True, tag=True):
 
 
 class Checked(Struct, frozen=True, tag=True):
-    """`wrong`: one line for each cached block whose bytes do not match its key and would pass its
-    checks."""
+    """`wrong` has one line for each cached block whose bytes do not match its key and would pass
+    its checks."""
 
     load: InstanceLoad
     wrong: tuple[str, ...]
@@ -94,13 +98,13 @@ class Checked(Struct, frozen=True, tag=True):
 
 
 class Tally(Struct, frozen=True, tag=True):
-    """Counters of this incarnation."""
+    """Holds counters of this incarnation."""
 
     counters: dict[str, float]
 
 
 class Wrong(Struct, frozen=True, tag=True):
-    """An invariant is violated; the soak ends."""
+    """Reports a violated invariant; the soak ends."""
 
     message: str
 
@@ -118,7 +122,7 @@ def send(sock: socket.socket, message: Down | Up) -> None:
 
 
 def receive_down(sock: socket.socket) -> Down | None:
-    """Returns the next message; None when the connection ends."""
+    """Returns the next message, or None when the connection ends."""
     data = sock.recv(MAX_MESSAGE_BYTES)
     return _DOWN.decode(data) if data else None
 

@@ -1,4 +1,4 @@
-"""A wire between instances that can be slow, flip bits and break: one relay per instance.
+"""Runs a wire between instances that can be slow, flip bits and break: one relay per instance.
 
 Its threads only move bytes; the driver decides which faults occur and when.
 """
@@ -14,7 +14,8 @@ import time
 CHUNK_BYTES = 32 << 10
 HEAD_BYTES = 400
 FRESH_FACTOR = 3
-"""The messages that go with the blocks are few bytes of many: flips there would hardly be met."""
+"""Is the smallest chunk that gets a flip. Smaller chunks are messages beside the blocks, which are
+few of all bytes."""
 MAX_CONNECTIONS = 512
 
 
@@ -92,8 +93,8 @@ class Relay:
                 source.close()
 
     def _spoil(self, data: bytes, num_before: int, fresh: bool) -> bytes:
-        """Flips a bit, but never in the handshake, which would only be refused. `fresh`: a message
-        may begin here."""
+        """Flips a bit, but never in the handshake, which would only be refused. `fresh` says that a
+        message may begin here."""
         armed = self._flip_next and len(data) >= CHUNK_BYTES // 4
         rate = self.flip_rate * (FRESH_FACTOR if fresh else 1)
         drawn = rate and num_before > 1000 and self._rng.random() < rate

@@ -1,4 +1,4 @@
-"""The loop of a soak, its faults, and the invariants at its checkpoints."""
+"""Runs the loop of a soak, its faults, and the invariants at its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.soak.traffic import Traffic
 NUM_BLOCKS = 320
 NUM_SLOTS = 640
 IN_FLIGHT = 5
-"""Works per instance."""
+"""Is the number of requests under way per instance."""
 CHECKPOINTS = 10
 MORE_CHECKPOINTS = 30
-"""At most this many follow while a figure is lacking."""
+"""Is the largest number of further operations while a figure is lacking."""
 KILLS = 12
 FILLS = 8
 HANGS = 6
@@ -36,12 +36,12 @@ FLIPS = 60
 SLOW_S = 0.03
 FAULT_S = 1.0
 FAULTS_OPERATIONS = 50_000
-"""In this many operations there are as many faults as said above, and never fewer."""
+"""In this many operations, at least the numbers of faults above occur."""
 IDLE_S = 120.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20
 WIRE_FLIP_RATE = 0.05
-"""Share of chunks that are flipped while this lasts."""
+"""Is the share of chunks that are flipped while this fault lasts."""
 _MOVED = ("fetched_bytes", "received_bytes")
 _COUNTED = ("put", "get", "left", "stored_blocks", "loaded_blocks")
 
@@ -72,7 +72,7 @@ class Soak:
         self.faults = self._draw_faults()
 
     def done(self) -> int:
-        """Block operations so far."""
+        """Returns the number of block operations so far."""
         total = 0.0
         for member in self.cluster.members:
             total += sum(member.total(name) for name in _COUNTED)
@@ -131,10 +131,10 @@ class Soak:
             else:
                 self.cluster.pump(0.01)
 
-    # Faults
+    # Faults:
 
     def _draw_faults(self) -> list[tuple[int, str]]:
-        """Faults as (operation, kind), the next one last."""
+        """Holds faults as (operation, kind), with the next fault last."""
         often = max(1, self.operations // FAULTS_OPERATIONS)
         kinds = ["kill"] * KILLS + ["fill"] * FILLS + ["slow"] * SLOW_SPELLS + ["flip"] * FLIPS
         kinds += ["wire"] * WIRE_SPELLS + ["hang"] * HANGS
@@ -181,7 +181,7 @@ class Soak:
     def _empty(self, member: Member) -> None:
         self.cluster.send(member, orders.FillDisk(full=False))
 
-    # Checkpoints
+    # Checkpoints:
 
     def checkpoint(self) -> None:
         self._wait_for_all()
@@ -222,7 +222,8 @@ class Soak:
             self.cluster.pump(0.05)
 
     def _grown(self, member: Member, checked: orders.Checked) -> list[str]:
-        """A process may grow at first; from its second checkpoint on it may not."""
+        """Asserts that a process does not grow from its second checkpoint on; at first it may
+        grow."""
         key = (member.name, member.life)
         first = self._sizes.setdefault(key, checked)
         problems = []
@@ -233,7 +234,7 @@ class Soak:
             problems.append(f"{member.name}: {mib[0]} MiB of memory, {mib[1]} before")
         return problems
 
-    # The end
+    # The end:
 
     def verify_folders(self) -> None:
         """Checks the folders: all blocks are correct except for flips that no read has found."""
@@ -243,13 +244,13 @@ class Soak:
             found = read_index(folder)
             assert found is not None
             held = found[0]
-            # A block flipped in memory may have been computed again before it was written.
+            # A block flipped in memory may have been computed again before its write.
             doubtful = {slot for slot, (key, _) in held.items() if key in member.tainted}
             doubtful |= member.doubtful
             left = set(member.flipped).intersection(held) - doubtful
             verified = verify_folder(folder)
             bad = set(verified.bad_slots) - doubtful
-            more = verified.bad_blocks - len(verified.bad_slots)  # more than are listed
+            more = verified.bad_blocks - len(verified.bad_slots)  # more flips than are listed
             if bad - left or len(left - bad) > more:
                 raise SoakError(
                     f"{folder}: bad blocks in {sorted(bad)}, but flips that were not read yet in"
@@ -260,7 +261,7 @@ class Soak:
 
 
 def _described(name: str, load: InstanceLoad) -> dict[str, Any]:
-    """The load in the form that `/cluster` shows."""
+    """Returns the load in the form that `/cluster` shows."""
     pool = TierLoad(
         blocks=load.num_blocks,
         held=load.held_blocks,

@@ -1,4 +1,4 @@
-"""A short soak with every kind of fault, and proof that it notices planted defects."""
+"""Runs a short soak with every kind of fault, and proves that it notices planted defects."""
 
 from __future__ import annotations
 

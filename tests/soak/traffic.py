@@ -1,4 +1,4 @@
-"""The requests of a soak.
+"""Makes the requests of a soak.
 
 Conversations grow, move between instances, are streamed, aborted and dropped. Every answer is
 compared with the correct one, and every attempt must end.
@@ -38,7 +38,7 @@ NUM_SESSIONS = 40
 MAX_SESSION_BLOCKS = 44
 TIMEOUT_S = 30.0
 HANG_S = 120.0
-"""A work that has not ended by then never will."""
+"""A request that has not ended by then never will."""
 ABORT_RATE = 0.04
 STREAM_RATE = 0.35
 RELAY_RATE = 0.5
@@ -165,7 +165,7 @@ class Traffic:
         if self.attempts and self.rng.random() < ABORT_RATE:
             self._give_up(self.rng.choice(list(self.attempts.values())), "aborted")
 
-    # Messages of instances
+    # Messages of instances:
 
     def on_death(self, member: Member) -> None:
         for attempt in list(self.attempts.values()):
@@ -244,7 +244,7 @@ class Traffic:
             attempt.session.busy = False
         del self.attempts[attempt.work.attempt_id]
 
-    # Requests
+    # Requests:
 
     def _new_session(self) -> Session:
         opening = self.rng.choice(self._openings)
@@ -252,7 +252,8 @@ class Traffic:
         return Session(tenant, opening + self.draw_tokens(self.rng.randint(4, 60)))
 
     def _source(self, prompt: list[int], tenant: str, reader: Member) -> PrefixSource | None:
-        """A peer that holds a longer prefix than the reader; sometimes one that does not."""
+        """Returns a peer that holds a longer prefix than the reader; sometimes a peer that does
+        not."""
         assert self.cluster is not None
         others = [member for member in self.cluster.up if member is not reader]
         if not others or self.rng.random() < 0.2:

@@ -30,12 +30,12 @@ _GENERATED = ("docs/benchmarks.md", "docs/config.md", "CHANGELOG.md")
 
 
 class Block(NamedTuple):
-    """A docstring, a run of comment lines, or a paragraph of a page."""
+    """Holds a docstring, a run of comment lines, or a paragraph of a page."""
 
     path: str
     line: int
     name: str
-    """What it describes: a class, a function, an attribute; empty for comments and pages."""
+    """Is the described part: a class, a function, an attribute; empty for comments and pages."""
     text: str
 
     def sentences(self) -> list[str]:
@@ -52,7 +52,7 @@ def blocks_of(path: str) -> list[Block]:
 
 
 def _docstrings(path: str, text: str) -> Iterator[Block]:
-    """Docstrings, and the strings that stand below an attribute."""
+    """Yields docstrings, and the strings that stand below an attribute."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -66,7 +66,7 @@ def _docstrings(path: str, text: str) -> Iterator[Block]:
 
 
 def _comments(path: str, text: str) -> Iterator[Block]:
-    """Comments; those on lines that follow each other are one."""
+    """Yields comments; comments on consecutive lines are one."""
     found: list[Block] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or _NOT_PROSE.search(token.string.lstrip("# ")):
@@ -82,7 +82,7 @@ def _comments(path: str, text: str) -> Iterator[Block]:
 
 
 def _of_page(path: str, text: str) -> Iterator[Block]:
-    """Paragraphs and cells of tables; not code and not headings."""
+    """Yields paragraphs and cells of tables, without code and headings."""
     prose = re.sub(r"^( *)```.*?^ *```", lambda m: "\n" * m[0].count("\n"), text, flags=re.M | re.S)
     line = 1
     for paragraph in re.split(r"(\n\s*\n)", prose):
@@ -98,7 +98,8 @@ def _of_page(path: str, text: str) -> Iterator[Block]:
 
 
 def files() -> list[str]:
-    """The Python files and pages that git follows, without those that a program writes."""
+    """Returns the Python files and pages that git follows, without the files that a program
+    writes."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""The decision pages have one shape, one index, and links that exist."""
+"""The decision pages have one form, one index, and links that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADINGS = ["Decided", "Limits", "Not covered", "Dropped"]
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a page, without headings, tables and link targets."""
+    """Returns the sentences of a page, without headings, tables and link targets."""
     lines = [line for line in text.splitlines() if not line.startswith(("#", "|"))]
     text = re.sub(r"\]\([^)]*\)", "]", "\n".join(lines))
     found = []
@@ -28,7 +28,7 @@ def sentences(text: str) -> list[str]:
 
 
 def test_subjects_stay_few() -> None:
-    """A new decision goes into the page of its subject."""
+    """Limits the number of pages: a new decision goes into the page of its subject."""
     assert 30 <= len(PAGES) <= MAX_PAGES
 
 

@@ -1,4 +1,4 @@
-"""deploy/: every file parses, and every command line in it is one that moonpool accepts."""
+"""deploy/: every file parses, and moonpool accepts every command line in it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONTAINER = DEPLOY / "container"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
 EXTRAS = {"vllm": r"--vllm=", "epp": r"- epp\n"}
-"""What a process of the chart needs beside moonpool and its engine, by what shows it."""
+"""Maps an extra that a process of the chart needs to the pattern that shows the need."""
 DRAIN_S = 25
-"""The default of `--drain-seconds`: what stops a process must wait for longer."""
+"""Is the default of `--drain-seconds`: a program that stops a process must wait for longer."""
 
 
 def parse(words: list[str]) -> click.Context:
-    """Parses a command line as the command would; raises click.UsageError."""
+    """Parses a command line like the command; raises click.UsageError."""
     name, *rest = [
         re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word).replace("${MOONPOOL_HEAD}", "10.0.0.1:8001")
         for word in words
@@ -40,7 +40,7 @@ def parse(words: list[str]) -> click.Context:
 
 
 def unit(path: Path) -> dict[str, dict[str, list[str]]]:
-    """Returns a unit's sections; a key may stand several times."""
+    """Returns a unit's sections; a key may occur several times."""
     sections: dict[str, dict[str, list[str]]] = {}
     for line in path.read_text().splitlines():
         if line.startswith("["):
@@ -71,7 +71,7 @@ def test_a_unit_starts_what_moonpool_accepts(path: Path) -> None:
     (line,) = service["ExecStart"]
     words = shlex.split(line.replace("%i", "decode").replace("%l", "host"))
     assert words[0].endswith("/moonpool")
-    if "--config" in words:  # the file is the administrator's
+    if "--config" in words:  # the file belongs to the administrator
         at = words.index("--config")
         assert words[at + 1].startswith("/etc/moonpool/")
         del words[at : at + 2]
@@ -79,7 +79,7 @@ def test_a_unit_starts_what_moonpool_accepts(path: Path) -> None:
     assert service["User"] == ["moonpool"]
     assert int(service["TimeoutStopSec"][0]) > DRAIN_S
     assert service["Restart"] == ["always"]  # a worker ends with status 0 when its head stops
-    assert service["KillMode"] == ["mixed"]  # the kernel's group would cut the drain short
+    assert service["KillMode"] == ["mixed"]  # a kill of the group would cut the drain short
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
@@ -138,7 +138,7 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
 
 
 def test_the_image_has_the_extras_of_what_the_chart_starts() -> None:
-    """Its smoke test runs in the environment of the tests, which has all of them."""
+    """The image's smoke test runs in the tests' environment, which has all packages."""
     templates = (DEPLOY / "helm" / "moonpool" / "templates").glob("*.*")
     text = "".join(path.read_text() for path in templates)
     needed = {extra for extra, mark in EXTRAS.items() if re.search(mark, text)}

@@ -1,4 +1,4 @@
-"""The pages say what is so: every command, flag and link in them exists."""
+"""Every command, flag and link in the pages exists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command line) of every moonpool command in a shell block."""
+    """Yields (page, command line) of every moonpool command in a shell block."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
@@ -82,7 +82,8 @@ def test_make_targets_in_the_pages_exist() -> None:
 
 
 def test_the_pages_install_from_a_clone_and_name_known_extras() -> None:
-    """No index has moonpool: its name there would be somebody else's package."""
+    """Whether no page installs moonpool from an index, which does not have it: the name there would
+    be somebody else's package."""
     provided = set(distribution("moonpool").metadata.get_all("Provides-Extra") or ())
     named = set()
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""docs/extending.md: every example is short, and runs as the page says."""
+"""Every example of docs/extending.md is short, and runs as the page says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def simulate(folder: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the page's modules and its trace."""
+    """Makes a working directory with the page's modules and its trace."""
     folder = tmp_path_factory.mktemp("extending")
     for name, code in EXAMPLES.items():
         (folder / f"{name}.py").write_text(code)

@@ -1,4 +1,4 @@
-"""A family is a description: one short table, which the model and what computes it do not know."""
+"""A family is a description: one short table, which the model and its operations do not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The locks pin every package with its hashes, lack none, and fit pyproject.toml."""
+"""The locks pin every package with its hashes, lack no package, and fit pyproject.toml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WANTED = {
 
 
 def beside(name: str) -> Lock:
-    """The packages of an environment that has this lock."""
+    """Returns the packages of an environment that has this lock."""
     below = {DOCS.name: [], DEV.name: [RUNS.name, LAB.name]}.get(name, [RUNS.name])
     return {key: value for each in (*below, name) for key, value in LOCKS[each].items()}
 
@@ -68,7 +68,8 @@ def test_the_project_admits_what_is_pinned(name: str) -> None:
 
 
 def needs_of(package: str, extras: set[str]) -> Iterator[Requirement]:
-    """The requirements of an installed package that hold here. Raises PackageNotFoundError."""
+    """Returns the requirements of an installed package that hold here. Raises
+    PackageNotFoundError."""
     for line in distribution(package).requires or ():
         needed = Requirement(line)
         marker = needed.marker
@@ -84,7 +85,8 @@ def test_the_demo_needs_no_package_that_only_draws_or_plans() -> None:
 
 @pytest.mark.parametrize("name", [RUNS.name, LAB.name, DEV.name])
 def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
-    """pip refuses an incomplete list when it installs; this names what is missing."""
+    """Names the packages that the list lacks; pip only refuses an incomplete list when it
+    installs."""
     pinned, checked = beside(name), 0
     roots = [Requirement(line) for line in WANTED[name]]
     extras = {canonicalize_name(root.name): set(root.extras) for root in roots}

@@ -1,4 +1,4 @@
-"""docs/python.md: every snippet runs as it stands."""
+"""Every snippet of docs/python.md runs without changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comments, docstrings and pages refer to exists: files, tests, modules and their names."""
+"""Every file, test, module and name exists to which comments, docstrings and pages refer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_OTHERS = {
     "ik_llama.cpp",
     "config.json",
 }
-"""Files of other projects, and projects whose names look like files."""
+"""Lists files of other projects, and projects whose names look like files."""
 FOLDERS = (
     *("benchmarks", "deploy", "docs", "engine", "examples", "lab", "papers", "src", "tests"),
     "website",
@@ -43,7 +43,7 @@ GENERATED = ("build", "__pycache__", ".egg-info")
 
 
 class Text(NamedTuple):
-    """A comment, a docstring or a page, and the line on which it begins."""
+    """Holds a comment, a docstring or a page, and its first line."""
 
     path: Path
     line: int
@@ -56,7 +56,8 @@ class Text(NamedTuple):
 
 @cache
 def texts_of_sources() -> tuple[Text, ...]:
-    """The comments and docstrings of Python files that name something; C++ files whole."""
+    """Returns the comments and docstrings of Python files that name something, and whole C++
+    files."""
     examples = [*(ROOT / "examples").glob("*.py"), *ROOT.glob("*.py")]
     found = []
     for path in [*SOURCES, *BESIDE, *TESTS, *examples]:
@@ -83,14 +84,14 @@ def texts_of_pages() -> Iterator[Text]:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     pages += [path for folder in PACKAGES.values() for path in folder.rglob("*.md")]
     for path in [*pages, *deploy, ROOT / "Makefile"]:
-        # What was removed is named where it was: the changelog.
+        # The changelog may name what was removed.
         if path.name != "CHANGELOG.md":
             yield Text(path, 1, path.read_text())
 
 
 @cache
 def known() -> dict[str, Path]:
-    """Every file by each of its paths' ends: a text may leave out where a room is."""
+    """Maps every file by each end of its path: a text may omit the first folders."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -103,7 +104,7 @@ def known() -> dict[str, Path]:
 
 
 def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
-    """The references to a file, or to a test or constant in it, that does not exist."""
+    """Returns the references to a file, or to a test or constant in it, that does not exist."""
     for found in pattern.finditer(text.text):
         name, test = found.groups()
         if name in OF_OTHERS or name.isupper() or name.startswith("FOLDER/"):
@@ -116,7 +117,8 @@ def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def names_nothing(name: str) -> bool:
-    """True for a name such as `kvcache.ssd_tier` of which no module, or no part of one, exists."""
+    """Whether this is a name such as `kvcache.ssd_tier` of which no module, or no part of one,
+    exists."""
     if name in schema_of(Config):  # a key of the configuration
         return False
     parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The structure of the code base, as tests: which room may import which, what no file may contain.
+"""Tests the structure of the code base: which room may import which, and what no file may contain.
 
 A room is a folder or module directly under one of the three packages, such as `conductor`,
 `engine/transfer` or `lab/replay`, or one of `benchmarks`, `papers` and `website` beside them. Each
@@ -34,8 +34,8 @@ MAX_FILE_LINES = 600
 MAX_MODULES_PER_FOLDER = 30
 MAX_FUNCTION_LINES = 70
 
-# A room may import rooms of earlier lines only. `api` knows the head only by the protocol it
-# declares itself, so the head that implements it stands above.
+# A room may import rooms of earlier lines only. `api` knows the head only by the protocol that
+# `api` declares, so the head that implements it has a later line.
 LEVELS = (
     {"types", "distributions"},
     {"config", "refusal", "request_record"},
@@ -173,15 +173,15 @@ ALL = [*SOURCES, *BESIDE, *TESTS]
 
 
 MOST_PARTS = 8
-"""More parts of a constructor are more than a reader can keep in mind. Values of data, without an
-`__init__` of their own, are not counted."""
+"""A reader cannot keep more parts of a constructor in mind. Classes of data, without an `__init__`
+of their own, do not count."""
 FEWER_PARTS = {"RequestLifecycle": 6, "AttemptPlanner": 5, "Simulation": 3}
 
 MOST_PRIVATE_USES = 29
 """A private name of another object ties a test to how a thing is done, so that nobody can do it in
 another way. Set this to the new number when there are fewer. Never raise it: give what a test needs
 a public name, or look at what the thing does."""
-NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # public, of each NamedTuple
+NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # the public fields of each NamedTuple
 NOT_OURS |= {"_repr_html_"}  # of notebooks
 NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers
 
@@ -193,8 +193,8 @@ STAND_ALONE |= set((ROOT / "benchmarks").glob("*.py"))
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_of_this_file_alone() -> Iterator[None]:
-    """The trees of all files are millions of objects. No collection need look at them while they
-    are made, and none that comes later should."""
+    """The trees of all files are millions of objects. Garbage collection ignores them while they
+    are made and later."""
     gc.disable()
     yield
     nodes_of.cache_clear()
@@ -213,7 +213,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def room_of(module: str) -> str:
-    """Returns `a.b` of moonpool.a.b if that is a room by itself, else `a`; `lab/a` of
+    """Returns `a.b` of moonpool.a.b if `a.b` is a room, else `a`; returns `lab/a` of
     moonpool_lab.a."""
     parts = module.split(".")
     part = ""
@@ -286,13 +286,13 @@ def _import_violations(path: Path) -> Iterator[str]:
 
 
 def test_packages_know_each_other_one_way() -> None:
-    """The engine and the lab are known to `moonpool` by entry points alone."""
+    """Whether `moonpool` knows the engine and the lab by entry points alone."""
     wrong = {pair: count for pair, count in borders().items() if pair not in ALLOWED}
     assert wrong == {}
 
 
 def test_no_modules_import_each_other() -> None:
-    """This covers imports through others, within functions, and for types only."""
+    """Whether this also holds for imports through others, within functions, and for types only."""
     report(", ".join(circle) for circle in circles())
 
 
@@ -344,8 +344,8 @@ def _unsafe_calls(path: Path) -> Iterator[str]:
 
 
 def test_no_wait_swallows_its_cancellation() -> None:
-    """`asyncio.wait_for` of Python 3.11 does if what it waits for ends in the same turn.
-    `asyncio.timeout` does not."""
+    """Whether no code calls `asyncio.wait_for`, which can lose a cancellation in Python 3.11 if its
+    task ends in the same turn. `asyncio.timeout` cannot."""
     report(
         f"{name_of(path)}:{call.lineno}: calls wait_for(): use asyncio.timeout"
         for path in SOURCES
@@ -421,7 +421,7 @@ def test_no_path_of_one_machine() -> None:
         ".github",
     )
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
-    files = [p for p in files if p.parent.suffix != ".egg-info"]  # installers write those
+    files = [p for p in files if p.parent.suffix != ".egg-info"]  # installers write these files
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0
     for path in files:
@@ -438,7 +438,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_no_two_test_modules_share_a_name() -> None:
-    """pytest could not import both; it can with `conftest.py`."""
+    """pytest cannot import two test files of one name, but it can import several `conftest.py`."""
     alone = [p for p in TESTS if not (p.parent / "__init__.py").exists()]
     alone = [p for p in alone if p.name != "conftest.py"]
     names = Counter(path.name for path in alone)
@@ -460,7 +460,7 @@ def test_the_parts_are_counted() -> None:
 
 
 def _constructors(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int, int]]:
-    """Name, line and number of parts of each class with an `__init__` of its own."""
+    """Yields name, line and number of parts of each class with an `__init__` of its own."""
     for node in nodes:
         for each in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(each, ast.FunctionDef) and each.name == "__init__":
@@ -483,7 +483,8 @@ def test_a_private_name_of_another_object_or_module_is_a_use() -> None:
 
 
 def _private_uses(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Line and expression of each. What an object does with its own is none."""
+    """Yields line and expression of each private use. An object's use of its own names does not
+    count."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             found = [name.name for name in node.names if _is_private(name.name)]
@@ -500,7 +501,8 @@ def _is_private(name: str) -> bool:
 
 
 def _explained() -> list[str]:
-    """What the second table of the page on errors quotes: `...` stands for what differs."""
+    """Returns the quotes of the second table of the page on errors: `...` stands for what
+    differs."""
     table = TROUBLESHOOTING.read_text().partition("## By the words of an error")[2]
     return re.findall(r"^\| `([^`]+)` \|", table, re.M)
 
@@ -517,7 +519,7 @@ def test_an_error_that_is_explained_is_said(text: str) -> None:
 
 @cache
 def _said() -> str:
-    """All strings of the sources, with `\\0` for each value within one."""
+    """Returns all strings of the sources, with `\\0` for each value within one."""
     parts = []
     for path in SOURCES:
         for node in nodes_of(path):

@@ -1,5 +1,5 @@
-"""Every line of SECURITY.md's threat model names a test that exists, and its tables are those of
-the source; reliability.md is current."""
+"""Every line of SECURITY.md's threat model names a test that exists, and its tables equal the
+source's; reliability.md is current."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_page_of_faults_is_what_the_results_give() -> None:
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the rows below a heading of SECURITY.md."""
+    """Returns the cells of the rows below a heading of SECURITY.md."""
     text = TEXT[TEXT.index(f"\n## {heading}\n") + 1 :].split("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]

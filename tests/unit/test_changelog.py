@@ -1,4 +1,5 @@
-"""The changelog is made of files: what they may say, where their lines go, what a release makes."""
+"""The changelog is made of files: tests their allowed text, the places of their lines, and the text
+of a release."""
 
 from __future__ import annotations
 

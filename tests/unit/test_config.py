@@ -1,4 +1,4 @@
-"""The configuration: every mistake has a message that says what to do."""
+"""Every mistake in the configuration gets a message that says what to do."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_all_contradictions_are_told() -> None:
 
 
 def values_of(field: FieldSchema) -> SearchStrategy[Any]:
-    """Right and wrong values of a key, of any type."""
+    """Draws right and wrong values of a key, of any type."""
     wrong = st.sampled_from([-1, 0, 1, 2, 3, 10**30, 1.5, float("nan"), "", "x", True, [], [1], {}])
     right = get_args(field.kind) if get_origin(field.kind) is Literal else ()
     return st.one_of(st.sampled_from(right), wrong) if right else wrong

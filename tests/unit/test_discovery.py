@@ -1,4 +1,5 @@
-"""Which vLLM servers there are: files and answers of DNS as they come, and who may join."""
+"""Tests which vLLM servers are known: by files and answers of DNS as they come, and which may
+join."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def test_any_bytes_are_servers_or_one_error(data: bytes) -> None:
             assert all(server.name for server in parse_endpoints(text)[0].endpoints)
 
 
-# DNS
+# DNS:
 
 
 def test_sources_are_read() -> None:
@@ -153,7 +154,7 @@ def test_any_answer_is_records_or_one_error(data: bytes) -> None:
             pass
 
 
-# Who may join
+# Servers that may join:
 
 
 def test_a_server_joins_and_leaves_at_once() -> None:
@@ -235,7 +236,7 @@ def test_a_server_that_is_held_off_is_said_once() -> None:
 
 
 def test_what_serves_already_stays_until_all_sources_are_read(tmp_path: Path) -> None:
-    """After an upgrade: a source that cannot be read at first drains nothing."""
+    """Whether a source that cannot be read after an upgrade drains no server."""
     late, there = tmp_path / "late.yaml", tmp_path / "there.yaml"
     there.write_text("endpoints: [{name: b, address: b, port: 8000}]")
 
@@ -276,7 +277,7 @@ def test_a_place_is_read_as_the_endpoint_that_it_is_of(
 def test_a_listed_server_that_dies_again_and_again_is_held_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its worker waits before it joins again: not after the first death, then longer each time."""
+    """A worker waits before it joins again: not after the first death, then longer each time."""
     from moonpool.config.vllm import VllmAddress
     from moonpool.vllm import worker as vllm_worker
 

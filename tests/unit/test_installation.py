@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 class Installed:
-    """Stands in for the metadata of a distribution. None means that it records nothing."""
+    """Stands for the metadata of a distribution. None means that the distribution records
+    nothing."""
 
     def __init__(self, origin: dict[str, Any] | None) -> None:
         self.origin = origin
@@ -32,7 +33,7 @@ class Installed:
 def command_for(
     origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, extra: str = "vllm"
 ) -> list[str]:
-    """The words that a shell makes of the command."""
+    """Returns the words that a shell makes of the command."""
     monkeypatch.setattr(installation, "checkout_of", lambda module: None)
     monkeypatch.setattr(installation, "distribution", lambda name: Installed(origin))
     monkeypatch.setattr(installation, "which", lambda name: str(Path(sys.executable).parent / name))
@@ -139,7 +140,7 @@ def test_what_the_command_names_is_taken_by_pip() -> None:
 
 
 def test_no_other_place_says_how_to_install_an_extra() -> None:
-    """A line that was written by hand holds for one way of installation only."""
+    """Whether no page has such a line written by hand, which fits one way of installation only."""
     by_hand = re.compile(r"pip install[^\n]*(?:moonpool|\.)\[|moonpool\[\{?\w+\}?\]")
     own = ROOT / "src" / "moonpool" / "installation.py"
     found = [

@@ -1,4 +1,4 @@
-"""Lines that strangers can cause are few, and what was left out is counted."""
+"""Log lines that foreign clients can cause are few, and omitted lines are counted."""
 
 from __future__ import annotations
 

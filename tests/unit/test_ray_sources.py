@@ -1,5 +1,5 @@
-"""`--vllm-endpoints ray://...` and `ray-serve://...`: a double of Ray's dashboard over real HTTP,
-in the form of Ray 2.60. `tests/live/test_ray_sources.py` has a real Ray."""
+"""Tests `--vllm-endpoints ray://...` and `ray-serve://...` with a double of Ray's dashboard over
+real HTTP, in the form of Ray 2.60. `tests/live/test_ray_sources.py` has a real Ray."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from moonpool.types import Role
 
 
 class Dashboard:
-    """`actors` and `nodes` are rows of `ray list`, and `serve` is what Ray Serve tells of itself.
-    `token`: the one that it wants. `status`: of its answers, where it fails."""
+    """`actors` and `nodes` are rows of `ray list`, and `serve` is Ray Serve's status. `token` is
+    the token that the double requires. `status` is the status of its answers if it fails."""
 
     def __init__(self) -> None:
         self.actors: list[dict[str, Any]] = []
@@ -271,7 +271,7 @@ def test_actors_join_move_and_leave(dashboard: Dashboard, monkeypatch: pytest.Mo
             async with asyncio.timeout(60):
                 dashboard.actors = [actor("vllm-0")]
                 assert await heard.get() == ("join", "http://10.0.0.1:8000")
-                dashboard.status = 503  # the dashboard restarts: nothing changes
+                dashboard.status = 503  # the dashboard restarts: the servers stay
                 await asyncio.sleep(0.2)
                 dashboard.actors = [actor("vllm-0", "n1")]  # a node died
                 assert heard.empty()

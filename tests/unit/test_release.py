@@ -1,4 +1,5 @@
-"""`make release`: one version, equal bytes for equal files, a list of parts with their hashes."""
+"""`make release` makes one version, equal bytes for equal files, and a list of parts with their
+hashes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def test_gaps() -> None:
 
 @pytest.mark.parametrize("counts", [(3,), (3, 2), (1, 4), (2, 2, 1)])
 def test_several_tokens_at_once(counts: tuple[int, ...]) -> None:
-    """n tokens have n - 1 gaps, which sum to the time from first to last, however they came."""
+    """n tokens have n - 1 gaps, whose sum is the time from the first to the last token, however
+    they came."""
     burst = record()
     for number, count in enumerate(counts):
         burst.note_tokens(count, 10.5 + number)
@@ -110,7 +111,7 @@ def test_clocks_that_disagree_give_no_negative_time() -> None:
 def test_tokens_after_the_end_of_an_answer_leave_no_trace(
     counts: tuple[int, ...], kept: int
 ) -> None:
-    """The record is that of an answer which ended there."""
+    """Whether the record equals the record of an answer that ended there."""
     whole, one_by_one = record(), record()
     at_s = 10.5
     for count in counts:
@@ -142,12 +143,12 @@ def test_the_stages_are_those_of_the_attempt_that_answered() -> None:
     twice.begin_attempt(10.1)
     twice.prefill_started_s, twice.cached_tokens = 10.2, 8
     twice.end_prefill(10.4)
-    twice.begin_attempt(11.0)  # the first one failed before its first token
+    twice.begin_attempt(11.0)  # the first attempt failed before its first token
     assert (twice.prefill_started_s, twice.prefill_done_s, twice.cached_tokens) == (None, None, 0)
     twice.prefill_started_s = 11.1
     twice.end_prefill(11.5)
     twice.note_tokens(1, 11.6)
-    twice.begin_attempt(14.0)  # this one fails after it
+    twice.begin_attempt(14.0)  # this attempt fails after its first token
     twice.end_prefill(14.5)
     twice.note_tokens(1, 15.0)
     twice.finished_s = 15.0

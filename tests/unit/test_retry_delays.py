@@ -1,4 +1,4 @@
-"""The waits after failures in a row, and what begins a new row."""
+"""Tests the waits after consecutive failures, and what resets them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""What runs in a vLLM to prove layouts there: a connector, planted faults, and a driver."""
+"""Holds the modules that run in a vLLM to prove layouts there: a connector, planted faults, and a
+driver."""

@@ -1,5 +1,5 @@
-"""The smallest connector that proves vLLM's layout, with and without planted faults. Each outcome
-is a line of JSON in the file MOONPOOL_TEST_OUTCOMES."""
+"""Defines the smallest connector that proves vLLM's layout, with and without planted faults. Each
+outcome is a line of JSON in the file MOONPOOL_TEST_OUTCOMES."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.live.vllm_layout.faults import LAYOUTS, MOVERS, mover_of
 
 
 class Nothing(KVConnectorMetadata):
-    """No block moves."""
+    """Loads no block."""
 
 
 class LayoutConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves nothing."""
+    """Moves no block."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -38,7 +38,7 @@ class LayoutConnector(KVConnectorBase_V1, SupportsHMA):
             self._outcome("early")
 
     def get_handshake_metadata(self) -> None:
-        """The first moment at which vLLM has warmed up. All ranks are asked together."""
+        """Runs the proof at the first moment after vLLM's warm-up. vLLM asks all ranks together."""
         planted = os.environ.get("MOONPOOL_TEST_FAULTS", "")
         faults = [*MOVERS, *LAYOUTS, "nothing copied"] if planted == "all" else []
         for fault in ["", *faults, ""] if faults else [""]:

@@ -1,4 +1,4 @@
-"""Planted faults: layouts and movers that are wrong in one way."""
+"""Plants faults: layouts and movers that are wrong in one way."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Change = Callable[[Any, Any], Any]
 
 
 class ChangedImport:
-    """A mover whose every second copy, the one into vLLM's blocks, has other bytes: `change` gets
-    them as (slices, slice_bytes) and the layout's form."""
+    """Is a mover that changes the bytes of every second copy, the copy into vLLM's blocks: `change`
+    gets the bytes as (slices, slice_bytes), and the layout's form."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
@@ -61,14 +61,14 @@ def shift_tokens(slices: Any, form: dict[str, int]) -> Any:
 
 
 def swap_layers(slices: Any, form: dict[str, int]) -> Any:
-    """Two layers of each block."""
+    """Swaps two layers of each block."""
     blocks = slices.reshape(-1, form["slices"], slices.shape[1]).copy()
     blocks[:, [0, 1]] = blocks[:, [1, 0]]
     return blocks.reshape(slices.shape)
 
 
 def lose_last_slice(slices: Any, form: dict[str, int]) -> Any:
-    """A slice of the last layer of each block."""
+    """Changes a slice of the last layer of each block."""
     blocks = slices.reshape(-1, form["slices"], slices.shape[1]).copy()
     blocks[:, -1] = 0
     return blocks.reshape(slices.shape)
@@ -81,7 +81,7 @@ def flip_a_bit(slices: Any, form: dict[str, int]) -> Any:
 
 
 def wrong_stride(layout: CacheLayout) -> CacheLayout:
-    """Blocks lie closer than they do."""
+    """Places blocks closer together than they are."""
     parts = (
         replace(part, block_stride_bytes=part.block_stride_bytes - 64) for part in layout.parts
     )
@@ -89,19 +89,19 @@ def wrong_stride(layout: CacheLayout) -> CacheLayout:
 
 
 def far_stride(layout: CacheLayout) -> CacheLayout:
-    """Blocks lie further apart than they do: the last ones in nobody's memory."""
+    """Places blocks further apart than they are, so that the last blocks lie in nobody's memory."""
     parts = (replace(part, block_stride_bytes=2 * part.block_stride_bytes) for part in layout.parts)
     return replace(layout, parts=tuple(parts))
 
 
 def next_block(layout: CacheLayout) -> CacheLayout:
-    """Each id names the block behind it."""
+    """Names the next block by each id."""
     parts = (replace(p, address=p.address + p.block_stride_bytes) for p in layout.parts)
     return replace(layout, parts=tuple(parts))
 
 
 def forget_a_layer(layout: CacheLayout) -> CacheLayout:
-    """The last one is not copied."""
+    """Leaves out the last block."""
     last = layout.parts[-1].layer_name
     return replace(layout, parts=tuple(p for p in layout.parts if p.layer_name != last))
 
@@ -123,7 +123,7 @@ LAYOUTS: dict[str, Callable[[CacheLayout], CacheLayout]] = {
 
 
 class Deaf:
-    """Copies nothing, but says it did."""
+    """Copies nothing, but says that it did."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 

@@ -1,5 +1,5 @@
-"""Starts a vLLM with the connector and lets it answer: `python -m tests.live.vllm_layout.run
-MODEL OPTIONS`, where the options are `LLM`'s as JSON. Prints the tokens of its answers."""
+"""Starts a vLLM with the connector and lets it answer: `python -m tests.live.vllm_layout.run MODEL
+OPTIONS`, where the options are `LLM`'s as JSON. Prints the tokens of the answers."""
 
 from __future__ import annotations
 

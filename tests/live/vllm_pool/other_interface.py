@@ -1,5 +1,6 @@
-"""Like `run`, in a vLLM with another interface: `python -m tests.live.vllm_pool.other_interface
-WHAT MODEL SETTINGS SALT OPTIONS`, where `change` knows WHAT."""
+"""Does the same as `run` in a vLLM with another interface: `python -m
+tests.live.vllm_pool.other_interface WHAT MODEL SETTINGS SALT OPTIONS`, where `change` knows WHAT.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from tests.live.vllm_pool.run import main
 
 
 def get_finished(self: Any, finished_req_ids: set[str], num_steps: int = 0) -> Any:
-    """Has a parameter more than vLLM's."""
+    """Has one parameter more than vLLM's own function."""
     return None, None
 
 
 def list_of(register: Any) -> Any:
-    """Gives connectors KVCache tensors without their names."""
+    """Gives connectors KVCache tensors without layer names."""
 
     def register_kv_caches(self: Any, kv_caches: dict[str, Any]) -> None:
         register(self, list(kv_caches.values()))
@@ -35,7 +36,7 @@ def change(what: str) -> None:
         case "method":
             KVConnectorBase_V1.get_finished = get_finished
         case "module":
-            # As where a module or a name that it takes from vLLM has gone.
+            # This vLLM lacks a module or a name that the connector imports.
             sys.modules["moonpool_engine.vllm.connector"] = None  # type: ignore[assignment]
         case "request":
             Request.__init__.__signature__ = inspect.Signature(

@@ -1,1 +1,1 @@
-"""Planted bugs: small patches of the product, each of which a check must find."""
+"""Plants bugs: small patches of the product, each of which a check must find."""

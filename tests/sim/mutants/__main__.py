@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _add_row(path: Path, row: dict[str, Any]) -> None:
-    """Puts the row into the table in place of its mutant's last one."""
+    """Puts the row into the table in place of its mutant's last row."""
     found = json.loads(path.read_text())["mutants"] if path.exists() else []
     rows = {one["name"]: one for one in found} | {row["name"]: row}
     ordered = [rows[name] for name in MUTANTS if name in rows]

@@ -1,4 +1,4 @@
-"""Checks of real bytes: blocks on a disk, and blocks between two messengers.
+"""Checks real bytes: blocks on a disk, and blocks between two messengers.
 
 Each case draws its sizes, its faults and its contents from its number. Whatever is damaged, a block
 that counts as arrived must be the right one.
@@ -30,11 +30,11 @@ def _layout(rng: random.Random, model: str = "tiny") -> BlockLayout:
     return BlockLayout(model, "float32", 4, rng.randint(1, 3), 1, rng.choice((8, 64)))
 
 
-# Blocks on a disk
+# Blocks on a disk:
 
 
 def disk_case(case: int) -> None:
-    """Stores blocks, damages the files or not, and loads the blocks in another process's place."""
+    """Stores blocks, may damage the files, and loads the blocks like another process."""
     rng = random.Random(case)
     layout = _layout(rng)
     keys = [BlockKey(rng.randbytes(16)) for _ in range(rng.randint(1, NUM_BLOCKS))]
@@ -102,7 +102,7 @@ def _flip(root: Path, rng: random.Random, layout: BlockLayout, num_slots: int) -
 
 
 def _swap(root: Path, layout: BlockLayout, num_slots: int) -> None:
-    """Puts each slot in the place of the next, as an index that is not true would."""
+    """Puts each slot in the place of the next slot, like a wrong index."""
     path, size = _segment(root), _slot_bytes(layout)
     data = path.read_bytes()
     slots = [data[n * size : (n + 1) * size] for n in range(num_slots)]
@@ -116,7 +116,7 @@ def _slot_bytes(layout: BlockLayout) -> int:
 
 
 def _check_other_model(root: Path, layout: BlockLayout) -> None:
-    """A folder of one model must not open for another one of the same sizes."""
+    """Checks that a folder of one model does not open for another model of the same sizes."""
     other = BlockLayout("other", *layout.__reduce__()[1][1:])
     try:
         with_store(root, other, lambda *opened: None)
@@ -125,7 +125,7 @@ def _check_other_model(root: Path, layout: BlockLayout) -> None:
     raise AssertionError("the folder of one model opens for another")
 
 
-# Blocks between two messengers
+# Blocks between two messengers:
 
 
 def wire_case(case: int) -> None:
@@ -160,7 +160,7 @@ def _reader(layout: BlockLayout, view: ShardView | None, transport: str) -> Node
 
 
 class _PartNode(Node):
-    """A node whose arena stores a part of each slice of `whole`."""
+    """Makes a node whose arena stores a part of each slice of `whole`."""
 
     def __init__(self, name: str, transport: str, whole: BlockLayout, view: ShardView) -> None:
         from moonpool.protocol.block_layout import DTYPE_BYTES

@@ -1,4 +1,5 @@
-"""The checks that look for planted bugs: each runs numbered cases, and raises where one fails."""
+"""Lists the checks that look for planted bugs: each runs numbered cases, and raises if a case
+fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what measures silence, where a process stands still for seconds."""
+"""Plants bugs in what measures silence, with processes that are stopped for seconds."""
 
 from __future__ import annotations
 

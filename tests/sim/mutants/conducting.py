@@ -1,4 +1,4 @@
-"""Mutants of the Conductor: requests that hang, sums that drift, an index that is not true."""
+"""Plants bugs in the Conductor: requests that hang, sums that drift, a wrong index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the SSD tier and the shared store."""
+"""Plants bugs in the SSD tier and the shared store."""
 
 from __future__ import annotations
 

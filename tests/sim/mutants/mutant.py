@@ -1,4 +1,4 @@
-"""What a mutant is, how it is planted, and how long a check takes to find it."""
+"""Says what a mutant is, how it is planted, and how long a check takes to find it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from tests.sim.mutants.checks import CHECKS
 
 CASE_LIMIT_S = 60
-"""A case that takes longer hangs."""
+"""A case that takes longer than this time hangs."""
 PATCH_ERRORS = (AttributeError, ImportError, NameError, TypeError)
-"""Errors of a patch that no longer fits the product: they are no finding."""
+"""Lists errors of a patch that no longer fits the product: these errors are not findings."""
 
 Make = Callable[[Any], Any]
 
 
 class CaseHungError(AssertionError):
-    """A case did not end."""
+    """Is raised if a case did not end."""
 
 
 class PatchBrokenError(Exception):
-    """The patch itself failed, so the mutant shows nothing."""
+    """Is raised if the patch itself failed, so that the mutant shows nothing."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`name` says what is wrong with our code; `like` names public bugs of the same kind."""
+    """`name` says what is wrong with the code; `like` names public bugs of the same kind."""
 
     name: str
     owner: object
@@ -51,10 +51,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first case of a check that fails under a mutant."""
+    """Is the first case of a check that fails under a mutant."""
 
     case: int
-    num_cases: int  # tried, with this one
+    num_cases: int  # cases tried, including this one
     seconds: float
     what: str
 
@@ -76,7 +76,7 @@ def plant(
 
 
 def find(mutant: Mutant, cases: Iterable[int]) -> Finding | None:
-    """Runs cases of the mutant's check until one fails; None if none does."""
+    """Runs cases of the mutant's check until a case fails; returns None if none does."""
     run = CHECKS[mutant.check].run
     began_s = time.perf_counter()
     with mutant.planted():
@@ -88,7 +88,7 @@ def find(mutant: Mutant, cases: Iterable[int]) -> Finding | None:
 
 
 def failure_of(run: Callable[[int], object], case: int) -> str:
-    """Why the case fails, in one line; "" if it passes."""
+    """Returns why the case fails, in one line, or "" if it passes."""
     before = signal.signal(signal.SIGALRM, _on_hang)
     signal.alarm(CASE_LIMIT_S)
     try:
@@ -106,7 +106,7 @@ def failure_of(run: Callable[[int], object], case: int) -> str:
 
 
 def _failing_line(error: BaseException) -> str:
-    """The function whose bare assertion failed."""
+    """Returns the function whose bare assertion failed."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

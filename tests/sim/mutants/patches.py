@@ -1,4 +1,4 @@
-"""Helpers of the patches."""
+"""Holds helpers of the patches."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Method = Callable[..., Any]
 
 
 def nothing(original: Method) -> Method:
-    """A method that does nothing."""
+    """Is a method that does nothing."""
     return lambda *args, **kwargs: None
 
 
 @contextmanager
 def edited(actions_out: ActionBuffer, edit: Callable[[Any], Any]) -> Iterator[None]:
-    """Passes each action that is added meanwhile through `edit`; None drops it."""
+    """Passes each action that is added meanwhile through `edit`, which drops it by None."""
     before = actions_out.take()
     yield
     kept = map(edit, actions_out.take())

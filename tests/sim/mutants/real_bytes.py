@@ -1,4 +1,4 @@
-"""Mutants of what moves and keeps real bytes."""
+"""Plants bugs in what moves and keeps real bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All mutants: importing a module of mutants registers them."""
+"""Holds all mutants: the import of a module of mutants registers them."""
 
 from __future__ import annotations
 

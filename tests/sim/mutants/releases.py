@@ -1,4 +1,4 @@
-"""Mutants of clusters in which two releases work together."""
+"""Plants bugs in clusters in which two releases work together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of a head that goes on with the answers of an earlier one."""
+"""Plants bugs in a head that continues the answers of an earlier head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of shares and priorities."""
+"""Plants bugs in shares and priorities."""
 
 from __future__ import annotations
 

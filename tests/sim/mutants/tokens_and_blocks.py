@@ -1,4 +1,4 @@
-"""Mutants of an instance: blocks that are freed, named, kept or read at the wrong time."""
+"""Plants bugs in an instance: blocks that are freed, named, kept or read at the wrong time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of instances whose engine is a vLLM server."""
+"""Plants bugs in instances whose engine is a vLLM server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the API share."""
+"""Holds what the tests of the API share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.api.grammars.check import GrammarCheck
 
 
 class SharedCheck:
-    """Outlives the applications that use it, and their event loops."""
+    """A helper process that outlives the applications that use it, and their event loops."""
 
     def __init__(self) -> None:
         self._check = GrammarCheck()
@@ -37,8 +37,8 @@ class SharedCheck:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_grammar_check() -> Iterator[None]:
-    """All applications use one process that compiles grammars: each start would take as long as
-    many tests. `test_grammar_bombs` has processes of its own."""
+    """Lets all applications use one process that compiles grammars: each start would take as long
+    as many tests. `test_grammar_bombs` has processes of its own."""
     shared = SharedCheck()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_pool, "GrammarCheck", lambda: shared)

@@ -1,4 +1,5 @@
-"""Outputs of many families, as their templates and tests write them, and the reading of them."""
+"""Holds outputs of many families, as their templates and tests write them, and reads these
+outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ MARKS = sorted(
 
 
 class MarkTokenizer(ByteTokenizer):
-    """Bytes, and a special token for each mark."""
+    """Is a tokenizer with bytes, and with a special token for each mark."""
 
     def __init__(self, template: str, marks: list[str]) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class MarkTokenizer(ByteTokenizer):
 
 
 class Reading:
-    """The reading of one output of a family."""
+    """Reads one output of a family."""
 
     def __init__(self, family: str, marks: list[str], skips: bool = True, **rules: Any) -> None:
         self.entry = TRANSCRIPTS[family]
@@ -117,7 +118,7 @@ class Reading:
         return [(function["name"], function["arguments"]) for function in functions]
 
     def check(self) -> None:
-        """Whether all is as the transcript was made from."""
+        """Whether all parts equal the parts that the transcript was made from."""
         wanted = [(name, arguments) for name, arguments in self.entry["calls"]]
         assert [(name, json.loads(text)) for name, text in self.arguments] == wanted
         assert self.text.strip() == self.entry["content"]

@@ -1,5 +1,5 @@
-"""A proxy that says nothing of itself: `python relay.py PORT` prints its own port, and passes bytes
-to and from PORT of this machine."""
+"""Runs a proxy that adds nothing: `python relay.py PORT` prints the proxy's own port, and passes
+bytes to and from PORT of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def main(port: int) -> None:
 
 @contextmanager
 def relayed(url: str) -> Iterator[str]:
-    """Runs it before a server; gives its URL."""
+    """Runs the proxy before a server; yields its URL."""
     port = url.rpartition(":")[2]
     with subprocess.Popen([sys.executable, __file__, port], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""A head whose answers are written down by the test."""
+"""Runs a head whose answers the test writes down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moonpool.text.tokenizers.byte import ByteTokenizer
 from moonpool.types import FinishReason, Request, RequestId, Token, TokenLogprobs
 
 Step = Output | Exception | float | threading.Event
-"""A float: seconds of silence. An event: silence until the test sets it."""
+"""A float is a time of silence in seconds. An event means silence until the test sets it."""
 Script = Callable[[Request], Sequence[Step]]
 
 
@@ -40,7 +40,7 @@ def spoken(
     cached_tokens: int = 0,
     timings_s: dict[str, float] | None = None,
 ) -> list[Step]:
-    """One output per text, each byte a token; the last one ends the answer."""
+    """Returns one output per text, with each byte as a token; the last output ends the answer."""
     steps: list[Step] = [
         Output(tokens=tuple(Token(b) for b in text.encode()), cached_tokens=cached_tokens)
         for text in texts
@@ -51,7 +51,7 @@ def spoken(
 
 
 def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
-    """One output per byte."""
+    """Returns one output per byte."""
     steps: list[Step] = []
     for byte in data:
         found = TokenLogprobs(-0.5, ((byte, -0.5), (32, -1.5))) if logprobs else None
@@ -61,7 +61,7 @@ def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
 
 
 class ScriptedHead:
-    """Implements `ServingBackend`. Records what it was asked and which requests were left early."""
+    """Implements `ServingBackend`. Records its calls, and which requests the client left early."""
 
     def __init__(self, script: Script | None = None, tokenizer: Tokenizer | None = None):
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
@@ -145,7 +145,7 @@ class ScriptedHead:
     ) -> AsyncGenerator[Output, None]:
         self.delivered.append(delivered)
         outputs = self._outputs(request)
-        self.kept.append(outputs)  # so that only an explicit close ends it, never the collector
+        self.kept.append(outputs)  # so that only an explicit close ends it, not the collector
         return outputs
 
     async def _outputs(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -215,7 +215,7 @@ def call(
     headers: dict[str, str] | None = None,
     options: ApiOptions | None = None,
 ) -> httpx.Response:
-    """One call to the application, without a socket."""
+    """Sends one call to the application, without a socket."""
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_app(head, options))
@@ -237,7 +237,7 @@ def complete(head: ScriptedHead, **fields: Any) -> httpx.Response:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended as it should."""
+    """Returns the chunks of a stream that ended without an error."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     blocks = response.text.split("\n\n")
@@ -254,7 +254,7 @@ def served(
     answers: KeptAnswers | None = None,
     tls: TlsFiles | None = None,
 ) -> Iterator[str]:
-    """The application on a real socket; gives its URL."""
+    """Serves the application on a real socket; yields its URL."""
     listener = listen("127.0.0.1", 0)
     app = make_app(head, options)
     server = http_server(app, drain_s=1, keeper=keeper, answers=answers, tls=tls)
@@ -274,7 +274,8 @@ def served(
 
 
 _QUICK = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
-"""A quicker clock for uvicorn, which checks only every 0.1 s whether all connections have ended."""
+"""Gives uvicorn a quicker clock, because it checks only every 0.1 s whether all connections have
+ended."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

@@ -1,4 +1,4 @@
-"""A keeper of answers in the process of the test."""
+"""Keeps answers in the process of the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Shelf:
         self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
-        """For each entry, the bytes of the log before it and those of its connection."""
+        """Returns, for each entry, the bytes of the log before it and the bytes of its
+        connection."""
         self._socket_fd = -1
         self._number = 6
 

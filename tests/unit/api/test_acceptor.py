@@ -1,4 +1,5 @@
-"""A connection is held from the moment it is accepted, and errors end no accepting."""
+"""A connection is held from the moment when it is accepted, and errors do not end the loop that
+accepts."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_a_connection_is_held_before_its_protocol_hears_of_it(
 
 
 class Scarce(socket.socket):
-    """A listener that finds no file descriptor for the first connections."""
+    """Is a listener that finds no file descriptor for the first connections."""
 
     num_failures = 2
 

@@ -1,5 +1,5 @@
-"""Who may call which route, by the one table: with each kind of key, from here, from afar, by a
-proxy, and from a web page."""
+"""Tests who may call which route, by the table of routes: with each kind of key, from this machine,
+from another, by a proxy, and from a web page."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ FROM_PAGES = [way for way in HEADERS if "page" in way]
 
 
 def expected(rule: RouteRule, key: str, way: str) -> set[str]:
-    """The codes of the refusals that the table allows; none: the request is admitted. `key`: "" on
-    a server without keys."""
+    """Returns the codes of the refusals that the table allows, or none if the request is admitted.
+    `key` is "" on a server without keys."""
     if rule.callers == "everybody":
         return set()
     if key in ("no", "wrong"):
@@ -75,7 +75,7 @@ def ask(client: httpx.Client, rule: RouteRule, headers: dict[str, str]) -> httpx
 
 
 def code_of(answer: httpx.Response) -> str:
-    """Why a request was not admitted; "" means that it was."""
+    """Returns why a request was not admitted, or "" if it was."""
     if answer.status_code not in (401, 403):
         return ""
     error = answer.json()["error"]  # Anthropic's errors have no code
@@ -98,7 +98,7 @@ def fast_frames() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[KEYED, None], ids=["keys", "no keys"])
 def servers(request: Any, fast_frames: None) -> Iterator[tuple[bool, str, str]]:
-    """Whether it has keys, its URL, and that of a proxy before it."""
+    """Yields whether the server has keys, its URL, and the URL of a proxy before it."""
     head = ScriptedHead()
     with served(head, request.param) as url, relayed(url) as proxy:
         yield request.param is not None, url, proxy
@@ -148,7 +148,7 @@ def test_a_body_is_read_up_to_the_limit_of_its_route() -> None:
             assert answer.status_code == status
 
 
-# Web pages
+# Web pages:
 
 OWN = ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "node7:8000", "a.local", "x.internal:1"]
 
@@ -204,7 +204,7 @@ def test_a_link_to_a_page_of_the_server_may_be_followed() -> None:
         assert httpx.get(f"{url}/cluster", headers=followed).status_code == 200
 
 
-# This machine
+# Calls from this machine:
 
 POST = "import urllib.request as r, sys; r.urlopen(r.Request(sys.argv[1], method='POST'))"
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); "
@@ -246,7 +246,7 @@ def test_a_connection_that_is_unknown_is_not_local() -> None:
     assert call(ScriptedHead(), "/reset_prefix_cache").status_code == 403, "it has no socket"
 
 
-# Headers
+# Headers:
 
 TWICE = [
     "authorization",

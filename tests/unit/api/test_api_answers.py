@@ -1,4 +1,4 @@
-"""What a good call gets back, and what the head is asked for."""
+"""A good call gets its response, and the head gets the right request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonpool.types import FinishReason, Request, Slo, Token
 
 
 def seed_speaks(request: Request) -> list[Output]:
-    """Tells apart what `n` made of one request."""
+    """Distinguishes the `n` requests of one call."""
     return spoken(f"seed {request.sampling.seed}")  # type: ignore[return-value]
 
 
@@ -42,7 +42,7 @@ def test_a_chat_answer_has_openais_shape() -> None:
             "token_ids": None,
         }
     ]
-    assert answer["prompt_token_ids"] is answer["prompt_logprobs"] is None  # as at vLLM
+    assert answer["prompt_token_ids"] is answer["prompt_logprobs"] is None  # like vLLM
     assert answer["usage"] == {
         "prompt_tokens": 2,
         "completion_tokens": 5,
@@ -549,7 +549,7 @@ def test_a_refused_choice_ends_its_siblings() -> None:
     "script",
     [
         [ValueError("a secret of the inside")],
-        [Output(tokens=(Token(97),))],  # no finish reason
+        [Output(tokens=(Token(97),))],  # there is no finish reason
     ],
 )
 def test_a_fault_inside_is_a_500_that_tells_nothing(script: list[object], stream: bool) -> None:
@@ -573,7 +573,7 @@ def test_an_answer_the_server_gave_up_is_no_answer() -> None:
 
 
 class BareOutputs:
-    """An iterator that cannot be closed."""
+    """Is an iterator that cannot be closed."""
 
     def __aiter__(self) -> BareOutputs:
         return self

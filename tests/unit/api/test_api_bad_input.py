@@ -130,7 +130,7 @@ def test_a_body_that_is_missing_is_said_to_be() -> None:
 
 
 class Richer(ByteTokenizer):
-    """Knows a token more than the model."""
+    """Is a tokenizer with one token more than the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -460,7 +460,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes]:
     if draw(st.integers(0, 9)) == 0:
         body[draw(st.text(max_size=5))] = 1
     raw = json.dumps(body).encode()
-    if draw(st.integers(0, 4)) == 0:  # one byte wrong
+    if draw(st.integers(0, 4)) == 0:  # one byte is wrong
         at = draw(st.integers(0, len(raw) - 1))
         raw = raw[:at] + bytes((draw(st.integers(0, 255)),)) + raw[at + 1 :]
     return path, raw

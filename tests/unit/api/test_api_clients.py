@@ -1,4 +1,4 @@
-"""What clients of other servers send and expect: older names, neutral values, origins."""
+"""Accepts what clients of other servers send and expect: older names, neutral values, origins."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_documents_ranges_are_those_that_are_checked(path: str, body: dict[s
             num_checked += 1
             given = body | ({"echo": True} if found[limit] == 0 and "prompt" in body else {})
             good = call(ScriptedHead(), path, given | {field: found[limit]})
-            if (field, limit) != ("min_tokens", "maximum"):  # there it exceeds the context
+            if (field, limit) != ("min_tokens", "maximum"):  # there the prompt exceeds the context
                 assert good.status_code == 200, (field, good.text)
             bad = call(ScriptedHead(), path, given | {field: found[limit] + beyond})
             assert bad.status_code == 400, field
@@ -166,7 +166,7 @@ def likely(*top: tuple[int, float]) -> ScriptedHead:
 
 
 def test_tokens_of_equal_text_are_all_listed() -> None:
-    head = likely((97, -0.1), (0xE2, -2.0), (0xF0, -3.0))  # the last two are no whole characters
+    head = likely((97, -0.1), (0xE2, -2.0), (0xF0, -3.0))  # the last two are part of characters
     [choice] = complete(head, logprobs=3).json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "\ufffd": -2.0, "token_id:240": -3.0}]
 

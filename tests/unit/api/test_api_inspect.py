@@ -1,4 +1,4 @@
-"""The endpoints that tell: models, tokens, health, versions, explanations."""
+"""Tests the endpoints with information: models, tokens, health, versions, explanations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's client gets what it reads, and each block has one place in a chat."""
+"""`/v1/messages` gives Anthropic's client what it reads, and each block has one place in a chat."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from moonpool.protocol.instance_counters import STEP_TOKENS, CountedHistogram
 
 
 def samples(metrics: ServerMetrics) -> dict[tuple[str, str], float]:
-    """(sample name, the label besides the model's) -> value."""
+    """Maps (sample name, the label besides the model's) to its value."""
     found = {}
     for family in text_string_to_metric_families(metrics_text([metrics]).decode()):
         for sample in family.samples:

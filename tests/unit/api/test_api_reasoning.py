@@ -1,4 +1,5 @@
-"""Reasoning: told from the answer in whatever pieces it comes, and nothing of either is lost."""
+"""The parser separates reasoning from the answer, in whatever pieces it comes, and loses no part of
+either."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
 class ThinkingTokenizer(ByteTokenizer):
-    """The tokenizer of a model with this template."""
+    """Returns the tokenizer of a model with this template."""
 
     def __init__(self, template: str) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ def test_in_front_of_vllm_the_server_decides_whether_there_is_reasoning(text: st
 
 
 def test_gpt_oss_behind_vllm_may_reason_before_its_json() -> None:
-    """The grammar is that of the last message only."""
+    """Whether the grammar is the grammar of the last message only."""
     text = (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
@@ -238,7 +239,8 @@ def test_a_server_may_leave_it_as_text() -> None:
 
 
 def test_a_client_with_all_tokens_gets_the_end_of_its_stream_only() -> None:
-    """An answer that a limit ended within its reasoning has some left at its last increment."""
+    """If a limit ended an answer within its reasoning, the last increment has some reasoning
+    left."""
     text = "<think>so it is </"
     whole = chat(head_saying(text), stream=True, return_token_ids=True)
     tokens = [
@@ -277,7 +279,7 @@ def test_reasoning_that_comes_back_is_told_to_the_template(sent: str, read: str)
 
 
 def test_gpt_oss_gets_thinking_only_where_its_template_takes_it() -> None:
-    """It refuses a message with text, calls and thinking."""
+    """Whether a message with text, calls and thinking is refused."""
     made = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     answer = {"role": "assistant", "tool_calls": [made], "reasoning": "hm"}
     template = "x{{ messages[0].thinking }}"

@@ -1,4 +1,5 @@
-"""A refusal as clients see it: numbers in its body, and a real OpenAI client that comes back."""
+"""Tests a refusal as clients see it: numbers in its body, and a real OpenAI client that comes
+back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`/v1/responses`, as OpenAI's client sends and reads it: text, calls of tools, forms, streams,
-errors."""
+"""OpenAI's client uses `/v1/responses`: text, calls of tools, forms, streams, errors."""
 
 from __future__ import annotations
 

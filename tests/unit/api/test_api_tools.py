@@ -1,5 +1,5 @@
-"""Calls of tools: found in what the model says, in whatever pieces it says it; what is not a call
-stays text; who must call is held to it."""
+"""The parser finds calls of tools in the model's output, in whatever pieces it comes. Other text
+stays text, and a model that must call a tool can only write a call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Oslo"}}'
 
 
 class ToolTokenizer(ByteTokenizer):
-    """The tokenizer of a model that was taught tools by this template."""
+    """Returns the tokenizer of a model that was taught tools by this template."""
 
     def __init__(self, template: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_tagged_arguments_have_the_types_of_the_schema(call: str, cuts: list[int
 
 @pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
 def test_a_call_that_a_limit_cuts_comes_as_far_as_it_came_and_never_as_text(call: str) -> None:
-    """Only text is taken in part, and JSON that is not closed says so."""
+    """Whether only text is returned in part, and JSON that is not closed raises an error."""
     text = f"So.\n<tool_call>{call}".rstrip()
     whole = json.dumps(EDITED)
     lengths = set[int]()
@@ -342,7 +342,7 @@ def test_a_call_that_is_required_needs_no_template_that_knows_tools() -> None:
     [
         ({}, True),
         ({"required": ["city"]}, True),
-        ({"required": ["country"]}, False),  # else no call would be possible
+        ({"required": ["country"]}, False),  # otherwise no call would be possible
         ({"additionalProperties": True}, False),
         ({"allOf": [{"properties": {"country": {"type": "string"}}}]}, False),
         ({"properties": {}}, False),

@@ -1,5 +1,5 @@
-"""A model's chat template and tokenizer run within limits: what takes too much is one clear error,
-others are served meanwhile, and the server goes on."""
+"""A model's chat template and tokenizer run within limits: a call beyond them gets one clear error,
+other calls are served meanwhile, and the server goes on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def template(bad: str) -> ApiOptions:
-    """Messages "bad" reach what is bad; others are rendered."""
+    """Messages "bad" reach the bad part of the template; other messages are rendered."""
     source = f"{{% if messages[0].content == 'bad' %}}{bad}{{% endif %}}ok"
     return ApiOptions(tokenizer="bytes", chat_template=source)
 
@@ -66,7 +66,7 @@ def run(options: ApiOptions, work: Callable[[BodyReader], Awaitable[Any]]) -> An
 
 
 async def ask(reader: BodyReader, text: str, tenant: str = "") -> int:
-    """The number of prompt tokens of a chat."""
+    """Returns the number of prompt tokens of a chat."""
     body = {"messages": [{"role": "user", "content": text}]}
     call = await reader.call("chat", json.dumps(body).encode(), tenant, 60.0)
     return len(call.prompts[0])
@@ -88,7 +88,7 @@ def test_a_template_that_takes_too_much_is_one_clear_error(bad: str) -> None:
 
 
 def test_what_does_not_return_from_c_ends_with_its_process_alone() -> None:
-    """Python's own limit on digits is off: the number's text takes minutes in one call."""
+    """Without Python's own limit on digits, the number's text takes minutes in one call."""
     options, others = template(STUCK_IN_C), children()
 
     async def work(reader: BodyReader) -> None:
@@ -151,7 +151,7 @@ def test_a_tenant_whose_calls_take_too_long_leaves_the_others_their_turns(bad: s
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
-        assert await ask(reader, "good", "a") == 2  # its sound calls are served as before
+        assert await ask(reader, "good", "a") == 2  # the server still answers its sound calls
 
     run(template(bad), work)
 
@@ -196,7 +196,7 @@ def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) 
     run(template(ENDLESS), work)
 
 
-# Tokenizers
+# Tokenizers:
 
 
 def tokenizer(folder: Path, **changes: Any) -> ApiOptions:
@@ -249,7 +249,7 @@ def loading(options: ApiOptions) -> str:
 
 
 def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
-    """The charsmap claims 8 GB, which the library takes before it looks."""
+    """The charsmap claims 8 GB, which the library allocates before it reads further."""
     charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA//8="}
     assert "(SIGABRT)" in loading(tokenizer(tmp_path, normalizer=charsmap))
     assert "cannot be read" in loading(tokenizer(tmp_path, model={"type": "None"}))

@@ -1,4 +1,5 @@
-"""Large bodies are read in other processes: same answers, same errors, and the loop goes on."""
+"""Other processes read large bodies: responses and errors are the same, and the loop keeps
+turning."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def shape(response: httpx.Response) -> Any:
-    """The response without what differs from call to call."""
+    """Returns the response without the fields that differ from call to call."""
     found = response.json()
     for name in ("id", "created", "created_at", "completed_at"):
         found.pop(name, None)
@@ -113,7 +114,7 @@ def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
         names = [("a", f"a{n}") for n in range(30)] + [("b", f"b{n}") for n in range(2)]
         tasks = [asyncio.create_task(take(*name)) for name in names]
         await asyncio.sleep(0)
-        tasks[5].cancel()  # a client that leaves while it waits
+        tasks[5].cancel()  # a client leaves while it waits
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(one, RequestRefused) for one in found) == 9
         assert order[0] == "a0"
@@ -126,7 +127,7 @@ def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
 
 
 def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
-    """The pipe to it breaks before the head hears of its end."""
+    """The pipe to the process breaks before the head hears of its end."""
     body, others = json.dumps({"tokens": [72] * 50_000}).encode(), children()
 
     async def run() -> None:

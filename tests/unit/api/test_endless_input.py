@@ -1,5 +1,5 @@
-"""Input without end in each phase of a connection: it ends soon, takes little memory, and others
-are answered meanwhile. Input that is long and allowed passes."""
+"""Input without end comes in each phase of a connection: the server ends the connection soon, takes
+little memory, and answers other clients meanwhile. Input that is long and allowed passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.api.connection import bounded_protocol
 from moonpool.api.serving_backend import ApiOptions
 
 MOST_BYTES = 16 << 20
-"""More than all limits and the sockets' buffers together."""
+"""Is more than all limits and the sockets' buffers together."""
 SLACK_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 PATIENCE_S = 60.0
@@ -90,7 +90,7 @@ def connected(url: str) -> socket.socket:
 
 
 class Other:
-    """Another client, which asks all the time."""
+    """Acts as another client, which sends calls all the time."""
 
     def __init__(self, url: str) -> None:
         self.num_answers = 0
@@ -117,8 +117,8 @@ class Other:
 
 
 def send_without_end(link: socket.socket, piece: bytes) -> int:
-    """Sends until the server ends the connection or reads no more, or MOST_BYTES. Returns how many
-    bytes."""
+    """Sends until the server ends the connection or reads no more, or MOST_BYTES. Returns the
+    number of sent bytes."""
     link.setblocking(False)
     whole = memoryview(piece * (PIECE_BYTES // len(piece) + 1))
     num_sent = at = 0

@@ -1,4 +1,4 @@
-"""A client goes on with the id of its last event, at a head that knows nothing of the answer."""
+"""A client continues with the id of its last event, at a head without knowledge of the answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 def grouped(*sizes: int, text: str = TEXT) -> list[Step]:
-    """The text as tokens, this many at a time."""
+    """Returns the text as tokens, this many at a time."""
     tokens = [
         Token(byte, TokenLogprobs(-0.5, ((byte, -0.5), (32, -1.5)))) for byte in text.encode()
     ]
@@ -44,7 +44,7 @@ def grouped(*sizes: int, text: str = TEXT) -> list[Step]:
 def stream(
     head: ScriptedHead, path: str, body: dict[str, Any], last: str = "0"
 ) -> list[tuple[str, str]]:
-    """The events of a stream, each with its id."""
+    """Returns the events of a stream, each with its id."""
     answer = call(head, path, body | {"stream": True}, headers={HEADER: last})
     assert answer.status_code == 200, answer.text
     blocks = answer.text.split("\n\n")
@@ -62,7 +62,8 @@ def test_an_answer_goes_on_from_any_event_at_another_head() -> None:
         whole = stream(ScriptedHead(lambda _: grouped(3, 1, 5)), path, body)
         assert len(whole) > 20
         for number, (last, _) in enumerate(whole[:-1]):
-            # Tokens arrive in other groups, and what was drawn for the response is drawn no more.
+            # Tokens arrive in other groups, and values that were drawn for the response are not
+            # drawn again.
             other = ScriptedHead(lambda _, number=number: grouped(1 + number % 7))
             assert stream(other, path, body, last) == whole[number + 1 :], (path, number)
 

@@ -1,5 +1,5 @@
-"""A process for bodies that is forked from the head before its loop runs: it is as one that starts
-as a new interpreter, and has nothing of the head."""
+"""A process that reads bodies is forked from the head before its loop runs. The process is like a
+new interpreter, and has none of the head's state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ print(json.dumps(said))
 
 def told(tokenizer: Path, kept: Path) -> dict[str, Any]:
     line = [sys.executable, "-c", HEAD, str(tokenizer), str(kept)]
-    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts threads
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # otherwise, numpy starts threads
     done = subprocess.run(line, env=alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

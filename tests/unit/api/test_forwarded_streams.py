@@ -1,5 +1,4 @@
-"""Forwarded calls as connections, heads and time meet them: silences, clients that come back, and
-heads that end."""
+"""Tests forwarded calls over time: silences, clients that come back, and heads that end."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def comment(path: str) -> bytes:
 
 @contextmanager
 def asked(head: ScriptedHead, path: str, *gates: threading.Event) -> Iterator[httpx.Response]:
-    """The response of a stream as soon as it has a header."""
+    """Returns the response of a stream as soon as it has a header."""
     with (
         served(head, OFTEN) as url,
         httpx.stream("POST", url + path, json=look(path), timeout=60) as response,
@@ -80,7 +79,7 @@ def asked(head: ScriptedHead, path: str, *gates: threading.Event) -> Iterator[ht
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_speaks_before_its_first_part_and_between_two(path: str) -> None:
-    """The server is silent until the client has heard the head twice."""
+    """Keeps the server silent until the client has received two keep-alives of the head."""
     first, second = threading.Event(), threading.Event()
     one, *rest = parts(*EVENTS)
     head = forwarding(first, one, second, *rest, END)
@@ -103,7 +102,7 @@ def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gate = threading.Event()
     head = forwarding(gate, REFUSED)
     head.is_placed = False
-    threading.Timer(0.3, gate.set).start()  # many periods, in which nothing may be said
+    threading.Timer(0.3, gate.set).start()  # many periods, in which no keep-alive may be sent
     with asked(head, CHAT, gate) as response:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "3"
@@ -130,15 +129,15 @@ def test_it_can_be_turned_off_and_whole_answers_are_left_alone() -> None:
     assert answer.content == b'{"a":1}'
 
 
-# Clients that come back
+# Clients that come back:
 
 
 LARGE = b"x" * (24 << 20)
-"""More than the buffers of a connection hold."""
+"""Is more than the buffers of a connection hold."""
 
 
 def leave_early(url: str, body: dict[str, Any]) -> None:
-    """Sends the call, and leaves as soon as the first bytes of its answer are there."""
+    """Sends the call, and leaves when the first bytes of its answer arrive."""
     host, port = url.removeprefix("http://").split(":")
     raw = json.dumps(body).encode()
     with socket.create_connection((host, int(port)), timeout=60) as sock:
@@ -172,7 +171,7 @@ def test_a_whole_answer_that_was_lost_comes_again(stream: bool) -> None:
 
 
 def test_an_answer_that_broke_off_is_computed_anew() -> None:
-    """What is known of it is of no use, and takes no room."""
+    """Whether the known part of the answer is dropped, because it is of no use and takes room."""
     gate = threading.Event()
     one, *rest = parts(*EVENTS)
     head, keeper = forwarding(one, gate, *rest, END), Keeper()
@@ -216,7 +215,7 @@ def test_an_aborted_answer_is_no_whole_one() -> None:
 
 
 def test_a_call_that_has_ended_heads_is_refused_when_it_comes_again() -> None:
-    """So are embeddings that moonpool computes."""
+    """Whether embeddings that moonpool computes are not kept either."""
     answers, raw = KeptAnswers(), json.dumps(look()).encode()
     embed = json.dumps({"input": "Hi"}).encode()
     head = forwarding(*parts(*EVENTS), END)
@@ -233,7 +232,7 @@ def test_a_call_that_has_ended_heads_is_refused_when_it_comes_again() -> None:
     assert len(head.calls) == 1
 
 
-# Heads that end
+# Heads that end:
 
 
 def speaking(silences: list[bool]) -> SometimesSilent:
@@ -256,7 +255,7 @@ def speaking(silences: list[bool]) -> SometimesSilent:
 def test_the_next_head_sends_all_or_one_error(
     silences: list[bool], logged: float, sent: float
 ) -> None:
-    """The cut may be at any byte, comments included."""
+    """Whether the cut may be at any byte, even within comments."""
     shelf, first = Shelf(), speaking(silences)
     whole, base = respond(CHAT, first, shelf, look())
     cut, num_sent = cut_of(shelf, base, len(whole), logged, sent)

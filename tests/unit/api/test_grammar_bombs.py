@@ -1,4 +1,5 @@
-"""Grammars that end the process that compiles them, or cost it much: one clear error, at once."""
+"""Grammars end the process that compiles them, or take much of its time: the client gets one clear
+error at once."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_the_loop_turns_while_grammars_are_compiled_and_each_is_compiled_once() 
             await asyncio.sleep(0.01)
             turns += 1
         checks.close()
-        await ask()  # known, without a process
+        await ask()  # the grammar is known, so no process starts
         return turns
 
     assert asyncio.run(check()) > 10

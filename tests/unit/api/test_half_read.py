@@ -1,4 +1,5 @@
-"""The log of a request that is arriving: what a successor reads of it, wherever it was cut off."""
+"""Tests the log of a request that is arriving: what a successor reads of the log, wherever it was
+cut off."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def begun(shelf: Shelf) -> HalfRead:
 
 
 _FILES: dict[CallLog, int] = {}
-"""What each log is in."""
+"""Maps each log to the descriptor of its memory file."""
 
 
 def read(log: bytes) -> CallLog:

@@ -1,4 +1,4 @@
-"""Helper processes of the API: what happens where one starts, ends or stands still."""
+"""Tests helper processes of the API: what happens if a process starts, ends or is stopped."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A client whose connection broke comes back to the same head, by its request id and the number of
-tokens that it has. What is known is sent, and the rest is computed."""
+"""A client whose connection broke comes back to the same head, with its request id and the number
+of tokens that it has. The head sends the known tokens and computes the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonpool.types import FinishReason, Request, Token
 from tests.certificates import make_certificates
 
 TEXT = "Zwölf Boxkämpfer jagen \N{GRINNING FACE} Viktor. "
-CUT_AFTER = 30  # tokens that the first connection is sent
+CUT_AFTER = 30  # tokens that the first connection gets
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "return_token_ids": True},
     "/v1/chat/completions": {
@@ -33,7 +33,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class Keeper:
-    """A supervisor that counts."""
+    """Is a supervisor that counts."""
 
     def __init__(self) -> None:
         self.num_kept = self.num_bytes = 0
@@ -63,7 +63,7 @@ class Keeper:
 
 
 def speaker() -> ScriptedHead:
-    """Says the text and the drawn seed, in groups of three tokens. The first attempt of each
+    """Sends the text and the drawn seed, in groups of three tokens. The first attempt of each
     request pauses for long."""
 
     def script(request: Request) -> list[Step]:
@@ -134,7 +134,7 @@ def test_a_stream_goes_on_after_the_tokens_that_its_client_has(path: str, num_ev
         assert bytes(tokens + rest) == whole
         assert text + more == whole.decode()
         assert names == others
-        # Nothing of what was known is computed again.
+        # No known token is computed again.
         assert head.delivered == [None, tuple(whole[:CUT_AFTER])]
         assert wait_until(lambda: not keeper.held and not keeper.num_bytes)
 

@@ -1,4 +1,4 @@
-"""API keys: their sources, and what a tenant sees and may do beside the operator."""
+"""Tests API keys: their sources, and what a tenant sees and may do beside the operator."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ def test_only_the_operator_upgrades_and_no_web_page(
 
 
 def test_every_example_of_a_key_file_names_its_limits() -> None:
-    """A bare number is taken as a share, but one way of writing is enough to learn."""
+    """A bare number counts as a share, but the examples show only one form, which is enough to
+    learn."""
     texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py"), KEYS_MODULE]
     found = 0
     for path in texts:

@@ -1,4 +1,4 @@
-"""The live page: self-contained, behind the keys, and without work while nobody looks."""
+"""The live page is self-contained, needs a key, and makes no work while nobody looks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def frames_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 class Viewer:
-    """One viewer of a page, without a socket."""
+    """Is one viewer of a page, without a socket."""
 
     def __init__(self, page: LivePage, tenant: str = "") -> None:
         self.received: list[bytes] = []

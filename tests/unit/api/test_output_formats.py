@@ -1,5 +1,6 @@
-"""The formats of calls and reasoning of many families, as their own chat templates write them: each
-transcript is read back as what it was made from, in any pieces, and as vLLM's parsers read it."""
+"""Tests the formats of calls and reasoning of many families, as their own chat templates write
+them: each transcript is read back to its original parts, in any pieces, and as vLLM's parsers read
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_a_transcript_is_read_back(family: str, marks: list[str]) -> None:
     text = TRANSCRIPTS[family]["text"]
     reading = Reading(family, marks)
     reading.tokens(reading.tokenizer.encode(text)).check()
-    if marks:  # a client that wants special tokens in its text
+    if marks:  # a client asks for special tokens in its text
         reading = Reading(family, marks, skips=False)
         reading.tokens(reading.tokenizer.encode(text)).check()
 
@@ -58,7 +59,7 @@ def test_the_pieces_do_not_matter(family: str, step: int) -> None:
 def test_a_cut_output_has_the_beginnings_of_what_it_would_have(
     family: str, marks: list[str], step: int
 ) -> None:
-    """Nothing is lost, doubled or another kind of output because a limit comes."""
+    """Whether a limit loses or doubles no text, and turns no output into another kind."""
     whole = Reading(family, marks)
     ids = whole.tokenizer.encode(TRANSCRIPTS[family]["text"])
     whole.tokens(ids)
@@ -67,7 +68,7 @@ def test_a_cut_output_has_the_beginnings_of_what_it_would_have(
         if cut.endswith("\ufffd"):
             continue
         part = Reading(family, marks).tokens(ids[:size], cut=True)
-        # Text that may have become a mark, or a call without marks, is shown as it is.
+        # Text that may have become a mark, or a call without marks, is sent unchanged.
         pairs = enumerate(zip(part.text, whole.text, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(part.text), len(whole.text)))
         assert cut.endswith(part.text[common:])
@@ -127,7 +128,7 @@ KINDS = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "o
 def read_random(
     writer: str, calls: Calls, text: str, cuts: list[int], marks: list[str]
 ) -> tuple[str, Calls]:
-    """Reads a text with functions whose schemas the calls keep."""
+    """Reads a text with functions whose schemas the calls satisfy."""
     functions: dict[str, Any] = {}
     for name, arguments in calls:
         schema = functions.setdefault(name, {"type": "object", "properties": {}})
@@ -167,7 +168,7 @@ def test_random_calls_are_read_back(
 @given(text=texts, cuts=st.lists(st.integers(0, 60), max_size=3).map(sorted))
 @settings(max_examples=8)
 def test_text_that_is_no_call_stays_text(writer: str, text: str, cuts: list[int]) -> None:
-    """Calls of functions that do not exist stay text too."""
+    """Whether calls of functions that do not exist also stay text."""
     assume(not text.isspace())
     begins = "" if writer == "harmony" else WRITERS[writer][1]([("other", {"a": 1})])
     for said in (text, f"{text} {begins} {text}", begins):
@@ -328,7 +329,7 @@ def test_messages_of_harmony(
 @pytest.mark.parametrize("named", ["", "clock"])
 @pytest.mark.parametrize("ends", ["", "<|return|>"])
 def test_required_calls_stand_in_harmonys_text_or_alone(begins: str, named: str, ends: str) -> None:
-    """vLLM lets gpt-oss reason before them, moonpool's engine does not."""
+    """vLLM lets gpt-oss reason before a form, but moonpool's engine does not."""
     reading = Reading("gpt-oss", MARKS, must_call=True, named=named)
     calls = "{}" if named else '[{"name": "clock", "parameters": {}}]'
     text = f"{begins}<|channel|>final<|message|>{calls}{ends}" if begins else calls

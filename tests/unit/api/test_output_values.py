@@ -1,5 +1,5 @@
-"""What the arguments of calls may hold: the marks of their own format, values of any kind, nothing;
-and how long an output may be."""
+"""Tests which values arguments of calls may hold: the marks of their own format, values of any
+kind, or none; and how long an output may be."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ own_marks = [
         ")",
     ),
 ]
-"""Each is followed by a letter, so that nothing but the tags around it can be meant."""
+"""Each mark is followed by a letter, so that only the tags around it can be meant."""
 values = st.lists(
     st.builds("{}{}x".format, st.text("a \n", max_size=3), st.sampled_from(own_marks)), max_size=4
 ).map("".join)
@@ -280,7 +280,7 @@ pieces_of_outputs = st.sampled_from(
 def test_any_output_is_read_alike_in_any_pieces(
     writer: str, marks: list[str], data: st.DataObject
 ) -> None:
-    """Calls with something else in one place, and anything behind them."""
+    """Makes calls with other text in one place, and any text behind them."""
     mark, write = WRITERS[writer]
     text = write([("f", {"a": "x<y", "b": 3}), ("clock", {})])
     begin = data.draw(st.integers(0, len(text)))
@@ -329,7 +329,7 @@ LONG_OUTPUTS = {
 def test_the_work_for_an_output_grows_with_its_length(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each piece is added to a short text, and no character is read often."""
+    """Whether each piece is added to a short text, and no character is read often."""
     template, text = LONG_OUTPUTS[kind]
     copied, sources, add = [0], set[TextSource](), TextSource.add
 

@@ -1,4 +1,5 @@
-"""Prompts that a client continues or shortens, and words that it bans, beside transformers."""
+"""Tests prompts that a client continues or shortens, and words that it bans, beside
+transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ DROPS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that puts tokens around every text, as BERT's and Llama's do."""
+    """Makes a tokenizer that puts tokens around every text, like the tokenizers of BERT and
+    Llama."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -88,7 +90,7 @@ def turns(*contents: str) -> list[dict[str, Any]]:
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
 
 
-# Continuing the last message
+# Continuing the last message:
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMS, THINKS], ids=["chatml", "trims", "thinks"])
@@ -184,7 +186,7 @@ def test_tokenize_and_chat_continue_alike_and_echo_what_they_continue() -> None:
     assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
 
 
-# Shortening a prompt
+# Shortening a prompt:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -192,7 +194,7 @@ def test_tokenize_and_chat_continue_alike_and_echo_what_they_continue() -> None:
 def test_a_text_is_shortened_as_by_transformers(
     side: str, most: int, tokenizer: HfTokenizer, theirs: Any
 ) -> None:
-    """Tokens around the text stay, as far as there is room."""
+    """Whether the tokens around the text stay, as far as there is room."""
     text = "The quick brown fox jumps over Zürich"
     theirs.truncation_side = side
     body = CompletionBody(
@@ -267,7 +269,7 @@ def test_embeddings_that_cannot_be_made_are_refused(body: dict[str, Any], param:
 
 
 def test_minus_1_leaves_room_for_the_answer() -> None:
-    head = ScriptedHead()  # its context has 256 tokens
+    head = ScriptedHead()  # the model's context has 256 tokens
     for max_tokens, kept in [(16, 240), (255, 1)]:
         asked = {"prompt": "x" * 500, "truncate_prompt_tokens": -1, "max_tokens": max_tokens}
         assert complete(head, **asked).json()["usage"]["prompt_tokens"] == kept
@@ -289,11 +291,12 @@ def test_a_long_text_is_not_tokenised_beyond_what_is_kept() -> None:
     assert Truncation(200, "right").cut_text(text, 10) == text
 
 
-# Words and tokens
+# Words and tokens:
 
 
 def test_bad_words_have_the_tokens_that_vllm_bans(tokenizer: HfTokenizer, theirs: Any) -> None:
-    """vLLM's rule: alone, and behind a space if that changes the first token and no length."""
+    """Tests vLLM's rule: a word is banned alone, and behind a space if that changes the first token
+    but not the length."""
     words = ["fox", " fox", "quick", "The", "Zürich", "dog.", "x", "jumps over", "🎉"]
     for word in reader(tokenizer).bad_words(words):
         alone, behind = (
@@ -349,7 +352,7 @@ def test_bad_lists_are_named(ask: Any, fields: dict[str, Any], param: str) -> No
 
 
 def test_large_bodies_keep_their_words_and_echoes(folder: Path) -> None:
-    """The process that reads them passes all on that the head needs."""
+    """Whether the process that reads bodies passes all that the head needs."""
     preparer = Preparer(ByteTokenizer(), ScriptedHead().card, ApiOptions())
     body = {"messages": turns("Hi", "He"), "continue_final_message": True, "echo": True}
     raw = msgspec.json.encode(body | {"bad_words": ["no"], "return_token_ids": True})
@@ -362,7 +365,7 @@ def test_large_bodies_keep_their_words_and_echoes(folder: Path) -> None:
     assert bytes(found.prompts[0]) == b"HiHe"
 
 
-# Limits on tokens
+# Limits on tokens:
 
 
 @pytest.mark.parametrize(
@@ -393,7 +396,7 @@ def test_min_tokens_beyond_the_room_are_refused() -> None:
     assert "(254)" in error["message"]
 
 
-# Messages
+# Messages:
 
 
 def test_fields_of_a_message_that_are_not_known_reach_the_template() -> None:
@@ -418,7 +421,7 @@ def test_fields_of_a_message_that_are_not_known_reach_the_template() -> None:
 
 
 def test_an_object_may_have_its_schema_beside_its_type() -> None:
-    """Clients of llama.cpp, Together and Fireworks send it so."""
+    """Clients of llama.cpp, Together and Fireworks send the field in this form."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     head = ScriptedHead(lambda _: spoken('{"a":1}'))
     for wanted in [
@@ -431,7 +434,7 @@ def test_an_object_may_have_its_schema_beside_its_type() -> None:
     assert head.requests[0].sampling.grammar
 
 
-# Where each token begins
+# The start of each token:
 
 
 @pytest.mark.parametrize(
@@ -466,7 +469,7 @@ def test_text_offsets_count_characters_of_the_text(
 
 def test_an_echo_counts_special_tokens_where_the_text_shows_them(tokenizer: HfTokenizer) -> None:
     text = "a<s> The"
-    token_ids = tokenizer.encode(text)  # begins with <s>, ends with </s>
+    token_ids = tokenizer.encode(text)  # the prompt begins with <s> and ends with </s>
     offsets = prompt_offsets(token_ids, text, tokenizer)
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
     starts = {name: offset for name, offset in zip(names, offsets, strict=True) if name != "<s>"}
@@ -475,7 +478,7 @@ def test_an_echo_counts_special_tokens_where_the_text_shows_them(tokenizer: HfTo
     assert offsets[-1] == len(text)
 
 
-# The tokenizer
+# The tokenizer:
 
 
 def test_token_strings_are_those_of_the_vocabulary(folder: Path, theirs: Any) -> None:

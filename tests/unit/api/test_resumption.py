@@ -1,4 +1,4 @@
-"""A response goes on over its connection at the exact byte, wherever its log was cut off."""
+"""A response continues over its connection at the exact byte, wherever its log was cut off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.types import FinishReason, Request, Token
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-"""A connection that does not end would make it take minutes."""
+"""Avoids a connection that does not end, which would make the test take minutes."""
 TEXT = "Zwölf Boxkämpfer jagen \N{GRINNING FACE} über den Deich".encode()
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}},
@@ -42,7 +42,7 @@ PATHS = [*CALLS]
 
 
 PERIOD_S = 0.004
-"""Time between two checks of a silent stream."""
+"""Is the time between two checks of a silent stream."""
 
 
 class SometimesSilent(ScriptedHead):
@@ -50,15 +50,16 @@ class SometimesSilent(ScriptedHead):
 
 
 def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> SometimesSilent:
-    """A head that says the text in increments of this many tokens, from where the client is. Before
-    some it is silent."""
+    """Is a head that sends the text in increments of this many tokens, from the client's position.
+    Before some increments, the head is silent."""
 
     def script(_: Request) -> list[Step]:
         position, steps, number = len(head.delivered[-1] or ()), list[Step](), 0
         while position < len(TEXT):
             part = TEXT[position : position + sizes[number % len(sizes)]]
             if silences[number % len(silences)]:
-                # Two of them: on a busy machine, one may end in the same turn as the period.
+                # Two periods must pass: on a busy machine, one may end in the same turn as the
+                # period.
                 steps += [1.25 * PERIOD_S] * 2
             steps.append(Output(tokens=tuple(map(Token, part))))
             position, number = position + len(part), number + 1
@@ -70,7 +71,7 @@ def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> Somet
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
-    """The client's and the server's end of a TCP connection."""
+    """Returns the client's and the server's end of a TCP connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), timeout=120)
         theirs, _ = listener.accept()
@@ -89,8 +90,8 @@ def make_server(head: SometimesSilent, shelf: Shelf, date: bytes) -> HttpServer:
 def received(
     ours: socket.socket, begin: Callable[[], Any], num_bytes: int = 0
 ) -> tuple[bytes, bytes]:
-    """Runs a server until the connection ends. Returns `num_bytes` that were in the connection
-    before, and the others."""
+    """Runs a server until the connection ends. Returns the first `num_bytes`, which were in the
+    connection before, and the other bytes."""
 
     async def run() -> bytes:
         await begin()
@@ -103,7 +104,7 @@ def received(
 def respond(
     path: str, head: SometimesSilent, shelf: Shelf, fields: dict[str, Any] | None = None
 ) -> tuple[bytes, int]:
-    """Returns the response of a server that nothing happens to, and the position of its start."""
+    """Returns the response of an undisturbed server, and the position of the response's start."""
     ours, theirs = connected()
     server = make_server(head, shelf, b"Mon")
     body = json.dumps(fields or CALLS[path]).encode()
@@ -136,7 +137,7 @@ def go_on(log: bytes, sent: bytes, head: SometimesSilent) -> bytes:
     found = CallLog(shelf, 7, fd)
     found.read()
     kept = KeptStream.take_over(found)
-    # The base of another connection may differ from this one's.
+    # The base of another connection may differ from the base of this connection.
     kept.opening = _with_base(kept, accepted_bytes(theirs.fileno()))
     theirs.sendall(sent)
     with ours:
@@ -221,8 +222,9 @@ def check_going_on(
     sent: float,
     alike: bool = False,
 ) -> bytes:
-    """Lets the second head go on with the first one's response, which it returns. `logged`, `sent`:
-    the shares of the log, and of the bytes that it may have sent by then, that are there."""
+    """Lets the second head go on with the first one's response, which it returns. `logged` and
+    `sent` are the present shares of the log, and of the bytes that the head may have sent by then.
+    """
     shelf = Shelf()
     whole, base = respond(path, first, shelf)
     log = shelf.log()
@@ -238,12 +240,12 @@ def check_going_on(
 
 
 def cut_of(shelf: Shelf, base: int, num_bytes: int, logged: float, sent: float) -> tuple[int, int]:
-    """Returns how many bytes of the log, and of the response, are there when a head ends."""
+    """Returns how many bytes of the log, and of the response, exist when a head ends."""
     log = shelf.log()
     begin = shelf.sent[0][0]
     cut = begin + round(logged * (len(log) - begin))
-    # A head logs an increment before it sends a byte of it. So if the log
-    # lacks an entry, only bytes that precede this entry were sent.
+    # A head logs an increment before it sends its first byte. So if the log lacks an entry, the
+    # head sent only bytes before this entry.
     ends = [*(size for size, _ in shelf.sent[1:]), len(log)]
     before = [sent - base for end, (_, sent) in zip(ends, shelf.sent, strict=True) if end > cut]
     return cut, round(sent * min(before, default=num_bytes))

@@ -1,4 +1,5 @@
-"""What clients fill is shared: no party shuts another out, whatever it takes, and sums balance."""
+"""Clients share what they fill: no client shuts another out, whatever it takes, and sums
+balance."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_a_party_without_others_may_have_all() -> None:
 
 
 class Part:
-    """One holder."""
+    """Is one holder of bytes."""
 
     def __init__(self) -> None:
         self.is_given_back = False

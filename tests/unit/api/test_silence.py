@@ -1,4 +1,4 @@
-"""A silent stream says something now and then, which no client takes for an answer.
+"""A silent stream sends keep-alives, which no client takes for an answer.
 
 The silences end when the client has received what the test waits for, so no time decides.
 """
@@ -35,7 +35,7 @@ REFUSED = RequestRefused(429, "slo_ttft", "too late", 3.0)
 
 
 class Gated:
-    """A head that is silent before and within its answer, until the test opens the gates."""
+    """Is a head that is silent before and within its answer, until the test opens the gates."""
 
     def __init__(self, *steps: Step) -> None:
         self.first, self.second = threading.Event(), threading.Event()
@@ -50,7 +50,7 @@ class Gated:
 
 @contextmanager
 def asked(gated: Gated, path: str, **fields: Any) -> Iterator[httpx.Response]:
-    """The response of a stream as soon as it has a header."""
+    """Returns the response of a stream as soon as it has a header."""
     with (
         served(gated.head, OFTEN) as url,
         httpx.stream(
@@ -95,7 +95,7 @@ def httpx_answer(path: str) -> bytes:
 
 
 def without_ids(raw: bytes) -> list[Any]:
-    """The events, without what is drawn for each call."""
+    """Returns the events without the fields that are drawn for each call."""
     drawn = {"id", "created", "created_at", "item_id"}
 
     def plain(value: Any) -> Any:
@@ -109,7 +109,7 @@ def without_ids(raw: bytes) -> list[Any]:
 
 
 def test_text_that_is_held_back_is_silence_too() -> None:
-    """Tokens of a tool call come, but no bytes of them leave until it is complete."""
+    """Tokens of a tool call arrive, but no bytes leave until the call is complete."""
     gated = Gated()
     call = '{"name": "f", "arguments": {}}'
     held = [Output(tokens=tuple(map(Token, call[:9].encode()))), gated.second]
@@ -128,7 +128,7 @@ def test_text_that_is_held_back_is_silence_too() -> None:
 def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gated = Gated(REFUSED)
     gated.head.is_placed = False
-    opening = threading.Timer(0.3, gated.first.set)  # many periods, in which nothing may be said
+    opening = threading.Timer(0.3, gated.first.set)  # many periods without a keep-alive
     opening.start()
     with asked(gated, "/v1/chat/completions") as response:
         assert response.status_code == 429
@@ -184,7 +184,7 @@ def test_clients_of_openai_and_anthropic_pass_over_it() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("is_forwarded", [False, True])
 def test_a_proxy_that_cuts_silent_connections_keeps_a_stream(is_forwarded: bool) -> None:
-    """It cuts after two seconds without a byte; the head is silent for six."""
+    """The proxy cuts after two seconds without a byte; the head is silent for six."""
     head = ScriptedHead(lambda _: [6.0, *spoken("Hello")])
     body = CALLS["/v1/chat/completions"] | {"stream": True}
     if is_forwarded:
@@ -204,7 +204,7 @@ def test_a_proxy_that_cuts_silent_connections_keeps_a_stream(is_forwarded: bool)
 
 @contextmanager
 def proxied(url: str, idle_s: float) -> Iterator[str]:
-    """A proxy before the server that ends a connection on which nothing comes back for a time."""
+    """Runs a proxy before the server that ends a connection if no byte comes back for a time."""
     host, port = url.removeprefix("http://").split(":")
     places: queue.Queue[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
 

@@ -1,4 +1,4 @@
-"""The service levels that a call's headers and tenant choose."""
+"""Tests the service levels that a call's headers and tenant choose."""
 
 from __future__ import annotations
 

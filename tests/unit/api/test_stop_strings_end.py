@@ -1,4 +1,4 @@
-"""A stop string ends an answer: the head learns of it as of a normal end."""
+"""A stop string ends an answer: the head learns of the end like of a normal end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_a_stop_string_inside_one_output_drops_the_tokens_after_it() -> None:
 
 
 def test_a_stop_string_in_the_last_output_decides_the_reason() -> None:
-    """The engine ended it at its limit by the same token."""
+    """Whether a stop string counts if the engine ended the answer at its limit by the same
+    token."""
     last = Output(tokens=(Token(ord("c")),), finish_reason=FinishReason.LENGTH)
     head = ScriptedHead(lambda _: [*spoken("ab", finish=None), last])
     answer = complete(head, stop="c").json()

@@ -1,5 +1,5 @@
-"""One tenant, or one address, fills each buffer of a server as far as it can: another one is served
-meanwhile."""
+"""One tenant, or one address, fills each buffer of a server as far as it can, and the server still
+serves another tenant or address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST = OPTIONS.max_body_bytes
 
 
 def script(request: Request) -> Iterator[Step]:
-    """Whoever wants more than one token waits for the second."""
+    """Keeps requests waiting: a request for more than one token waits for the second token."""
     if request.sampling.max_tokens == 1:
         yield from spoken("a")
         return
@@ -39,9 +39,9 @@ def script(request: Request) -> Iterator[Step]:
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server with little room of each kind."""
+    """Runs a server with little room of each kind."""
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(32))
-    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # that is eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # room for eight of the largest bodies
     monkeypatch.setattr(shared_buffer, "MAX_SMALL_BYTES", 32 * shared_buffer.SMALL_BYTES)
     monkeypatch.setattr(connection_limit, "MAX_HALF_HEADER_BYTES", 256 << 10)
     monkeypatch.setattr(connection_limit, "MAX_UNREAD_BYTES", 4 << 20)
@@ -86,7 +86,7 @@ GRAMMAR = {"prompt": "x", "max_tokens": 1}
 
 
 def grammar() -> bytes:
-    """A new one each time, which takes long to compile."""
+    """Returns a new grammar each time, which takes long to compile."""
     grammar.count = getattr(grammar, "count", 0) + 1  # type: ignore[attr-defined]
     wanted = {"regex": f"(a{{1,400}}b){{{50 + grammar.count}}}"}  # type: ignore[attr-defined]
     body = GRAMMAR | {"structured_outputs": wanted}
@@ -141,7 +141,7 @@ def send_what_fits(link: socket.socket, data: bytes) -> None:
 
 
 def status_of(link: socket.socket, timeout_s: float = 60.0) -> int:
-    """0: it does not answer."""
+    """Returns the status, or 0 if the server does not answer."""
     if not select.select([link], [], [], timeout_s)[0]:
         return 0
     return int(link.recv(65536).split(b" ", 2)[1])
@@ -184,12 +184,12 @@ def test_a_tenant_has_at_most_half_of_the_calls(url: str) -> None:
         )
 
 
-# Addresses
+# Addresses:
 
 
 @pytest.fixture
 def open_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server without keys and with places for eight connections."""
+    """Runs a server without keys and with places for eight connections."""
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(8))
     monkeypatch.setattr(connection_limit, "MAX_HALF_HEADER_BYTES", 256 << 10)
     with served(ScriptedHead(script)) as found:  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The `traceparent` header: what is taken, what counts as none, and what is passed on."""
+"""Tests the `traceparent` header: which values are taken, which count as absent, and what is passed
+on."""
 
 from __future__ import annotations
 

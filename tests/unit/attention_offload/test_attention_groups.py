@@ -1,4 +1,4 @@
-"""Attention workers keep their places, and spare ones replace lost ones."""
+"""Attention workers keep their places, and spare workers replace lost workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_lost_worker_is_replaced_by_a_spare_or_by_itself() -> None:
     assert assignments.group_of(ONE) is None
     assert assignments.join(at("b", 2)) == (ONE, 1)
     assert assignments.group_of(ONE) == (at("c"), at("b", 2))
-    assert assignments.join(at("a")) is None  # its place is taken: a spare now
+    assert assignments.join(at("a")) is None  # its place is taken, so it is a spare now
     assert assignments.lose("b") == (ONE, 1, at("a"))
 
 

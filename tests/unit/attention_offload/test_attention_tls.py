@@ -1,4 +1,5 @@
-"""An attention worker with certificates: what is on the wire, and whom it serves."""
+"""Tests an attention worker with certificates: the bytes on the wire, and the clients that it
+serves."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def served(tls: PeerTls | None, use_shm: bool = True) -> Iterator[PeerAddress]:
 
 
 class Wiretap:
-    """A relay before a port, which keeps all bytes that pass, of both directions."""
+    """Runs a relay before a port, which keeps all bytes that pass, of both directions."""
 
     def __init__(self, port: int) -> None:
         self.seen = bytearray()
@@ -78,7 +79,7 @@ class Wiretap:
 
 
 class Recorder(RemoteOps):
-    """Keeps the rows that it sends and receives, as they lie in memory."""
+    """Keeps the rows that it sends and receives, in their form in memory."""
 
     rows: list[bytes]
 
@@ -161,7 +162,7 @@ def test_a_peer_without_a_certificate_of_the_authority_is_refused(
 
 
 def reset(port: int) -> None:
-    """Connects, says something, and resets the connection before it is accepted."""
+    """Connects, sends some bytes, and resets the connection before it is accepted."""
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(b"x")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -37,7 +37,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Workers:
-    """Threads with the heads that `share_heads` gives them, and the engine they attend for."""
+    """Makes threads with the heads that `share_heads` gives them, and the engine that they attend
+    for."""
 
     def __init__(self, count: int, dtype: str) -> None:
         model = open_model(NAME, dtype)
@@ -86,7 +87,7 @@ def workers(count: int, dtype: str = "float32") -> Iterator[Workers]:
 
 
 def run(engine: Engine) -> list[list[int]]:
-    """A long and a short prompt, the long one in two chunks, then decodes together."""
+    """Runs a long and a short prompt, the long prompt in two chunks, then decodes together."""
     texts = [[(3 * t) % 300 for t in range(SEGMENT + 40)], [7, 8, 9]]
     tables = [list(range(1, 40)), [50, 51]]
     engine.step([StepEntry(AttemptId("0"), texts[0][:900], 0, tables[0], None)])
@@ -108,7 +109,7 @@ def run(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_blocks_are_those_of_one_process(count: int, dtype: str) -> None:
-    """Three workers have unequal shares. Each stores its part of whole slices."""
+    """Whether three workers with unequal shares each store their part of whole slices."""
     with workers(count, dtype) as made:
         assert run(made.engine) == run(made.local)
         for heads, cache in zip(made.ranges, made.caches, strict=True):

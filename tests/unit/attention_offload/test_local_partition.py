@@ -27,7 +27,8 @@ HOME_BLOCKS = 36
 
 
 def with_local(made: Workers, staggered: bool = False) -> tuple[Engine, set[int]]:
-    """The workers' engine, with local blocks after theirs; and which local blocks were written."""
+    """Returns the workers' engine, with local blocks after theirs, and the local blocks that were
+    written."""
     written: set[int] = set()
     cache = empty_cache(made.layout, HOME_BLOCKS)
     executor = AttentionExecutor(
@@ -47,7 +48,7 @@ def with_local(made: Workers, staggered: bool = False) -> tuple[Engine, set[int]
 def test_local_and_remote_requests(transport: str, staggered: bool) -> None:
     with workers(1, transport) as made:
         engine, written = with_local(made, staggered)
-        lengths = [30, 300, 64, 65, 20, 21, 22, 200, 10]  # enough for two batches
+        lengths = [30, 300, 64, 65, 20, 21, 22, 200, 10]  # enough blocks for two batches
         bases = [0, 40, 2, 46, 4, 48, 5, 50, 10]
         tables = [
             [base + i for i in range(-(-(length + 8) // 64))]
@@ -59,7 +60,8 @@ def test_local_and_remote_requests(transport: str, staggered: bool) -> None:
 
 
 def test_local_and_remote_segments() -> None:
-    """The partials of both are merged in the order of their tokens, not of their arrival."""
+    """Whether the partials of both are merged in the order of their tokens, not of their
+    arrival."""
     with workers(1) as made:
         engine, _ = with_local(made)
         size = SEGMENT // 64

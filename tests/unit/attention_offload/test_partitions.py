@@ -1,4 +1,4 @@
-"""Blocks in several arenas: one numbering, whole sequences, arenas lost and restored."""
+"""Tests blocks in several arenas: one numbering, whole sequences, arenas lost and restored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_sequence_lies_in_one_arena_and_continues_there() -> None:
     more = pool.allocate("a", 3, first)
     assert more is not None
     assert {pool.arena_of(b) for b in more} == {1}
-    assert pool.allocate("a", 1, first) is None  # though the other arena has room
+    assert pool.allocate("a", 1, first) is None  # although the other arena has room
     assert pool.allocate("b", 5) is None
     assert pool.num_available == 4
     assert pool.max_sequence_blocks == 6
@@ -80,11 +80,11 @@ def test_a_lost_arena_loses_its_keys_and_can_come_back_with_some() -> None:
     assert not pool.cache_block(a[1], key(9))  # a step that had begun before
     start = 4 * lost
     again = [(BlockId(start + 3), key(1)), (BlockId(start), key(3))]
-    assert not pool.restore(lost, again)  # somebody still holds what was lost
+    assert not pool.restore(lost, again)  # some request still holds the lost blocks
     pool.release("a")
     assert pool.restore(lost, again)
     assert pool.match([key(1)]) == [start + 3]
-    assert pool.find(key(3)) == b[0]  # it has that already
+    assert pool.find(key(3)) == b[0]  # the worker has the block already
     assert pool.take_changes().stored == [key(1)]
     assert pool.num_available == 7
     pool.validate()

@@ -62,7 +62,7 @@ def make_ops() -> SplitOps:
 
 
 class Workers:
-    """Attention workers as threads, each with an arena of its own."""
+    """Runs attention workers as threads, each with an arena of its own."""
 
     def __init__(self, count: int, transport: str, dtype: str = "float32") -> None:
         self.model = open_model(NAME, dtype)
@@ -135,7 +135,7 @@ def local_engine(made: Workers) -> Engine:
 
 
 def run(engine: Engine, tables: list[list[int]], lengths: list[int], steps: int) -> list[list[int]]:
-    """Prompts prefilled in two chunks, then decoded together."""
+    """Runs prompts that are prefilled in two chunks, then decoded together."""
     texts = [[(7 * i + t) % 300 for t in range(length)] for i, length in enumerate(lengths)]
     for number, (text, table) in enumerate(zip(texts, tables, strict=True)):
         cut = len(text) // 2
@@ -182,23 +182,24 @@ def test_by_request(count: int, transport: str, dtype: str) -> None:
 @pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_by_token_range(count: int, transport: str) -> None:
-    """A long prompt's segments at different workers, beside short ones that lie at one. Chunks are
-    larger than the way between, and the last layer's answer to one that draws nothing is not read:
-    both sides would wait for each other."""
+    """A long prompt's segments at different workers, beside short prompts that each lie at one
+    worker. Chunks are larger than the buffers between, and nobody reads the last layer's answer for
+    a chunk without a drawn token: otherwise, both sides would wait for each other."""
     with workers(count, transport) as made:
         size = SEGMENT // 64
         long = [BLOCKS_EACH * (i // size % count) + i % size for i in range(66)]
-        if count == 2:  # its third segment is at the first worker again
+        if count == 2:  # the third segment is at the first worker again
             long = [*range(size), *(BLOCKS_EACH + i for i in range(size)), 38, 39]
         short = [BLOCKS_EACH + 33, BLOCKS_EACH + 34]
-        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second has rows of both
+        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second worker has rows of both
         assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
         tables, lengths = tables[::-1], lengths[::-1]
         assert run(made.engine, tables, lengths, 2) == run(local_engine(made), tables, lengths, 2)
 
 
 def test_two_steps_take_turns() -> None:
-    """Each step computes one layer and then waits for the other, as two staggered batches do."""
+    """Computes one layer in each step and then waits for the other step, like two staggered
+    batches."""
     with workers(2) as made:
         ops, cache, local = made.ops, empty_cache(made.layout, 1), make_ops()
         own = empty_cache(made.layout, 2 * BLOCKS_EACH)
@@ -268,7 +269,7 @@ def test_a_late_query_gives_the_same_tokens_and_workers_report_their_times(
 def test_an_echo_returns_unchanged_and_an_unknown_message_ends_the_channel(transport: str) -> None:
     with workers(1, transport) as made:
         channel = made.channels[0]
-        for size in (0, 5, 1 << 17):  # the last is larger than the ring
+        for size in (0, 5, 1 << 17):  # the last message is larger than the ring
             sent, back = bytearray(i % 251 for i in range(size)), bytearray(size)
             channel.send(Header(size, ECHO, 3, 9), memoryview(sent))
             assert channel.receive(memoryview(back)) == Header(size, ECHO, 3, 9)

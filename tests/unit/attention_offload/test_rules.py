@@ -1,4 +1,5 @@
-"""Windows, caps, sinks, latents and fp8 at attention workers: one engine's tokens, bit for bit."""
+"""With windows, caps, sinks, latents and fp8, attention workers give one engine's tokens, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def new_state() -> AttentionWorkerState:
 
 @contextmanager
 def offloaded(model: LoadedModel, count: int, rings: bool, by_head: bool) -> Iterator[Engine]:
-    """An engine whose blocks lie at workers, which have attached by message."""
+    """Makes an engine whose blocks lie at workers, which have attached by message."""
     ranges = share_heads(model.spec.num_kv_heads, count) if by_head else ()
     channels: list[AttentionChannel] = []
     threads, states = [], []
@@ -122,7 +123,7 @@ def offloaded(model: LoadedModel, count: int, rings: bool, by_head: bool) -> Ite
 
 
 def tokens_of(engine: Engine, table: list[int], length: int) -> list[int]:
-    """A prompt in three chunks, then five decodes beside another request's."""
+    """Runs a prompt in three chunks, then five decodes beside another request's."""
     text = random.Random(length).choices(range(3, 290), k=length)
     name, blocks = AttemptId("0"), [BlockId(b) for b in table]
     for start, end in ((0, length // 3), (length // 3, length - 7)):
@@ -146,7 +147,7 @@ def check(model: LoadedModel, rings: bool, by_head: bool = False) -> None:
     alone = Engine(model, choose_split_ops(), empty_cache(layout, 2 * EACH))
     size = SEGMENT // BLOCK
     lies = [(list(range(6)), 300)]
-    if not by_head:  # all at the second worker, and a segment at each
+    if not by_head:  # all blocks at the second worker, and a segment at each
         lies += [(list(range(EACH, EACH + 6)), 300)]
         lies += [([*range(size), *range(EACH, EACH + 8)], SEGMENT + 200)]
     with offloaded(model, 2, rings, by_head) as engine:
@@ -181,7 +182,8 @@ def test_kvcache_in_fp8(name: str, by_head: bool, tmp_path: Path) -> None:
 
 
 def test_what_crosses_is_the_latent(tmp_path: Path) -> None:
-    """Each token has one key of latent and rotated elements, without values and heads."""
+    """Uses latents: each token has one key of latent and rotated elements, without values and
+    heads."""
     model = opened("deepseek-v3", tmp_path, "float32")
     heads = head_shape(model.spec)
     assert (heads.stored_heads, heads.head_dim, heads.latent_dim) == (1, 48 + 16, 48)
@@ -211,7 +213,8 @@ def test_rules_that_do_not_fit_are_refused(
 
 
 def test_blocks_before_the_window_are_given_back(tmp_path: Path) -> None:
-    """A block of the window takes their place in the table, across segments at two workers."""
+    """Whether a window works if its blocks take the table's places, across segments at two
+    workers."""
     model = opened("mistral-window", tmp_path, "float32")
     size = SEGMENT // BLOCK
     table = [*range(size), *range(EACH, EACH + 8)]

@@ -1,4 +1,5 @@
-"""An attention worker: which owners may attach, which blocks outlive them, what writes void."""
+"""Tests an attention worker: which owners may attach, which blocks outlive them, and which names a
+write removes."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_keys_outlive_their_owner_until_a_block_is_written(
     first.leave()
     second = Owner(address, use_shm)
     assert second.cached() == dict(blocks)
-    # Written by a stream, by a fetch, and by a step.
+    # The blocks are written by a stream, by a fetch, and by a step.
     second.client.command(
         Expect(stream_id="s", block_ids=(BlockId(0),), first_index=0, timeout_s=0.1, epoch=2)
     )
@@ -136,7 +137,7 @@ def test_keys_outlive_their_owner_until_a_block_is_written(
     ops.epoch = 4
     draw = SamplingParams(temperature=0.0)
     engine.step([StepEntry(AttemptId("r"), [5], 0, [2], draw)])
-    # A name that was given before the write, and comes after it, is not believed.
+    # A name that was given before the write, and arrives after it, does not count.
     second.client.command(MarkCached(blocks=((BlockId(2), KEYS[2]),), epoch=3))
     second.client.command(MarkCached(blocks=((BlockId(0), KEYS[0]),), epoch=4))
     second.client.command(Grant(read_id="unknown", block_ids=()))
@@ -201,5 +202,5 @@ def test_other_kernels_and_wrong_secrets_are_refused(address: PeerAddress) -> No
         connect(address, ME, SECRET, options(arithmetic="of another CPU"), True)
     with pytest.raises(AttentionError, match="secret"):
         connect(address, ME, b"another secret altogether", options(), True)
-    owner = Owner(address)  # and it still serves
+    owner = Owner(address)  # and the worker still serves
     owner.leave()

@@ -1,5 +1,5 @@
 """For every model family, only Q, K, V and outputs of new rows are sent between model worker and
-attention worker; the residual stream stays at the model worker."""
+attention worker; the residual stream stays in the model worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILIES = {
 
 
 class CountingChannel(SocketChannel):
-    """Notes the kind and size of every message in both directions."""
+    """Records the kind and size of every message in both directions."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, 10.0, reads_ahead=True)

@@ -1,4 +1,4 @@
-"""`bench admission-workloads`: draws that anyone can repeat, and their figures."""
+"""`bench admission-workloads` makes draws that anyone can repeat, and computes their figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_load_is_the_least_work_over_the_time() -> None:
 
 @pytest.mark.long
 def test_figures_are_those_of_simulate(tmp_path: Path) -> None:
-    """A row can be repeated by `moonpool simulate` with the kept trace and the row's flags."""
+    """Whether `moonpool simulate` repeats a row with the kept trace and the row's flags."""
     figures = tmp_path / "figures.json"
     kept = ("--keep", str(tmp_path), "--json", str(figures))
     command = ("bench", "admission-workloads", "--draws", "2", "--requests", "60", "--seed", "8")

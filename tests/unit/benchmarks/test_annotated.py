@@ -1,4 +1,4 @@
-"""Options that are made from the parameters of a function."""
+"""Tests options that are made from the parameters of a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench's own reckoning, and one run of it."""
+"""Tests the bench's own arithmetic, and one run of the bench."""
 
 from __future__ import annotations
 

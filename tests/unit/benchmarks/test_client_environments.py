@@ -1,4 +1,5 @@
-"""Environments of the clients' table: what is pinned, and where torch may come in."""
+"""Tests environments of the clients' table: which packages are pinned, and from where torch may
+come."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def test_every_package_is_pinned_and_every_script_exists() -> None:
 
 
 def limits_of(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The versions that the installer of a client's packages is held to."""
+    """Returns the versions to which the installer of a client's packages is held."""
     lines: list[list[str]] = []
 
     def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What the page of versions says of runs, and what a new run replaces."""
+"""Tests what the page of versions says of runs, and what a new run replaces."""
 
 from __future__ import annotations
 

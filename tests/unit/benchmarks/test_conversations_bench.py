@@ -1,4 +1,4 @@
-"""What live conversations rest on, without a cluster: sessions, names, files, verdicts."""
+"""Tests the base of live conversations without a cluster: sessions, names, files, verdicts."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_program_takes_until_its_last_answer() -> None:
     found = program_figures(played)
     assert found == {
         "begun": 4,
-        "finished": 1,  # one waits, one was refused, and one's last answer broke off
+        "finished": 1,  # one session waits, one was refused, and one's last answer broke off
         "calls": 6,
         "refusals": 14,
         "makespan_s": {"p50": None, "p90": None},

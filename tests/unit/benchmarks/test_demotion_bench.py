@@ -1,4 +1,4 @@
-"""The benchmark of decoding beside the SSD tier: its phases do what they say."""
+"""Tests the benchmark of decodes beside the SSD tier: its phases do what they say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the engine's comparison: their shapes, their limits, and peers that do not run."""
+"""Tests rows of the engine's comparison: their shapes, their limits, and peers that do not run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_a_row_must_do_and_read() -> None:
     assert decode_bytes(SPEC, 3, 100) == 2 * (weights + head) + 3 * 2 * token_kv * 100
     assert decode_flops(SPEC, 3, 100) == 3 * (2 * (weights + head) + 4 * 2 * 64 * 100)
     assert prefill_flops(SPEC, 1) == decode_flops(SPEC, 1, 1)
-    # Two chunks: the weights twice, and the first chunk's KVCache once.
+    # There are two chunks: they read the weights twice, and the first chunk's KVCache once.
     assert prefill_bytes(SPEC, 64, 32) == 2 * 2 * weights + 32 * 2 * token_kv
     assert decode_bytes(SPEC, 1, 0, weight_bytes=1) == weights + head
 
@@ -120,7 +120,7 @@ def test_eight_bits_are_set_beside_bfloat16(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_scripts_of_peers_import_names_that_the_modules_beside_them_define() -> None:
-    # They run under another Python, where neither mypy nor a test imports them.
+    # These scripts run under another Python, where neither mypy nor a test imports them.
     folder = ROOT / "benchmarks" / "suite" / "engine"
     checked = set()
     for script in folder.glob("*_peer.py"):

@@ -1,4 +1,4 @@
-"""The guard of speed: two versions in turns, and a loss that it tells."""
+"""Tests the guard of speed: two versions run in turns, and the guard reports a loss."""
 
 from __future__ import annotations
 

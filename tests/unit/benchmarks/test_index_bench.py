@@ -1,4 +1,4 @@
-"""The index's benchmark: right sums at a small size, a failure as one line."""
+"""Tests the index's benchmark: right sums at a small size, and a failure in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench layers` on a model so small that its figures mean nothing."""
+"""Runs `bench layers` on a model so small that its figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What live benchmarks rest on, without a cluster: workloads, bursts, twins, oscillation."""
+"""Tests the base of live benchmarks without a cluster: workloads, bursts, twins, oscillation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_front_and_messages_count_and_neighbours_slow_down() -> None:
     cluster = LiveCluster()
     plain, _ = simulate_rows(cluster, profile(), rows, 16)
     front, _ = simulate_rows(cluster, profile(front_s=0.052), rows, 16)
-    # All come later by as much, so nothing else changes.
+    # All requests come later by the same time, so nothing else changes.
     assert front["ttft_s"]["mean"] - plain["ttft_s"]["mean"] == pytest.approx(0.05, abs=2e-4)
     slow, _ = simulate_rows(cluster, profile(contention=(1.5, 2.0)), rows, 16)
     assert plain["tbt_s"]["p50"] < slow["tbt_s"]["p90"] <= 2.1 * plain["tbt_s"]["p90"]
@@ -189,7 +189,7 @@ def test_prompts_and_answers_of_one_length() -> None:
 
 
 def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
-    """Half of the steps take twice as long where nobody else computes: the same in every run."""
+    """Half of the steps take twice as long on an idle machine, the same half in every run."""
     rows = WORKLOAD.rows(1.0, 60.0)
     spread = ((1.0, 2.0), (1.0,), (1.0,))
     plain, _ = simulate_rows(LiveCluster(), profile(), rows, 16)
@@ -201,7 +201,7 @@ def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
 
 
 class NoServer:
-    """The part of a server that a simulated sweep needs."""
+    """Holds the part of a server that a simulated sweep needs."""
 
     url = ""
 
@@ -242,8 +242,8 @@ def test_a_narrow_victory_is_none() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_is_admitted_under_lasting_overload_comes_in_time(seed: int) -> None:
-    """The profile is a seventh too fast, as a live one was: all that is admitted would come just
-    too late, if nothing were learned of it: 39 to 70 % were in time, and 95 are now."""
+    """The profile is a seventh too fast, like a live profile: without learning, all admitted
+    requests would come just too late. Then 39 to 70 % were in time, and 95 % are now."""
     found = LiveWorkload(scale=Fraction(1, 32), seed=seed)
     truth = profile(prefill=(0.009, 6e-4, 8e-8, 15e-8), decode=(0.009, 5e-4, 7e-7))
     believed = FittedCost(prefill=(0.0075, 5e-4, 7e-8, 13e-8), decode=(0.008, 5e-4, 7e-7))

@@ -1,4 +1,4 @@
-"""The machine's speed, and what is said when it has changed."""
+"""Tests the machine's speed, and the warning when it has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much others computed, from the kernel's counters."""
+"""Reads from the kernel's counters how much other processes computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The server tests of other projects: what is fetched, what is left out, and the flags."""
+"""Tests runs of other projects' server tests: which files are fetched, which tests are left out,
+and the flags."""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def test_an_archive_with_another_checksum_is_removed(tmp_path: Path) -> None:
 def test_tests_are_unpacked_once_and_again_when_the_suite_changes(tmp_path: Path) -> None:
     path = archive(tmp_path, {"t-1/tests/a.py": b"a", "t-1/more/b.py": b"b"})
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    url = f"https://x.invalid/{path.name}"  # it is there: nothing is fetched
+    url = f"https://x.invalid/{path.name}"  # the file exists, so nothing is fetched
     suite = Suite("t", "T", url, digest, ("tests/",), ".", ("tests/*.py",), (), ())
     place = unpacked(suite, tmp_path)
     (place / "tests/a.py").write_text("kept")
@@ -161,7 +162,7 @@ def test_tests_are_unpacked_once_and_again_when_the_suite_changes(tmp_path: Path
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server's URL, and the folder that it serves."""
+    """Yields a server's URL, and the folder that it serves."""
     folder = tmp_path / "site"
     folder.mkdir()
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))

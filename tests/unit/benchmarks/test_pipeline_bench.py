@@ -1,4 +1,5 @@
-"""The pipeline's figures: measured beside simulated, and bubbles as arithmetic has them."""
+"""Tests the pipeline's figures: measured beside simulated figures, and bubbles beside
+arithmetic."""
 
 from __future__ import annotations
 

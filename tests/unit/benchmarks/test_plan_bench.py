@@ -1,4 +1,4 @@
-"""The proof of plans: it finds what a plan that is too dear has missed."""
+"""Tests the proof of plans: it finds what a plan that costs too much has missed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.cli_runner import invoke
 
 @pytest.fixture
 def proof() -> PlanProof:
-    """Half of 30 prompts of 16k are cached: two mixed nodes serve them, and so does one."""
+    """Half of 30 prompts of 16k tokens are cached: two mixed nodes serve these prompts, and so does
+    one node."""
     [workload] = [one for one in PROOF_WORKLOADS if one.name == "half cached, 16k"]
     made = prove(workload._replace(rate_rps=0.4), 30, 2)
     steps = Steps((125_000, 500_000), (0,), ("lru",), (256, 1024))

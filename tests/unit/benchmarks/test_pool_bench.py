@@ -1,4 +1,4 @@
-"""The comparison of pools under vLLM: what is asked, how it is judged, and what its table says."""
+"""Tests the comparison of pools under vLLM: its questions, its verdicts, and its table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_command_offers_every_pool_and_workload() -> None:
     assert tuple(SHAPES) == WORKLOAD_CHOICES
 
 
-# What is asked
+# Questions:
 
 
 def test_all_rows_are_asked_the_same() -> None:
@@ -52,7 +52,7 @@ def test_turns_come_in_order_and_repeat_what_was_said() -> None:
         assert [call.turn for call in mine] == list(range(AGENTS.turns))
         for before, after in itertools.pairwise(mine):
             assert after.question.text.startswith(before.question.text)
-            assert before.target != after.target  # or a pool would not be needed
+            assert before.target != after.target  # otherwise, no pool would be needed
 
 
 def test_each_question_has_its_code_and_agents_share_a_beginning() -> None:
@@ -82,7 +82,7 @@ def test_a_prompt_asked_again_computes_its_last_token() -> None:
     assert prefixes_of([[1, 2, 3, 4], [1, 2, 3, 4]], 2).known_tokens == 2
 
 
-# How it is played
+# How a round is played:
 
 SSE = (
     b'data: {"choices": [{"text": " yes", "finish_reason": "stop"}]}\n\n'
@@ -100,7 +100,7 @@ METRICS = (
 
 @contextmanager
 def _servers(number: int) -> Iterator[tuple[list[str], list[tuple[int, str]]]]:
-    """Their URLs, and what was asked: (server, prompt)."""
+    """Yields the servers' URLs, and the questions: (server, prompt)."""
     asked: list[tuple[int, str]] = []
 
     def handler(place: int) -> type[QuietHandler]:
@@ -172,11 +172,11 @@ def test_latencies_of_first_and_later_turns_are_apart() -> None:
     assert figures["requests_per_s"] == 1.5
 
 
-# Pools
+# Pools:
 
 
 class _WebPool(Pool):
-    """A process that listens, in place of a pool's."""
+    """Is a process that listens, in place of a pool."""
 
     def __init__(self, place: PoolPlace, command: Sequence[str] = ()) -> None:
         super().__init__(place)
@@ -242,7 +242,7 @@ def test_versions_are_those_of_each_python() -> None:
     assert versions_of({"none": "/bin/false"}) == {"none": {}}
 
 
-# The table
+# The table:
 
 FIGURES = {
     "returning_ttft_s": {"mean": 0.5, "p90": 0.9},
@@ -341,15 +341,15 @@ def test_a_page_without_marks_is_refused() -> None:
         SECTION.within("# By hand\n", "table")
 
 
-# The fleet
+# The fleet:
 
 
 class _ListeningVllm(GroupedVllm):
-    """A process with a child in its group, in place of a vLLM's."""
+    """Is a process with a child in its group, in place of a vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self._child = folder / "child"
-        (folder / "vllm").touch()  # what is looked for beside a Python
+        (folder / "vllm").touch()  # the packages that a Python must have
         super().__init__(str(folder / "python"), "model", "0", {})
         script = (
             "import subprocess, sys, pathlib;"

@@ -1,4 +1,4 @@
-"""What the trial of the pool counts as wrong, and whom it kills."""
+"""Tests what the trial of the pool counts as wrong, and which processes it kills."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TIE_NATS = 0.5
 
 
 class Judge(QuietHandler):
-    """Answers as vLLM does: after each token, the next higher one is the likeliest, the one after
-    that nearly as likely, and all others are not."""
+    """Answers like vLLM: after each token, the next higher token is the likeliest, the token after
+    that is nearly as likely, and all other tokens are unlikely."""
 
     def do_POST(self) -> None:
         prompt = self.read_json()["prompt"]
@@ -77,7 +77,7 @@ def counted(answers: int, wrong: int, foreign: int = 0) -> dict[str, Any]:
     [
         (counted(100, 0), counted(100, 0), [], 0),
         (counted(100, 1), counted(100, 0), [], 1),
-        (counted(100, 3), counted(100, 2), [], 0),  # batches alone do that
+        (counted(100, 3), counted(100, 2), [], 0),  # batches alone have this effect
         (counted(100, 40), counted(100, 2), [], 1),
         (counted(100, 2, foreign=1), counted(100, 2), [], 1),
         (counted(100, 0), counted(100, 0), ["q: cut"], 1),
@@ -111,7 +111,8 @@ def test_damage_changes_as_many_bytes_as_it_says(tmp_path: Path) -> None:
 def test_the_disk_is_filled_by_a_file_that_is_not_the_pools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where the file system is large: it may be anybody's."""
+    """Whether the trial does not do this if the file system is large, because other users may need
+    it."""
     shape = TrialShape("python", ("m",), 1, 1, 1, 1, "1GiB", str(tmp_path))
     pool = TrialPool(PoolPlace("python", tmp_path, 1, 32), shape)
     at = "benchmarks.suite.pool_in_vllm.trial_cluster"
@@ -119,7 +120,7 @@ def test_the_disk_is_filled_by_a_file_that_is_not_the_pools(
     with pytest.raises(ServerError, match="mount a small tmpfs"):
         pool.fill_disk()
     monkeypatch.setattr(f"{at}.MAX_FILLED_BYTES", 1 << 60)
-    # As on a full disk, from the second piece on.
+    # Fails like a full disk, from the second piece on.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (DAMAGE_STEP_BYTES + 1, limits[1]))
     try:

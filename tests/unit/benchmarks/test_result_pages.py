@@ -1,4 +1,4 @@
-"""The pages of forecasts and of wrong answers, made from rows that nobody changes."""
+"""Tests the pages of forecasts and of wrong answers, made from fixed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of an engine's time behind routers, and the page of the results."""
+"""Tests the model of an engine's time behind routers, and the page of the results."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_programs_have_columns_of_their_own() -> None:
         given["rows"][number]["programs"] = programs | {"makespan_s": {"p50": p50_s, "p90": None}}
     shown = {line[1]: line for line in router_rows(given["rows"])}
     assert shown[WORDS["round-robin"]][10:] == ("4.0 s, never", "12 of 15", "6")
-    assert shown[WORDS["moonpool"]][10:] == ("-", "-", "-")  # kept from before
+    assert shown[WORDS["moonpool"]][10:] == ("-", "-", "-")  # kept from an earlier run
     assert len({len(line) for line in shown.values()}) == 1
     assert "programs finished" in routers_section(given)
     assert "programs finished" not in routers_section(found())

@@ -1,4 +1,5 @@
-"""The simulator's benchmark: each size in a process of its own, a failure as one line."""
+"""Tests the simulator's benchmark: each size runs in a separate process, and a failure is one
+line."""
 
 from __future__ import annotations
 

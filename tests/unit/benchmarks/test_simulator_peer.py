@@ -1,4 +1,5 @@
-"""The simulator beside another one: what is counted, and what is said of a run that failed."""
+"""Compares the simulator with another simulator: what is counted, and what is said of a failed
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of ranks, on a model so small that it only shows that it runs."""
+"""Runs the bench of ranks on a model so small that the test only shows that the bench runs."""
 
 from __future__ import annotations
 

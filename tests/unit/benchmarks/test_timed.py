@@ -1,4 +1,4 @@
-"""One instance on the cost model's clock: what `bench sarathi` predicts with."""
+"""Tests an instance on the cost model's clock: `bench sarathi` predicts with it."""
 
 from __future__ import annotations
 

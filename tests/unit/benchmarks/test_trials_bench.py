@@ -1,4 +1,5 @@
-"""Systems of `moonpool bench trials`: what starts is tried, what does not is told."""
+"""Tests systems of `moonpool bench trials`: a system that starts is tried, and a failure to start
+is reported."""
 
 from __future__ import annotations
 

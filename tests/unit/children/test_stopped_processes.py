@@ -1,4 +1,5 @@
-"""A process that a signal stopped is found; one that went on, or that a debugger stopped, not."""
+"""A process that a signal stopped is found; a process that went on, or that a debugger stopped, is
+not."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ def test_only_a_process_stopped_at_all_looks_is_found() -> None:
     stopped = StoppedProcesses(states.__getitem__)
     for _ in range(MOST_LOOKS - 1):
         assert stopped.look(states) == []
-    states[4] = "R"  # went on
+    states[4] = "R"  # the process went on
     assert stopped.look(states) == [1]
     states[4] = "T"
     assert stopped.look(states) == [1]

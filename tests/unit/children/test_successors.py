@@ -1,4 +1,4 @@
-"""One process after the other: when the next one starts, and what the log says."""
+"""Runs one process after the other: tests when the next process starts, and the log lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("test.successors")
 
 
 def run(ends: list[Next], delays_s: tuple[float, ...]) -> tuple[list[float], int]:
-    """Returns the pauses between processes that end like this, and how many there were."""
+    """Returns the pauses between processes that end in this way, and the number of processes."""
     pauses: list[float] = []
     lives: list[int] = []
 

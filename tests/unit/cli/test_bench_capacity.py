@@ -1,4 +1,4 @@
-"""`moonpool bench capacity`, as a user sees it."""
+"""Tests `moonpool bench capacity` as a user sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool config`: what it writes is what is read, and the reference page is up to date."""
+"""`moonpool config` writes a file that it reads back, and the reference page is current."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which model a command takes without an argument: that depends on the terminal, on the installed
-packages and on the Hub."""
+"""Tests which model a command takes without an argument: that depends on the terminal, on the
+installed packages and on the Hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAID = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does about a model."""
+    """Answers like the Hub about a model."""
 
     def do_GET(self) -> None:
         assert self.path == f"/api/models/{FETCHED}?blobs=true"
@@ -55,7 +55,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The questions of a terminal whose person says yes, or no to what is in `refused`."""
+    """Plays the questions of a terminal whose person says yes, or no to the questions in
+    `refused`."""
     questions: list[str] = []
 
     def confirm(question: str, **settings: object) -> bool:
@@ -115,7 +116,7 @@ def test_an_installed_package_comes_first(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: object())
-    monkeypatch.setattr(installation, "SMALL_MODEL", "click")  # one that is installed
+    monkeypatch.setattr(installation, "SMALL_MODEL", "click")  # a model that is installed
     assert choose_model("run") == "smollm2"
     (question,) = asked
     assert "smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0; installed, " in question

@@ -1,4 +1,4 @@
-"""The examples in the help name commands and flags that there are."""
+"""The examples in the help name existing commands and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for each mistake of the commands that need a live server."""
+"""Commands that need a live server give one line for each mistake."""
 
 from __future__ import annotations
 

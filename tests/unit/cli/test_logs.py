@@ -1,4 +1,4 @@
-"""Log lines as text and as JSON, a terminal's bar, and where level and format come from."""
+"""Tests log lines as text and as JSON, a terminal's bar, and where level and format come from."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ logging.getLogger("moonpool").info("ready")
 
 
 def logged(on_terminal: bool, **variables: str) -> str:
-    """What a process that loads four layers, one in two seconds, writes to stderr."""
+    """Returns what a process that loads four layers, one in two seconds, writes to stderr."""
     ours, theirs = os.openpty() if on_terminal else os.pipe()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80"} | variables
     try:

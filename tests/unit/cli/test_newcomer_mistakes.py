@@ -1,4 +1,5 @@
-"""What a newcomer types: near misses of commands and addresses, and a key from the environment."""
+"""Tests what a newcomer types: near misses of commands and addresses, and a key from the
+environment."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ KEYS = ("MOONPOOL_ADMIN_KEY", "MOONPOOL_API_KEY", "OPENAI_API_KEY")
 
 
 class Refusing(QuietHandler):
-    """Keeps path and key of each request, and refuses it."""
+    """Keeps path and key of each request, and refuses the request."""
 
     seen: list[tuple[str, str]]
 
@@ -37,7 +38,7 @@ class Refusing(QuietHandler):
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """A server's HOST:PORT, and what it was asked."""
+    """Yields a server's HOST:PORT, and the requests that it got."""
     seen: list[tuple[str, str]] = []
     handler = type("Handler", (Refusing,), {"seen": seen})
     with serving(handler) as place:

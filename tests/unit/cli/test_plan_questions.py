@@ -1,4 +1,5 @@
-"""What `plan` asks for on a terminal, and what it says elsewhere; its page and its tables."""
+"""Tests what `plan` asks for on a terminal, and what it prints elsewhere; its page and its
+tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool pool`: a folder is verified and cleared; a cluster's sums are shown and checked."""
+"""`moonpool pool` verifies and clears a folder, and shows and checks a cluster's sums."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A server that cannot be protected as asked does not start: one line, status 1, and no open
-port."""
+"""A server that cannot have the protection that its flags ask for does not start: one line, status
+1, and no open port."""
 
 from __future__ import annotations
 

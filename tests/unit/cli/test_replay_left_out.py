@@ -1,4 +1,4 @@
-"""`moonpool replay` and `forecast` say what they leave out of a trace."""
+"""`moonpool replay` and `forecast` report which rows of a trace they leave out."""
 
 from __future__ import annotations
 

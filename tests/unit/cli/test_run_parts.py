@@ -1,4 +1,5 @@
-"""Parts of `moonpool run`: what it shows while the server starts, and the chat's temperature."""
+"""Tests parts of `moonpool run`: the messages while the server starts, and the chat's
+temperature."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_the_whole_log_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def models() -> Iterator[tuple[int, dict[str, Any]]]:
-    """The port of a server with one model, and the model's own settings."""
+    """Yields the port of a server with one model, and the model's own settings."""
     own: dict[str, Any] = {}
 
     class OneModel(QuietHandler):

@@ -1,4 +1,5 @@
-"""Every command that asks a server names it the same way, and sends it the key over https."""
+"""Every command that asks a server has the same flag for its address, and sends the key over
+https."""
 
 from __future__ import annotations
 
@@ -41,18 +42,19 @@ WORDS: dict[str, list[str]] = {
     "bench capacity": [],
 }
 NEEDS_MORE = {"bench peers-live"}
-"""Commands that start servers of their own before they send a request."""
+"""Lists commands that start servers of their own before they send a request."""
 
 
 class TlsServer(NamedTuple):
     address: str
     ca_file: str
     seen: list[tuple[str, str]]
-    """Path and key of each request."""
+    """Holds path and key of each request."""
 
 
 def certificate(folder: Path) -> tuple[str, str, str]:
-    """An authority's certificate, and certificate and key of 127.0.0.1 that it signed."""
+    """Makes an authority's certificate, and certificate and key of 127.0.0.1 that the authority
+    signed."""
     ca, ca_key, cert, key, request, names = (
         str(folder / name) for name in ("ca.pem", "ca.key", "s.pem", "s.key", "s.csr", "names")
     )
@@ -70,7 +72,7 @@ def certificate(folder: Path) -> tuple[str, str, str]:
 
 @pytest.fixture(scope="module")
 def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
-    """An https server of a private authority, which refuses every key."""
+    """Runs an https server of a private authority, which refuses every key."""
     if OPENSSL is None:
         pytest.skip("no openssl command makes certificates")
     ca, cert, key = certificate(tmp_path_factory.mktemp("certificates"))
@@ -85,7 +87,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # clients that do not trust it break off
+            pass  # clients without that authority break off
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -134,7 +136,7 @@ def test_each_command_that_asks_a_server_takes_the_same_options() -> None:
 
 
 def test_no_other_command_makes_connections_of_its_own() -> None:
-    """A connection that a command makes itself would lack the key or the authority."""
+    """Whether no command makes a connection itself, which would lack the key or the authority."""
     client = re.compile(r"httpx\.(?:\w*Client|get|post|stream|request)\(|HttpClient\(")
     cli_folder = ROOT / "src" / "moonpool" / "cli"
     makers = {
@@ -142,7 +144,7 @@ def test_no_other_command_makes_connections_of_its_own() -> None:
         for path in cli_folder.rglob("*.py")
         if client.search(path.read_text())
     }
-    # The other asks the Hub, which is no server of ours, about a model.
+    # The other connection asks the Hub, which is not a moonpool server, about a model.
     assert makers == {"server/address.py", "default_model.py"}
 
 

@@ -1,4 +1,4 @@
-"""`moonpool simulate`, as a user sees it: figures, files, and one line for every mistake."""
+"""Tests `moonpool simulate` as a user sees it: figures, files, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FIGURES = {
     "run": {"trace", "speed", "noise"},
     "config": set(Config.__struct_fields__),
 }
-"""Figures of design.md, and the least that each must hold."""
+"""Lists figures of design.md, and the least value of each."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def figures_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def error_of(done: Result, status: int = 1) -> str:
-    """The one line that says what is wrong; `click` puts the usage above its own."""
+    """Returns the one line that says what is wrong; `click` puts the usage above its own line."""
     assert done.exit_code == status, done.output
     lines = done.stderr.splitlines()
     start = {1: "moonpool: ", 2: "Error: "}[status]

@@ -1,4 +1,4 @@
-"""What `moonpool simulate` must refuse before it spends an hour on it."""
+"""`moonpool simulate` must refuse these mistakes before it spends an hour on them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_a_missing_folder_is_noticed_before_the_run(
 
 
 def test_times_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
-    """Once, this ran without end: a second later was the same time."""
+    """Whether this ends: an earlier version ran without end, because a second later was the same
+    time."""
     path = tmp_path / "far.jsonl"
     path.write_text("".join(json.dumps(ROW | {"timestamp": t}) + "\n" for t in (0, 10**22)))
     result = simulate(str(path))

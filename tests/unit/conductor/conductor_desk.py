@@ -1,4 +1,4 @@
-"""A Conductor for tests, which take the part of its instances."""
+"""Runs a Conductor for tests, which play the part of its instances."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROMPT = tuple(range(10))
 
 
 class Desk:
-    """A Conductor with its reservations checked after each event."""
+    """Is a Conductor that checks its reservations after each event."""
 
     def __init__(
         self,

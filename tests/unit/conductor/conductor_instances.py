@@ -1,4 +1,4 @@
-"""Instances with simple cost coefficients."""
+"""Makes instances with simple cost coefficients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def info(
     incarnation: int = 1,
     context_tokens: int = 0,
 ) -> InstanceInfo:
-    """The name's first letter is the role's."""
+    """The first letter of the name gives the role."""
     address = PeerAddress(
         instance_id=InstanceId(name), host_id=host_id, unix_name="", tcp_host="x", tcp_port=1
     )

@@ -1,4 +1,4 @@
-"""The four admission policies, on loads that the tests set."""
+"""Tests the four admission policies, on loads that the tests set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("p0", "d0", "d1")
 DEMAND = RequestFootprint(
     number=1,
     num_tokens=1000,  # 1 s of prefill
-    expected_tokens=1000,  # 1 ms more per step, beside 10 ms per answer
+    expected_tokens=1000,  # a step takes 1 ms more, beside 10 ms per answer
     decodes=True,
     block_tokens=1,
     token_bytes=1,
@@ -33,7 +33,7 @@ DEMAND = RequestFootprint(
 
 
 class Scene:
-    """One prefill and two decode instances."""
+    """Makes one prefill and two decode instances."""
 
     def __init__(self, queue_s: float = 0.0, decoding: tuple[int, int] = (0, 0)) -> None:
         self.cluster_state = ClusterState(IntervalForecast())
@@ -95,11 +95,11 @@ def test_a_prompt_too_long_for_any_instance_is_named() -> None:
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
 def test_what_is_slow_only_now_may_come_again(admission: str) -> None:
-    """Only costs measured at rest justify the refusal that not even an idle instance would be in
-    time."""
+    """Whether only costs measured at rest justify the refusal that not even an idle instance would
+    be in time."""
     slow = Scene()
     slow.cluster_state.instance_table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
-    refusal = slow.refuse(admission, ttft_s=1.5)  # 2 s are predicted, 1 s was measured
+    refusal = slow.refuse(admission, ttft_s=1.5)  # the prediction is 2 s, the measurement was 1 s
     assert refusal.reason == "ttft_slo" and "idle" not in refusal.message
     slow.refuse(admission, status=422, ttft_s=0.9)
 
@@ -148,7 +148,7 @@ def test_baseline_ignores_the_decode_load() -> None:
 
 
 def test_early_uses_the_present_decode_load_only() -> None:
-    context = Scene(decoding=(6, 2))  # 4 each on average, and this one: 51 ms
+    context = Scene(decoding=(6, 2))  # 4 answers each on average, and this answer: 51 ms
     assert context.decide("early", tbt_s=0.052) is None
     refusal = context.refuse("early", tbt_s=0.050)
     assert refusal.reason == "decode_load"
@@ -231,11 +231,12 @@ def test_a_rejection_has_the_numbers_behind_it() -> None:
 
 
 def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
-    """Placement gives it few decodes, so its load is not that of the others."""
+    """Whether the load counts without a slow instance: placement gives it few decodes, so its load
+    differs from the load of the others."""
     context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
     context.cluster_state.instance_table.set_cost(2, slow)
-    # 45 answers: 40 on the fast one and 5 on the slow one, both at 0.4 s a step.
+    # These are 45 answers: 40 on the fast instance and 5 on the slow one, both at 0.4 s a step.
     assert context.decide("early", tbt_s=0.6) is None
     refused = context.decide("early", tbt_s=0.35)
     assert refused is not None and refused.projection["predicted_tbt_s"] < 0.5

@@ -1,4 +1,4 @@
-"""More instances are wanted at once, fewer only after a window of lower demand."""
+"""The Conductor wants more instances at once, but fewer only after a window of lower demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.conductor.test_role_balance import WINDOW_S, Hall
 
 
 def scaled(hall: Hall, rps: float, prompt_tokens: int, lasting_s: float) -> list[tuple[int, int]]:
-    """The numbers wanted, looked at every second."""
+    """Returns the numbers of wanted instances, read every second."""
     autoscale = hall.autoscale  # type: ignore[attr-defined]
     found: list[tuple[int, int]] = []
     end_s, next_s = hall.now + lasting_s, hall.now
@@ -56,8 +56,8 @@ def test_nothing_is_wanted_before_anything_is_seen() -> None:
 
 
 def day(seed: int) -> tuple[Hall, list[str]]:
-    """Six instances over a day of three phases. Returns the new roles in order, "-" before each
-    phase."""
+    """Plays a day of three phases with six instances. Returns the new roles in order, "-" before
+    each phase."""
     rng = random.Random(seed)
     hall = Hall(*[f"p{i}" for i in range(3)], *[f"d{i}" for i in range(3)])
     switched: list[str] = []
@@ -83,7 +83,7 @@ def day(seed: int) -> tuple[Hall, list[str]]:
 
 @pytest.mark.long
 def test_no_day_of_a_thousand_oscillates() -> None:
-    """Within a phase, roles change in one direction, but for a single correction."""
+    """Whether roles change in one direction within a phase, except for a single correction."""
     bad = []
     for seed in range(1_000):
         _, switched = day(seed)

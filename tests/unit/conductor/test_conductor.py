@@ -1,4 +1,4 @@
-"""Each request is booked once, placed again after faults, and ended once."""
+"""The Conductor books each request once, places it again after faults, and ends it once."""
 
 from __future__ import annotations
 
@@ -247,9 +247,9 @@ def test_overload_is_rejected_before_any_work() -> None:
 
 
 def test_room_is_booked_for_the_answer_too() -> None:
-    desk = Desk("p0", "d0", num_blocks=10)  # of 4 tokens; the prompts have 10
+    desk = Desk("p0", "d0", num_blocks=10)  # answers have 4 tokens; the prompts have 10
     assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens hold 6 blocks
-    refused = desk.ask("b", max_tokens=7, ttft_s=0.02)  # 17 would fit as tokens, not as blocks
+    refused = desk.ask("b", max_tokens=7, ttft_s=0.02)  # 17 would fit as tokens, but not as blocks
     (refuse,) = of(refused, Refuse)
     assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_capacity")
     assert sent(desk.ask("c", max_tokens=6), StartPrefill)
@@ -269,7 +269,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
 
 
 def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
-    """Otherwise an admitted request could find no blocks, because of prefills there."""
+    """Otherwise the Conductor could admit a request for which prefills leave no blocks."""
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
     (refuse,) = of(desk.ask("b", max_tokens=2, ttft_s=0.02), Refuse)
@@ -288,7 +288,7 @@ def test_without_instances_a_request_is_rejected() -> None:
 
 
 def test_requests_of_one_prefix_follow_it() -> None:
-    """The second arrives while the first is computed: expected blocks count as a hit."""
+    """The second request arrives while the first is computed: expected blocks count as a hit."""
     desk = Desk("p0", "p1", "d0")
     prompt = tuple(range(400))
     busy = sent(desk.ask("z", token_ids=tuple(range(500, 600))), StartPrefill)[0][0]
@@ -415,7 +415,7 @@ def test_a_stop_string_is_a_finish_and_frees_the_engine() -> None:
 
 
 def test_a_stop_string_that_is_found_after_a_fault_is_a_finish() -> None:
-    """A slow reader finds it while the request waits for its next attempt."""
+    """A slow reader finds the record while the request waits for its next attempt."""
     desk = Desk("p0", "d0")
     desk.ask()
     desk.decoding()

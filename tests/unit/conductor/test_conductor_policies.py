@@ -1,4 +1,4 @@
-"""Block keys, rejections by decode instances, and the learning of the Conductor."""
+"""Tests block keys, rejections by decode instances, and what the Conductor learns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moonpool.types import BlockKey, FinishReason, InstanceId, RequestId, Slo, T
 
 
 class Unread(Sequence[int]):
-    """Token ids of which only the number may be read."""
+    """Is a list of token ids of which the Conductor may read only the length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -115,7 +115,8 @@ def test_without_admission_no_instance_checks_an_slo_either() -> None:
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: str) -> None:
-    """`decode_wait` is a rule of its own: the decode instance is told which step to wait for."""
+    """Whether `decode_wait` is a rule of its own: the decode instance learns which step to wait
+    for."""
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(tbt_s=0.015), StartPrefill)[0]
     assert start.attempt.max_step_s is not None and start.attempt.max_step_s <= 0.015
     desk = Desk("p0", "d0", admission=admission, decode_wait=False)
@@ -125,7 +126,8 @@ def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: st
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
-    """It rejects nothing for its SLO, so also nothing that waits for a decode batch."""
+    """Whether the rule rejects no request for its SLO, so also no request that waits for a decode
+    batch."""
     desk = Desk("p0", "d0", admission=admission)
     desk.ask(ttft_s=2.0, tbt_s=0.015)
     desk.prefilled()
@@ -147,7 +149,7 @@ def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
 def test_a_new_attempt_has_less_time_left() -> None:
     desk = Desk("p0", "p1", "d0")
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
-    desk.now = 4.995  # and 10 ms to prefill
+    desk.now = 4.995  # and 10 ms of prefill
     (refuse,) = of(desk.handle(InstanceLost(InstanceId(first), "it died")), Refuse)
     assert refuse.refusal.reason == "ttft_slo" and "5.00" in refuse.refusal.message
 
@@ -155,7 +157,7 @@ def test_a_new_attempt_has_less_time_left() -> None:
 def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
     desk = Desk("p0", "d0")
     for number in (1, 2, 3):
-        prompt = tuple(range(1000 * number, 1000 * number + 100))  # 0.1 s each
+        prompt = tuple(range(1000 * number, 1000 * number + 100))  # each takes 0.1 s
         desk.ask(f"r{number}", token_ids=prompt)
     queue_s = lambda: float(desk.conductor.instance_table.queue_s(desk.now)[0])  # noqa: E731
     assert queue_s() == pytest.approx(0.3)
@@ -164,7 +166,7 @@ def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None
     desk.now = 0.06
     assert queue_s() == pytest.approx(0.24)
     started = PrefillStarted(attempt_id=AttemptId("r2/2"), cached_tokens=0, fetched_tokens=0)
-    desk.report("p0", started)  # beside the first: they share the instance
+    desk.report("p0", started)  # beside the first request: they share the instance
     assert queue_s() == pytest.approx(0.24)
     desk.now = 0.08
     desk.prefilled("r1/1")
@@ -210,7 +212,7 @@ def test_durations_and_lengths_are_learned_from_answers(prediction: str) -> None
     assert attempt is not None and attempt.interval is not None
     begins_s = desk.now + 0.01
     there = [desk.conductor.forecast.project(begins_s + s, desk.now)[0] for s in (0.2, 2.0)]
-    # 10 tokens of 11 ms, or half a second
+    # These are 10 tokens of 11 ms, or half a second.
     assert there[0] == {"duration": 1.0, "length": 0.0}[prediction]
     assert there[1] < 0.2, "the first guess of 20 s at most is not forgotten yet"
 
@@ -230,7 +232,7 @@ def test_an_answer_that_outlives_its_prediction_stays_in_the_forecast() -> None:
 
 
 def test_a_prompt_that_just_fits_is_admitted() -> None:
-    """An answer is predicted to have 256 tokens."""
+    """The predicted length of an answer is 256 tokens."""
     desk = Desk("p0", "d0", num_blocks=10)
     capacity = 10 * LAYOUT.block_tokens
     assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)

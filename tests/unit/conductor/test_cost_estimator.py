@@ -1,4 +1,4 @@
-"""Cost estimates follow the measurements of an instance, and end with it."""
+"""Cost estimates follow the measurements of an instance, and end when the instance ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.types import FinishReason, InstanceId, RequestId, Token
 
-ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # a sample ends when something after it is seen
+ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # a sample ends with the next event
 PREFILL_S = COST.prefill_s(10, 0)
 
 
@@ -48,7 +48,8 @@ def predicted(desk: Desk) -> tuple[float, float]:
 
 
 def slow_desk(count: int = ENOUGH, **config: object) -> Desk:
-    """A prefill takes three times, a step twice the time of the profile."""
+    """Whether the estimates follow a prefill that takes three times, and a step that takes twice,
+    the time of the profile."""
     desk = Desk("p0", "d0", **config)
     for number in range(1, count + 1):
         serve(desk, number, 3 * PREFILL_S, 2 * COST.decode_step_s(1, 11))
@@ -75,7 +76,8 @@ def test_the_first_prompts_correct_those_behind_them() -> None:
 
 
 def test_a_prompt_that_is_late_corrects_those_behind_it() -> None:
-    """It takes at least as long as it has taken. A prompt that has only begun says nothing."""
+    """A prefill under way takes at least as long as it has taken. A prompt that has only begun says
+    nothing."""
     waits_s = []
     for late in (0.5, 1.0, 3.0):
         desk = Desk("p0", "d0")
@@ -141,12 +143,12 @@ def test_a_mixed_step_is_no_sample_of_decodes() -> None:
     desk.decoding()
     for _ in range(4 * ENOUGH):
         desk.now += 1.0
-        desk.tokens("d0", 60)  # gap_s 0: not of decodes alone
+        desk.tokens("d0", 60)  # gap_s 0 means steps not of decodes alone
     assert desk.conductor.instances[InstanceId("d0")].decode_factor.samples == ()
 
 
 def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
-    """All have started; the wait for a predecessor does not count as slowness."""
+    """All requests have started; the wait for a predecessor does not count as slowness."""
     desk = Desk("p0", "d0")
     works = []
     for number in range(1, 2 * ENOUGH + 1):
@@ -162,7 +164,7 @@ def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
 
 @pytest.mark.parametrize("learning", [True, False])
 def test_a_new_factor_applies_to_the_present_queue(learning: bool) -> None:
-    """New requests wait for prefills that were booked with the old factor."""
+    """Whether new requests wait for prefills that were booked with the old factor."""
     desk = Desk("p0", "d0", learning=learning)
     works = []
     for number in range(1, 3 * ENOUGH + 1):
@@ -202,7 +204,8 @@ def test_measured_time_is_compared_with_the_tokens_actually_computed() -> None:
 
 
 def test_on_a_mixed_instance_decodes_explain_longer_prefills() -> None:
-    """Prompts share the steps of an answer. That is predicted, so that the instance is not slow."""
+    """Prompts share the steps of an answer. The prediction includes that, so the instance does not
+    count as slow."""
     desk = Desk("m0", chunk_tokens=4)
     desk.ask("r1", max_tokens=100)
     work = AttemptId("r1/1")
@@ -211,7 +214,7 @@ def test_on_a_mixed_instance_decodes_explain_longer_prefills() -> None:
     table = desk.conductor.instance_table
     assert table.decoding_batch.item(0) == 1
     beside_s = table.prefill_s(10, 0.0).item(0)
-    # A step of 3 tokens of a prompt and a decode takes as long as reading the weights.
+    # A step of 3 prompt tokens and a decode takes as long as reading the weights.
     assert beside_s == pytest.approx(PREFILL_S * COST.decode_step_s(1, 0) / 0.003)
     for number in range(2, ENOUGH + 2):
         work = AttemptId(f"r{number}/{number}")
@@ -263,8 +266,8 @@ def test_a_lost_instance_leaves_no_factors_in_its_row() -> None:
 
 
 def uneven(desk: Desk, number: int, shared: bool = False) -> None:
-    """An answer, a tenth of whose gaps are three times as long as the others; `shared`: a prompt
-    was computed in one of its steps."""
+    """Plays an answer of which a tenth of the gaps are three times as long as the others. With
+    `shared`, a prompt was computed in one of its steps."""
     num_gaps, longest = 20, 3.0
     work = AttemptId(f"r{number}/{number}")
     desk.ask(f"r{number}", use_cache=False)
@@ -280,7 +283,7 @@ def uneven(desk: Desk, number: int, shared: bool = False) -> None:
 
 
 def test_admission_judges_slos_by_the_longest_gaps() -> None:
-    """A mean step within the SLO is too slow if every tenth gap is three times as long."""
+    """Whether a mean step within the SLO is too slow if every tenth gap is three times as long."""
     slo = {"tbt_s": 1.5 * COST.decode_step_s(1, 11)}
     for learning in (True, False):
         desk = Desk("p0", "d0", learning=learning, admission="early")
@@ -303,7 +306,7 @@ def test_gaps_with_a_prompt_are_no_samples_of_decodes() -> None:
 
 
 def tolerance(desk: Desk) -> float:
-    """The decode instance's tolerance for one more request."""
+    """Returns the decode instance's tolerance for one more request."""
     command = of(desk.ask("r100"), Send)[0].command
     assert isinstance(command, ReserveDecode)
     return command.attempt.tolerance
@@ -324,7 +327,7 @@ def test_errors_are_counted_and_the_record_is_read_back() -> None:
     desk = slow_desk(3)
     beliefs = desk.conductor.cost_estimator
     assert beliefs.ttft_s.count == 3
-    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # as learned from those before
+    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # as learned from the answers before
     assert beliefs.ttft_s.mean == pytest.approx(sum(errors) / 3 * PREFILL_S)
     assert beliefs.ttft_s.ratio(0.5) == pytest.approx(2 / 3, rel=0.03)
     record = beliefs.record(list(desk.conductor.instances.values()))
@@ -343,7 +346,7 @@ TBT_S = COST.decode_step_s(1, 0)
 def test_an_estimate_that_rejects_everything_is_probed_on_an_idle_instance(
     slo: dict[str, float],
 ) -> None:
-    """Otherwise no measurement could correct it."""
+    """Otherwise, no measurement could correct the estimate."""
     desk = Desk("p0", "d0")
     assert not refused(desk.ask("r1", **slo))
     assert any("admitted to check" in line for line in explained(desk, "r1"))

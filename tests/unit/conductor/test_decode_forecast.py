@@ -1,4 +1,4 @@
-"""`IntervalForecast` against a naive one that evaluates every request."""
+"""Tests `IntervalForecast` against a naive forecast that evaluates every request."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_its_error_is_measured_when_the_time_comes() -> None:
     for _ in range(3):
         forecast.enter(begins_s=2.0, duration_s=10.0, context_tokens=1, now=0.0)
     forecast.note_projection(3.0, forecast.project(3.0, 0.0)[0])
-    forecast.note_projection(3.1, 99)  # of the same quarter of a second: the first one counts
+    forecast.note_projection(3.1, 99)  # of the same quarter of a second: the first answer counts
     one = forecast.enter(begins_s=2.0, duration_s=10.0, context_tokens=1, now=0.0)
     forecast.begin(one, 10.0, now=2.0)
     assert forecast.error.count == 0

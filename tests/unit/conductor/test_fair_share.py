@@ -1,4 +1,4 @@
-"""Tenants that compete share an overloaded cluster by the tokens they were given."""
+"""Tenants that compete share an overloaded cluster by the tokens that they were given."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TOKENS = tuple(range(16))
 
 
 class Market:
-    """An instance with room for 4 requests. Each tenant sends without pause; one request ends at
-    each step."""
+    """Plays an instance with room for 4 requests. Each tenant sends without pause; one request ends
+    at each step."""
 
     def __init__(self, admission: str = "none", **weights: float) -> None:
         self.desk = Desk("m0", num_blocks=24, weights=weights, admission=admission)
@@ -136,7 +136,7 @@ def test_tenants_compete_while_two_sent_lately() -> None:
 
 
 def test_a_tenant_competes_for_as_long_as_its_answers_run() -> None:
-    """And what they hold counts in full, whatever was computed long ago."""
+    """Whether the tokens that tenants hold count in full, whatever was computed long ago."""
     shares = FairShare()
     flood = shares.begin("flood", 0.0)
     flood.held_tokens += 1000

@@ -1,4 +1,4 @@
-"""The least chance of TTFT holds for waiting, and prices see the pools."""
+"""The required chance of TTFT also applies to waiting, and prices see the pools."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG = msgspec.structs.replace(SHORT, num_tokens=20_000, expected_tokens=20_000)
 
 
 class SeenPrices(ResourcePrices):
-    """Remembers the pools as they were last shown to it."""
+    """Remembers the pools of the last call."""
 
     seen: ClusterCapacity | None = None
 
@@ -65,7 +65,7 @@ def adds_more(ttft_chance: float, waiting_share: float, prefill_cost: float = 0.
 
 
 def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None:
-    """Nobody else would get what the prompt uses."""
+    """No other request would get the time that the prompt uses."""
     doubtful = LEAST_TTFT_CHANCE_ALONE - 0.3
     assert adds_more(doubtful, waiting_share=0.0)
     assert not adds_more(doubtful, waiting_share=1.0)
@@ -75,8 +75,8 @@ def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None
 
 
 def expected(num_others: int) -> ExpectedGoodput:
-    """Expects a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance at which others
-    arrived, one every 2 s."""
+    """Decides on a prompt of 3.06 s under a TTFT SLO of 3 s, at an idle instance where another
+    prompt arrived every 2 s."""
     cluster_state = ClusterState(IntervalForecast())
     for name in NAMES:
         cluster_state.join(info(name, num_blocks=100_000))
@@ -96,7 +96,7 @@ def expected(num_others: int) -> ExpectedGoodput:
 
 
 def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
-    """The least chance is not an obstacle: the instance is idle."""
+    """Whether the required chance is no obstacle if the instance is idle."""
     alone, among_others = expected(0), expected(40)
     assert 0.02 < alone.ttft_chance == among_others.ttft_chance < 0.5
     assert alone.adds_more and not alone.delay
@@ -106,7 +106,7 @@ def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
 
 def decided(num_tokens: int, num_others: int = 0, queue_s: float = 0.0) -> Rejection | None:
     """Decides on a prompt under a TTFT SLO of 3 s, at an idle instance whose prompts took twice as
-    long lately as was measured at rest. Others arrived, one every 2 s."""
+    long lately as was measured at rest. Another prompt arrived every 2 s."""
     cluster_state = ClusterState(IntervalForecast())
     for name in NAMES:
         cluster_state.join(info(name, num_blocks=100_000))

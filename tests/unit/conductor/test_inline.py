@@ -1,5 +1,5 @@
-"""Prompts that decode instances compute: short ones by Mooncake's inline rule, and long ones in
-chunks where the prefill pool has a queue. Both keep the TBT SLO.
+"""Decode instances compute prompts: short prompts by Mooncake's inline rule, and long prompts in
+chunks if the prefill pool has a queue. Both keep the TBT SLO.
 
 By the instances' cost a prompt's token takes 1 ms, a decode 10 ms and a token of context 1 us.
 """
@@ -48,7 +48,7 @@ def placed(
     hits: dict[str, int] | None = None,
     **known: Any,
 ) -> Placement:
-    """Every decode instance has `batch` answers of 100 tokens."""
+    """Gives every decode instance `batch` answers of 100 tokens."""
     cluster_state = ClusterState(SurvivalForecast(), TBT_SLO_S)
     table = cluster_state.instance_table
     for row, name in enumerate(names):
@@ -84,7 +84,8 @@ def placed(
 def test_the_instances_that_are_not_listed_are_counted(
     names: tuple[str, ...], inline: bool, num_others: int
 ) -> None:
-    """A decode instance that computes the prompt is listed beside the possible prefill ones."""
+    """Whether a decode instance that computes the prompt is listed beside the possible prefill
+    instances."""
     chosen = placed(demand(150), *names, inline=inline).chosen
     assert chosen.num_others == num_others
     text = " ".join(chosen.lines())
@@ -128,7 +129,7 @@ def test_in_an_idle_cluster_the_pools_stay_apart() -> None:
 
 
 def test_only_uncached_tokens_count() -> None:
-    """The next turn of a conversation, on the instance that holds its last answer."""
+    """Sends the next turn of a conversation to the instance that holds its last answer."""
     turn = demand(1000)
     assert placed(turn, "p0", "d0", "d1").prefill == "p0"
     decision = placed(turn, "p0", "d0", "d1", hits={"d1": 900})
@@ -152,7 +153,7 @@ SHARED_S = 0.85 * TBT_SLO_S  # planned time of a step that chunks and decodes sh
 def test_a_long_prompt_runs_in_chunks_where_the_prefill_pool_has_a_queue() -> None:
     decision = placed(demand(400), "p0", "d0", chunks=True, prefill_queue_s=9.0)
     assert (decision.prefill, decision.decode, decision.in_chunks) == ("d0", None, True)
-    # Its chunks have what the decodes leave of each step.
+    # The chunks of the prompt take what the decodes leave of each step.
     room_s = min(SHARED_S - STEP_S, CHUNK_TOKENS * 1e-3)
     assert decision.prefill_s == pytest.approx(0.4 * (room_s + STEP_S) / room_s)
     assert decision.ttft_s == pytest.approx(STEP_S + decision.prefill_s)

@@ -1,4 +1,4 @@
-"""Sums over instances, and the loads derived from them."""
+"""Tests sums over instances, and the loads derived from the sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fleet_of(*names: str) -> InstanceTable:
 
 
 def test_room_is_of_the_pool_and_load_of_the_engine() -> None:
-    """Requests that exceed the engine's memory wait in the pool, which counts as load."""
+    """Requests that exceed the engine's memory wait in the pool, and count as load."""
     table = InstanceTable()
     table.join(0, info("d0", num_blocks=1000))
     table.join(1, info("d1", num_blocks=1000, engine_tokens=300))
@@ -81,14 +81,16 @@ def test_a_leaving_instance_removes_its_bookings() -> None:
 
 
 def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
-    """A slower instance takes fewer decodes; one with too slow an empty step takes none."""
+    """Whether a slower instance takes fewer decodes, and an instance with too slow an empty step
+    takes none."""
     table = InstanceTable()
     for row, decode in enumerate([(0.01, 0.01, 0.0), (0.01, 0.02, 0.0), (0.5, 0.01, 0.0)]):
         table.join(row, info(f"d{row}", cost=msgspec.structs.replace(COST, decode=decode)))
     assert not table.decodes_alike
-    # 20 answers and 10: steps of 0.21 s on both.
+    # The answers are 20 and 10: steps take 0.21 s on both instances.
     assert table.level_tbt_s(30, 3000) == pytest.approx(0.21)
-    # So many that the third helps: (t - .01) / .01 + (t - .01) / .02 + (t - .5) / .01 = 100.
+    # There are so many answers that the third instance helps: (t - .01) / .01 + (t - .01) / .02 +
+    # (t - .5) / .01 = 100.
     assert table.level_tbt_s(100, 0) == pytest.approx((100 + 1.5 + 50) / 250)
     assert table.level_tbt_s(0, 0) == pytest.approx(0.01)
     table.set_cost(1, msgspec.structs.replace(COST, decode=(0.01, 0.01, 0.0)))
@@ -98,8 +100,8 @@ def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
 
 
 def mixed_table(sizes_chunks: bool = True) -> InstanceTable:
-    """Two idle mixed instances. A token of a prompt takes 0.1 ms and a step 20 ms more, in tiles of
-    128 tokens; decodes take 1 ms each."""
+    """Makes two idle mixed instances. A token of a prompt takes 0.1 ms and a step 20 ms more, in
+    tiles of 128 tokens; decodes take 1 ms each."""
     cost = msgspec.structs.replace(
         COST, prefill=(0.02, 1e-4, 0.0, 0.0), decode=(0.025, 0.001, 0.0), tile_tokens=128
     )
@@ -123,7 +125,8 @@ def test_prompts_take_longer_beside_the_decodes_of_a_mixed_instance() -> None:
     assert table.prefill_s(400, 0.0)[1] == pytest.approx(0.02 + 0.04 + 0.01), "one step"
     assert table.prefill_s(1000, np.array([0.0, 600.0]))[1] == pytest.approx(0.07)
     table.book_decode(1, 500, 60)
-    # There is room for less than a tile: the instance takes the least that holds a chunk.
+    # There is room for less than a tile: the instance takes the smallest number of tokens that
+    # holds a chunk.
     assert table.prefill_s(1000, 0.0)[1] == pytest.approx(1000 / 58 * (0.02 + 0.0058 + 0.07))
 
 
@@ -132,8 +135,8 @@ def test_prompts_take_longer_beside_the_decodes_of_a_mixed_instance() -> None:
 def test_a_spoilt_profile_stretches_no_prompt_beyond_its_steps(
     role: Role, prefill: tuple[float, float, float, float]
 ) -> None:
-    """A busy machine can leave nothing of a prefill's time to its tokens. Predictions of hours
-    would reject every prompt."""
+    """Whether predictions stay finite if a busy machine leaves none of a prefill's time to its
+    tokens. Predictions of hours would reject every prompt."""
     cost = msgspec.structs.replace(COST, prefill=prefill, decode=(0.02, 0.001, 1e-6))
     table = InstanceTable(0.1)
     joining = info("m0", cost=cost)
@@ -145,7 +148,7 @@ def test_a_spoilt_profile_stretches_no_prompt_beyond_its_steps(
     else:
         table.set_role(0, True, role is Role.MIXED)
         found = table.prefill_s(1000, 0.0)
-    # At most 1,000 tokens in chunks of 32, each in a step of less than 0.1 s.
+    # The prompt has at most 1,000 tokens in chunks of 32, each in a step of less than 0.1 s.
     assert (found <= 1000 / 32 * 0.1).all()
 
 

@@ -1,4 +1,5 @@
-"""The last instance of a role that is told to end: it is replaced, or its lack is told."""
+"""The last instance of a role gets the command to end: the Conductor replaces it, or reports its
+lack."""
 
 from __future__ import annotations
 

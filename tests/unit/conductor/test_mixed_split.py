@@ -1,4 +1,4 @@
-"""Mixed instances have separate roles where no chunk fits beside their decodes."""
+"""Mixed instances get separate roles if no chunk fits beside their decodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.conductor.conductor_desk import Desk, of, sent
 
 TIGHT = Slo(ttft_s=30.0, tbt_s=0.03)
 TILED = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0), tile_tokens=32)
-"""A decode takes 11 ms, and a tile with a chunk of 31 tokens beside it 32 ms."""
+"""Is a cost: a decode takes 11 ms, and a tile with a chunk of 31 tokens beside it 32 ms."""
 
 
 def desk(*names: str, tbt_s: float = TIGHT.tbt_s, cost: FittedCost = TILED, **config: Any) -> Desk:
@@ -32,7 +32,7 @@ def desk(*names: str, tbt_s: float = TIGHT.tbt_s, cost: FittedCost = TILED, **co
 
 
 def roles(d: Desk) -> str:
-    """The first letters of the roles that the Conductor uses."""
+    """Returns the first letters of the roles that the Conductor uses."""
     return "".join(state.role.value[0] for state in d.conductor.instances.values())
 
 
@@ -53,9 +53,9 @@ def test_mixed_instances_join_the_smaller_pool(names: tuple[str, ...], expected:
 @pytest.mark.parametrize(
     ("tbt_s", "expected"),
     [
-        (0.012, "mm"),  # decodes alone break the SLO: nothing is gained
+        (0.012, "mm"),  # decodes alone break the SLO, so a split gains nothing
         (0.037, "pd"),
-        (0.040, "mm"),  # 32 ms are less than 0.85 of it
+        (0.040, "mm"),  # 32 ms are less than 0.85 of the SLO
         (float("inf"), "mm"),
     ],
 )
@@ -73,7 +73,7 @@ def test_instances_that_do_not_size_chunks_stay_mixed() -> None:
 
 
 def test_load_does_not_change_it() -> None:
-    """With 100 answers under way no chunk fits, and without them it does."""
+    """With 100 answers under way no chunk fits, and without them a chunk does."""
     d = desk("m0", "m1", tbt_s=0.1, num_blocks=20_000)
     for number in range(200):
         d.ask(f"r{number}", max_tokens=100)
@@ -115,7 +115,8 @@ def test_a_pool_is_filled_after_a_departure() -> None:
 
 
 def test_mixed_instances_follow_the_demand_without_a_command() -> None:
-    """Long prompts with short answers: one decode instance is enough. `role_balance` is off."""
+    """Has long prompts with short answers, so that one decode instance is enough. `role_balance` is
+    off."""
     d = desk("m0", "m1", "m2", "m3", num_blocks=4000)
     assert roles(d) == "pdpd"
     commands: list[Any] = []
@@ -131,7 +132,7 @@ def test_mixed_instances_follow_the_demand_without_a_command() -> None:
 
 
 def test_a_switch_of_one_of_two_ends() -> None:
-    """While it drains, a single mixed instance is in service."""
+    """While one instance drains, a single mixed instance is in service."""
     d = desk("p0", "d0", "m0", "m1")
     d.conductor.roles.begin(InstanceId("m0"), Role.DECODE, "a test", d.now)
     assert not of(d.handle(Tick()), SwitchRole)
@@ -162,13 +163,13 @@ def test_instances_with_one_role_do_not_switch() -> None:
 
 @pytest.mark.parametrize(("fixed_s", "expected"), [(0.02, "mm"), (0.022, "pd")])
 def test_a_large_fixed_time_splits(fixed_s: float, expected: str) -> None:
-    """A quarter of a step that may take 85 ms."""
+    """Uses fixed times around a quarter of a step that may take 85 ms."""
     cost = FittedCost(prefill=(fixed_s, 0.0001, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
     assert roles(desk("m0", "m1", tbt_s=0.1, cost=cost)) == expected
 
 
 def test_last_answers_keep_their_slo_beside_no_prompt() -> None:
-    """d1 becomes a prefill instance; while it has an answer, prompts go elsewhere."""
+    """d1 becomes a prefill instance; while d1 has an answer, prompts go to other instances."""
     d = desk("p0", "d0", "d1", role_balance="switch")
     (first,) = sent(d.ask(max_tokens=100), ReserveDecode)
     answering = InstanceId(first[0])

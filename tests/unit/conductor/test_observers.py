@@ -1,4 +1,4 @@
-"""The list of observers: who hears of what, and in which order."""
+"""The list of observers says who hears of which event, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Algorithm 1 and its corrections: each has a test that fails with the paper's version."""
+"""Tests Algorithm 1 and its corrections: for each correction, a test fails with the paper's
+version."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ TOKEN_BYTES = 1000
 
 
 def view(name: str, **known: Any) -> dict[str, Any]:
-    """An instance as the reservations have it; a block is a token here. `hit_tokens` are held there
-    or being computed, `source_tokens` held now."""
+    """Makes an instance with the fields of the reservations; a block is one token here.
+    `hit_tokens` are held on the instance or being computed, `source_tokens` are held now."""
     values: dict[str, Any] = {
         "name": name,
         "host_id": "",
         "source_tokens": 0,
-        "dram_tokens": None,  # held before the first that is on the SSD only; None means all
-        "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes a millisecond to compute
+        "dram_tokens": None,  # tokens held before the first SSD-only token; None means all
+        "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes 1 ms to compute
         "queue_s": 0.0,
         "num_fetches_served": 0,
         "decode_batch": 0,
@@ -107,7 +108,7 @@ def rejected(wanted: RequestFootprint, *views: dict[str, Any]) -> Rejection:
     return decision
 
 
-# Prefill
+# Placement of the prefill:
 
 
 def test_the_shortest_ttft_wins_over_the_longest_hit() -> None:
@@ -151,7 +152,8 @@ def test_at_the_threshold_there_is_neither_fetch_nor_its_score() -> None:
 
 
 def test_no_fetch_when_computing_is_faster() -> None:
-    """The threshold only permits a fetch. Remotely, a token takes as long as computing it."""
+    """The threshold only permits a fetch. A fetch of a token takes as long as its computation
+    here."""
     near = placed(demand(), view("p0", host_id="h"), view("d0", source_tokens=500, host_id="h"))
     assert near.fetch_from == "d0"
     slow = view("d0", source_tokens=500, num_fetches_served=1)
@@ -265,7 +267,7 @@ def test_the_explanation_names_the_best_candidates() -> None:
     assert many[4].startswith("5 other instances") and len(many) == 6
 
 
-# The other policies
+# The other policies:
 
 
 def policy(name: Any, seed: int = 0) -> ConductorConfig:
@@ -273,7 +275,8 @@ def policy(name: Any, seed: int = 0) -> ConductorConfig:
 
 
 def test_load_balancing_goes_to_the_shortest_queue() -> None:
-    """A cached prefix is used where it happens to be, and never fetched."""
+    """Whether the policy uses a cached prefix on the instance that holds it, and never fetches
+    it."""
     views = (
         view("p0", source_tokens=900, queue_s=0.2, host_id="h"),
         view("p1", source_tokens=300, queue_s=0.1, host_id="h"),
@@ -327,7 +330,7 @@ def test_no_policy_chooses_an_impossible_instance(name: str) -> None:
         assert (decision.prefill, decision.decode) == ("p0", "d1")
 
 
-# Decode
+# Placement of the decode:
 
 
 def test_decode_goes_to_the_smallest_tbt() -> None:
@@ -358,7 +361,7 @@ def test_one_token_needs_no_decode_instance() -> None:
     assert decision.decode is None and decision.tbt_s == 0.0
 
 
-# Mixed instances
+# Mixed instances:
 
 
 def test_a_mixed_instance_goes_on_by_itself() -> None:
@@ -389,7 +392,7 @@ def test_a_prefill_on_a_mixed_instance_needs_room_too() -> None:
 
 
 def test_a_mixed_instance_with_a_large_batch_makes_the_answer_slow() -> None:
-    """Each of ten decodes adds 10 ms to a step. A fifth of 100 tokens: 2 s."""
+    """Each of ten decodes adds 10 ms to a step. A fifth of 100 tokens takes 2 s."""
     views = view("m0", source_tokens=500, decode_batch=10), view("m1", host_id="far")
     assert placed(demand(100), *views).prefill == "m0", "with one token all that counts is TTFT"
     wanted = demand(100, answer_tokens=100)
@@ -399,14 +402,14 @@ def test_a_mixed_instance_with_a_large_batch_makes_the_answer_slow() -> None:
 
 
 def test_what_decodes_elsewhere_takes_the_least_time_that_it_can() -> None:
-    """m0 is sooner by 0.1 s for the prompt, and slower by 0.2 s for the answer."""
+    """m0 is faster by 0.1 s for the prompt, and slower by 0.2 s for the answer."""
     wanted = demand(100, answer_tokens=100)
     busy = view("m0", decode_batch=1)
     assert placed(wanted, busy, view("p0", queue_s=0.1), view("d0")).prefill == "p0"
     assert placed(wanted, busy, view("p0", queue_s=0.3), view("d0")).prefill == "m0"
 
 
-# Refusals
+# Refusals:
 
 
 def test_no_instance_is_up() -> None:
@@ -433,7 +436,8 @@ def test_a_prompt_longer_than_any_instance() -> None:
 
 
 def of_contexts(wanted: RequestFootprint, **contexts: int) -> Placement | Rejection:
-    """The placement among idle instances of these contexts; of equals, the first is taken."""
+    """Returns the placement among idle instances with these contexts; of equal instances, the first
+    is taken."""
     cluster_state = ClusterState(SurvivalForecast())
     for name, tokens in contexts.items():
         cluster_state.join(info(name, num_blocks=100_000, context_tokens=tokens))

@@ -1,4 +1,4 @@
-"""Errors of predictions."""
+"""Tests errors of predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Answers of a tenant above its share give way to one that is owed a place, and go on later."""
+"""Answers of a tenant above its share give way to an answer of a tenant below its share, and
+continue later."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def paused(actions: list[ConductorAction]) -> list[str]:
 
 
 class Flood:
-    """`number` answers of tenant "flood" fill the room of the cluster, each with 16 tokens of
-    prompt and 48 booked for its answer."""
+    """Fills the room of the cluster with `number` answers of tenant "flood", each with 16 prompt
+    tokens and 48 booked for its answer."""
 
     def __init__(self, *names: str, number: int = 10, prompt: int = 16, **config: Any) -> None:
         names = names or ("p0", "d0")
@@ -109,7 +110,7 @@ def test_a_more_urgent_answer_does_not_give_way() -> None:
 
 
 def test_two_tenants_that_flood_end_up_with_equal_parts() -> None:
-    """And do not take the room from each other in turn."""
+    """Whether tenants do not take the room from each other in turn."""
     flood = Flood("m0")
     for number in range(10):
         flood.ask(f"o{number}", "other", 20_000 + 100 * number)
@@ -136,7 +137,8 @@ def test_an_answer_that_has_been_under_way_for_half_of_its_time_gives_way_last()
 
 
 def test_a_claim_waits_where_a_part_of_the_share_is_used() -> None:
-    """Up to a half of its share at once, and up to all of it after an eighth of its TTFT SLO."""
+    """A tenant gets up to half of its share at once, and all of its share after an eighth of its
+    TTFT SLO."""
     flood = Flood()
     prompts = [tuple(range(first, first + 48)) for first in range(0, 200, 50)]
     found = [paused(flood.small(f"s{n}", token_ids=prompts[n])) for n in range(4)]
@@ -149,7 +151,7 @@ def test_a_claim_waits_where_a_part_of_the_share_is_used() -> None:
 
 @pytest.mark.parametrize("inner", ["vllm", LAYOUT.inner])
 def test_answers_that_outgrow_a_vllm_instance_give_way(inner: str) -> None:
-    """Our own instances preempt by tenant themselves; vLLM preempts the one that came last."""
+    """Moonpool's own instances preempt by tenant; vLLM preempts the request that came last."""
     flood = Flood("m0", layout=msgspec.structs.replace(LAYOUT, inner=inner))
     desk = flood.desk
     flood.small()

@@ -1,4 +1,4 @@
-"""When a session's next turn is expected, and what is prefetched for it."""
+"""Tests when a session's next turn is expected, and what is prefetched for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_class_without_history_has_the_curve_of_all() -> None:
 
 
 class Sessions:
-    """A Conductor with one mixed instance; each session has a turn every 100 s."""
+    """Runs a Conductor with one mixed instance; each session has a turn every 100 s."""
 
     def __init__(self, **config: object) -> None:
         self.desk = Desk("m", **config)

@@ -1,4 +1,4 @@
-"""Programs (agents) in the Conductor: who waits, and what is kept."""
+"""Tests programs (agents) in the Conductor: which calls wait, and which blocks are kept."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moonpool.types import FinishReason, ProgramContext, RequestId
 
 
 def of(kind: type[Any], actions: list[ConductorAction]) -> list[Any]:
-    """The commands of a kind."""
+    """Returns the commands of a kind."""
     sent = of_kind(actions, Send)
     return [one.command for one in sent if isinstance(one.command, kind)]
 
 
 class Agents:
-    """A mixed instance, and clients that name their programs."""
+    """Runs a mixed instance, and clients that name their programs."""
 
     def __init__(self, num_blocks: int = 1000, **config: object) -> None:
         self.desk = Desk("m0", num_blocks=num_blocks, **{"admission": "none", **config})

@@ -1,4 +1,4 @@
-"""Copies of hot prefixes, made before a request needs them elsewhere."""
+"""The Conductor copies hot prefixes before a request needs them on another instance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shared_keys(desk: Desk) -> tuple[BlockKey, ...]:
 
 
 def with_holder(**config: object) -> tuple[Desk, tuple[BlockKey, ...]]:
-    """p0 holds a shared prefix; p1 and p2 are empty."""
+    """Sets up p0 with a shared prefix, and empty p1 and p2."""
     desk = Desk("p0", "p1", "p2", "d0", num_blocks=100_000, **config)
     keys = shared_keys(desk)
     for name in ("p0", "p1", "p2", "d0"):

@@ -1,4 +1,4 @@
-"""Prices of prefill and decode under overload."""
+"""Tests prices of prefill and decode under overload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moonpool.conductor.admission.resource_prices import (
 
 CAPACITY = ClusterCapacity(
     num_prefills=2,
-    queue_s=24.0,  # as long as it should be
+    queue_s=24.0,  # as long as the queue should be
     wait_s=24.0,
     slo_ttft_s=30.0,
     decode_load_s=0.1,
@@ -30,7 +30,8 @@ FREE = 1e-9
 
 
 def admitted(needs: list[RequestNeed], capacity: ClusterCapacity = CAPACITY) -> list[RequestNeed]:
-    """The second half of these arrivals, so far as they are worth their cost."""
+    """Plays these arrivals and counts the second half of them. Each is admitted if it is worth its
+    cost."""
     prices, accepted = ResourcePrices(), []
     for index, need in enumerate(needs):
         prices.note_arrival(need)
@@ -41,7 +42,7 @@ def admitted(needs: list[RequestNeed], capacity: ClusterCapacity = CAPACITY) -> 
 
 
 def arrivals(rate: float, prefill_s: float, decode_s: float = FREE) -> list[RequestNeed]:
-    """100 s with needs from half to one and a half of these, in means."""
+    """Plays 100 s of arrivals with needs from half to one and a half of these, with these means."""
     random = Random(7)
     return [
         RequestNeed(
@@ -71,7 +72,7 @@ def test_under_overload_the_cheap_fill_the_decode_instances() -> None:
 
 
 def test_one_price_does_not_hide_behind_the_other() -> None:
-    """Both resources are short: what is admitted uses up one of them."""
+    """Whether admitted requests use up one resource if both are short."""
     needs = arrivals(rate=8.0, prefill_s=1.0, decode_s=0.005)
     accepted = admitted(needs)
     prefill = sum(need.prefill_s for need in accepted) / 100.0
@@ -117,7 +118,7 @@ def delay(num_prefills: int, prefill_s: float, begin_s: float = 0.0, alone_s: fl
 
 
 def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
-    # Who arrives in the first 3 of 5 s waits for more than 2 s, and computes for 1.
+    # A request that arrives in the first 3 of 5 s waits for more than 2 s, and computes for 1.
     assert delay(1, 5.0) == pytest.approx(3.0, rel=0.05)
     assert delay(1, 2.0) == 0.0
     assert delay(1, 2.0, begin_s=1.5) == pytest.approx(1.5, rel=0.05), "behind a queue"
@@ -125,7 +126,8 @@ def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
 
 
 def test_other_instances_take_most_of_those_who_come_meanwhile() -> None:
-    # The other instance is busy half of the time; then either may be free first, at equal odds.
+    # The other instance is busy half of the time; otherwise either instance may be free first, at
+    # equal odds.
     assert delay(2, 5.0) == pytest.approx(3.0 * 0.5 / 2, rel=0.05)
     assert delay(8, 5.0) < 0.001
 
@@ -139,7 +141,8 @@ def test_nobody_is_delayed_where_few_come() -> None:
 
 
 def test_decode_instances_that_compute_prompts_add_to_the_capacity() -> None:
-    """A third of the prompts' work, placed on decode instances, serves half as much again."""
+    """Whether a third of the prompts' work, placed on decode instances, serves half as much
+    again."""
     needs = arrivals(rate=6.0, prefill_s=1.0)
 
     def price(on_decode: bool) -> float:
@@ -182,7 +185,7 @@ def test_recent_rows_are_the_last_ones_and_stay(
 
 
 def test_a_new_update_gives_the_same_prices_as_a_new_window() -> None:
-    """What arrays keep of earlier arrivals changes nothing."""
+    """Whether the arrays' old arrivals change no price."""
     needs = arrivals(rate=12.0, prefill_s=1.0, decode_s=0.01)
     old = ResourcePrices()
     for need in needs:

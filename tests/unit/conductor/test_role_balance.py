@@ -1,4 +1,5 @@
-"""The advice: correct demand, no flapping under noise, a switch where one is needed."""
+"""Tests the advice on roles: correct demand, a stable ratio under noise, and a switch when the
+ratio is wrong."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from tests.unit.conductor.conductor_instances import COST, info
 
 WINDOW_S = 60.0
 SLO = Slo(ttft_s=30.0, tbt_s=0.1)
-# 1 ms a prompt token; an answer's token 1 ms of its own, and 1 / B of 50 ms with B = 50.
+# A prompt token takes 1 ms. An answer's token takes 1 ms, and 1 / B of 50 ms with B = 50.
 EVEN = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.05, 0.001, 0.0))
 
 
 class Hall:
-    """A table and its balance; requests of one kind arrive evenly."""
+    """Holds a table and its balance; requests of one kind arrive evenly."""
 
     def __init__(self, *names: str, cost: FittedCost = EVEN, **known: int) -> None:
         self.instance_table = InstanceTable()
@@ -38,7 +39,7 @@ class Hall:
     def offer(
         self, rps: float, prompt_tokens: int, lasting_s: float, rng: random.Random | None = None
     ) -> list[RoleAdvice]:
-        """Returns the advice, asked for every 2 s."""
+        """Returns the advice, read every 2 s."""
         advised = []
         end_s, next_look_s = self.now + lasting_s, self.now
         while self.now < end_s:
@@ -61,7 +62,7 @@ class Hall:
         )
 
     def switch(self, advice: RoleAdvice) -> None:
-        """All that are named."""
+        """Returns all instances that the advice names."""
         self.balance.note_switch(advice.role, self.now)
         prefills = advice.role is Role.PREFILL
         for name in advice.instance_ids:
@@ -74,7 +75,7 @@ def test_loads_are_demand_over_what_the_instances_can_do() -> None:
     hall.learn(500, 101)
     hall.offer(2.0, 500, 10 * WINDOW_S)
     loads = hall.balance.loads(hall.instance_table, hall.now)
-    # 2 x 0.5 s of prefill a second on two; 2 x 100 tokens at (1 + 50 / 50) ms on one.
+    # Two instances prefill 2 x 0.5 s a second; one decodes 2 x 100 tokens at (1 + 50 / 50) ms.
     assert loads.prefill == pytest.approx(0.5, rel=0.1)
     assert loads.decode == pytest.approx(0.4, rel=0.1)
 
@@ -84,7 +85,7 @@ def test_a_small_memory_makes_decode_dearer() -> None:
     for hall in (roomy, cramped):
         hall.learn(500, 101)
         hall.offer(2.0, 500, 10 * WINDOW_S)
-    # Ten contexts of 550 tokens fit: 1 ms + 50 / 10 ms a token.
+    # Ten contexts of 550 tokens fit: a token takes 1 ms + 50 / 10 ms.
     assert cramped.balance.loads(cramped.instance_table, cramped.now).decode == pytest.approx(
         3 * roomy.balance.loads(roomy.instance_table, roomy.now).decode, rel=0.05
     )
@@ -109,7 +110,7 @@ def test_nothing_is_reported_before_enough_was_seen() -> None:
 
 
 def test_a_clear_shift_is_found_within_the_short_window() -> None:
-    """And all instances that the new mix needs are named at once."""
+    """Whether the advice names all instances that the new mix needs at once."""
     hall = Hall("p0", "p1", "p2", "p3", "d0", "d1")
     hall.learn(500, 101)
     hall.learn(50, 900)
@@ -126,7 +127,8 @@ def test_a_clear_shift_is_found_within_the_short_window() -> None:
 
 
 def test_chance_alone_is_no_shift() -> None:
-    """A few long prompts make up most of the demand; the short window alone would be misled."""
+    """A few long prompts make up most of the demand; the short window alone would mislead the
+    advice."""
     hall = Hall("p0", "p1", "p2", "p3", "d0", "d1", "d2")
     hall.learn(100, 200)
     hall.learn(8_000, 30)
@@ -159,10 +161,11 @@ def test_the_only_instance_for_long_requests_stays() -> None:
 
 
 def test_hardware_suited_to_the_other_role_switches_first() -> None:
-    """Its attempts do not matter; among equals, the one that loses least switches."""
+    """The number of attempts does not matter; among equals, the instance that loses least
+    switches."""
     hall = Hall("p0", "p1", "p2", "d0")
     hall.instance_table.decode_s_per_context_token[2] = hall.instance_table.decode_base_s[2] = (
-        0.0  # decodes cheaply
+        0.0  # decodes at low cost
     )
     hall.learn(100, 451)
     hall.offer(1.0, 100, 5 * WINDOW_S)
@@ -192,7 +195,7 @@ def test_mixed_instances_never_switch() -> None:
 def test_constant_load_with_noise_never_flaps(
     num_prefills: int, num_decodes: int, prompt_tokens: int, rps: float, seed: int
 ) -> None:
-    """It reaches a ratio by switches in one direction, and stays there."""
+    """Whether the advice reaches a ratio by switches in one direction, and stays there."""
     rng = random.Random(seed)
     names = [f"p{i}" for i in range(num_prefills)] + [f"d{i}" for i in range(num_decodes)]
     hall = Hall(*names)
@@ -216,7 +219,7 @@ def test_constant_load_with_noise_never_flaps(
     seed=st.integers(0, 1 << 20),
 )
 def test_a_shift_is_followed(split: tuple[int, int], prompt_tokens: int, seed: int) -> None:
-    """This holds from any ratio: the pool that is permanently short gets more instances."""
+    """Whether this holds from any ratio: the pool that is permanently short gets more instances."""
     names = [f"p{i}" for i in range(split[0])] + [f"d{i}" for i in range(split[1])]
     hall = Hall(*names)
     rng = random.Random(seed)

@@ -1,5 +1,5 @@
-"""An instance computes its prompts before it switches, and ends its answers after; a switch may be
-given up; reservations stay consistent."""
+"""An instance computes its prompts before it switches, and ends its answers after the switch. A
+switch may be given up; reservations stay consistent."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_prompts_end_before_the_switch_and_none_is_added() -> None:
 
 
 def answering_prefill_instance() -> Desk:
-    """d0 has become a prefill instance while it still has the answer of "r"."""
+    """Makes d0 a prefill instance while it still has the answer of "r"."""
     d = desk("p0", "d0", "d1", num_blocks=2000, chunk_tokens=256)
     assert sent(d.ask("r", max_tokens=100), ReserveDecode)[0][0] == "d0"
     d.prefilled()
@@ -128,7 +128,7 @@ def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> No
     assert prefill[0] == "p0"
     drain(d, "p0", Role.DECODE)
     d.prefilled()
-    assert not sent(ticked(d), SwitchRole)  # its KVCache may still be on its way
+    assert not sent(ticked(d), SwitchRole)  # its KVCache may still be in transfer
     d.decoding()
     assert sent(ticked(d), SwitchRole)[0][0] == "p0"
     d.report("p0", RoleChanged(role=Role.DECODE))
@@ -174,7 +174,7 @@ def test_rejected_requests_count_and_instances_switch_one_after_another() -> Non
     said: list[str] = []
     for number in range(1200):
         d.now += 0.05
-        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)  # refused, and wanted all the same
+        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)  # refused, but wanted
         actions = ticked(d, 0.0)
         for name, _ in sent(actions, SwitchRole):
             actions += d.report(name, RoleChanged(role=Role.DECODE))

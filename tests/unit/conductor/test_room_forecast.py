@@ -1,4 +1,4 @@
-"""How long answers still last, and when they leave room for others."""
+"""Predicts how long answers last, and when they leave room for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from moonpool.conductor.waiting.room_forecast import MEMORY_ANSWERS, RecentLengt
 from moonpool.types import RequestId
 
 STEP_S = 0.01
-"""Seconds of a decode step by the desk's cost, with 1 ms for each answer in it."""
+"""Returns the seconds of a decode step by the desk's cost, with 1 ms for each answer in the
+step."""
 
 
 def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
@@ -26,15 +27,15 @@ def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
 
 
 def told(desk: Desk, **known: object) -> tuple[float, Refuse]:
-    """The wait that a refusal names."""
+    """Returns the wait that a refusal names."""
     (refuse,) = of(desk.ask("late", ttft_s=0.5, max_tokens=64, **known), Refuse)
     return float(refuse.refusal.message.rpartition(" in ")[2].removesuffix(" s")), refuse
 
 
 @pytest.mark.parametrize("max_tokens", [1000, 7000])
 def test_the_wait_is_that_of_the_answers_that_hold_the_room(max_tokens: int) -> None:
-    """And not that of the short answer that is refused."""
-    desk = Desk("p0", "d0", num_blocks=80)  # of 4 tokens
+    """Whether the wait excludes the short answer that is refused."""
+    desk = Desk("p0", "d0", num_blocks=80)  # of answers of 4 tokens
     fill(desk, 4, max_tokens, ignore_eos=True)
     wait_s, refuse = told(desk)
     assert wait_s == pytest.approx((max_tokens - 1) * (STEP_S + 4e-3), rel=0.05)

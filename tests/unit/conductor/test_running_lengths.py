@@ -1,4 +1,4 @@
-"""Means of lengths while most answers are still under way, and as old ones fade."""
+"""Tests means of lengths while most answers are still under way, and as old answers fade."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TOKENS_PER_S = 25
 def after(
     seconds: int, lengths: dict[int, Callable[[random.Random], int]], seed: int = 0
 ) -> RunningLengths:
-    """Two requests of each kind a second, looked at every 2 s."""
+    """Plays two requests of each kind a second, and reads the means every 2 s."""
     learned, rng = RunningLengths(), random.Random(seed)
-    under_way: list[list[int]] = []  # kind, tokens so far, tokens in the end
+    under_way: list[list[int]] = []  # kind, tokens so far, final number of tokens
     for second in range(seconds):
         for each in under_way:
             each[1] += TOKENS_PER_S
@@ -38,7 +38,7 @@ def test_nothing_known_is_the_first_guess_within_limits() -> None:
 
 
 def test_answers_under_way_show_that_a_kind_has_long_ones() -> None:
-    """The few that have ended have 100 tokens; nine in ten have 3,000."""
+    """The few answers that have ended have 100 tokens; nine in ten have 3,000."""
     found = after(30, {CHAT: lambda rng: 3000 if rng.random() < 0.9 else 100})
     least, mean, most = found.of(CHAT)
     assert 400 < least < mean < most and mean > 1000

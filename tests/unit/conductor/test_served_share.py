@@ -1,4 +1,4 @@
-"""The share of recent requests that two pools can serve."""
+"""Tests the share of recent requests that two pools can serve."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def test_the_load_is_the_worst_one_without_overload_and_never_more(
 def test_more_load_never_serves_more(
     prefill: list[float], first: float, second: float, less: float
 ) -> None:
-    """Both loads shrink by the same factor. With another ratio of the loads, another order may be
-    tried."""
+    """Both loads shrink by the same factor. With another ratio of the loads, the best order may
+    differ."""
     needs = needs_of(prefill, prefill[::-1])
     assert needs.load(first * less, second * less) <= needs.load(first, second) + 1e-9
 
 
 def test_a_few_long_prompts_make_the_load_but_not_the_number() -> None:
-    """Nine of ten requests need a tenth of the prefill: twice the prefill serves no more."""
+    """Nine of ten requests need a tenth of the prefill, so twice the prefill capacity serves no
+    more requests."""
     needs = needs_of([0.1 / 9] * 9 + [0.9], [0.1] * 10)
     assert needs.load(4.0, 0.5) == pytest.approx(10 / (9 + 0.55 / 3.55))
     assert needs.load(2.0, 1.0) == pytest.approx(10 / (9 + 0.1 / 1.1))
@@ -59,6 +60,7 @@ def test_needs_follow_the_instances_costs() -> None:
     recent.add(RecentRequest(3.0, 300, 100, 10.0, 0))
     needs = recent.needs(table, 2.0, lambda kind: 20.0)
     assert needs.prefill == pytest.approx([0.25, 0.75])
-    # 20 tokens of 10 ms each and 1 us per token of context; the limit of 10 holds for the other.
+    # The first has 20 tokens of 10 ms each and 1 us per token of context; the limit of 10 holds for
+    # the other.
     one, other = 20 * (0.01 + 110e-6), 10 * (0.01 + 405e-6)
     assert needs.decode == pytest.approx([one / (one + other), other / (one + other)])

@@ -1,4 +1,4 @@
-"""How many later requests are expected to share what a request computes."""
+"""Predicts how many later requests share what a request computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def document(name: int, blocks: int = 8) -> list[BlockKey]:
 
 
 def learned(readers: int, documents: int = 60, pause_s: float = 1.0) -> SharingForecast:
-    """Each document is asked for by this many readers, one after the other."""
+    """Plays documents that this many readers ask for, one after the other."""
     forecast = SharingForecast()
     for name in range(documents):
         for reader in range(readers):

@@ -1,4 +1,4 @@
-"""Learned chances to meet the SLOs."""
+"""Tests learned chances to meet the SLOs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP_S, SLO_S = 0.03, 0.035
 
 
 def learned(answers: list[tuple[int, float]]) -> TbtChances:
-    """After answers of (tokens, longest tenth of the gaps over the predicted step)."""
+    """Learns from answers of (tokens, longest tenth of the gaps over the predicted step)."""
     chances = TbtChances()
     for num_tokens, ratio in answers:
         chances.note_answer(num_tokens, ratio * STEP_S, STEP_S)
@@ -77,8 +77,8 @@ def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
 
 
 def test_late_short_waits_do_not_say_that_a_long_queue_is_late() -> None:
-    """A short TTFT depends on the step under way. Else prompts that the SLO leaves time for would
-    be rejected, and nothing would be learned about them again."""
+    """A short TTFT depends on the step under way. Otherwise, the policy would reject prompts that
+    the SLO leaves time for, and would learn nothing about them again."""
     chances = TtftChances()
     for number in range(256):
         chances.note_first_token(2.0 if number % 2 else 0.8, 0.8, 3.0)
@@ -104,7 +104,7 @@ def test_answers_that_join_between_steps_have_no_long_first_gap_to_begin_with() 
 
 
 def test_an_answer_without_a_lasting_prediction_teaches_its_length_only() -> None:
-    """Else answers that began at light load would say that a full step is slow."""
+    """Otherwise, answers that began at light load would say that a full step is slow."""
     chances = TbtChances(joins_between=True)
     before = chances.best_step_s(0.01, SLO_S)
     for _ in range(64):

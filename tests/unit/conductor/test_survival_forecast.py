@@ -1,4 +1,5 @@
-"""`SurvivalForecast` against a naive one that evaluates every request, and the paper's t_d."""
+"""Tests `SurvivalForecast` against a naive forecast that evaluates every request, and against the
+paper's t_d."""
 
 from __future__ import annotations
 
@@ -91,8 +92,9 @@ TestSurvivalMachine = SurvivalMachine.TestCase
 
 
 def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
-    """A steady stream of answers of which nine of ten are short: on average as many are there as
-    begin in a mean duration. Of those, the paper's rule counts only the younger."""
+    """Plays a steady stream of answers of which nine of ten are short: on average, the number under
+    way equals the number that begins in a mean duration. The paper's rule counts only the younger
+    answers."""
     rng = random.Random(5)
     forecast = SurvivalForecast()
     ends: list[tuple[float, DecodeInterval, float]] = []

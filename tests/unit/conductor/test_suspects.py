@@ -1,4 +1,4 @@
-"""A request that crashes its instances ends no more than two, and the others are served."""
+"""A request that crashes its instances ends at most two, and the other requests are served."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_kills_from_outside_accuse_nobody() -> None:
         desk.ask(name)
     for incarnation in range(2, 6):
         assert not of(lose(desk, "m0"), Refuse)
-        desk.now += 6.0  # the delay after faults in a row
+        desk.now += 6.0  # the delay after consecutive faults
         joined = [*desk.join("m0", incarnation=incarnation), *desk.handle(Tick())]
         assert sorted(placed(joined)) == ["a", "b"]
 
@@ -125,7 +125,8 @@ def test_a_decode_instance_that_crashes_accuses_those_that_had_reached_it() -> N
 def test_a_culprit_ends_two_instances_and_everybody_else_is_answered(
     seed: int, num_innocents: int, fine_tokens: int
 ) -> None:
-    """The poison crashes its instance after this many tokens of each attempt, or at once."""
+    """Sends a poison request that crashes its instance after this many tokens of each attempt, or
+    at once."""
     rng = random.Random(seed)
     desk = Desk("m0", max_attempts=10)
     names = [f"r{n}" for n in range(num_innocents)] + ["poison"]

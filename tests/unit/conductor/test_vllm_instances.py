@@ -1,5 +1,5 @@
-"""What only instances with vLLM servers bring: forwarded requests, adapters of their own, and times
-that are measured after they joined."""
+"""Tests what only vLLM servers as instances bring: forwarded requests, their own adapters, and
+times that are measured after they joined."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def desk(*names: str) -> Desk:
 
 
 def place(actions: list[object]) -> tuple[str, AttemptId]:
-    """Where the request was sent, and as which attempt."""
+    """Returns the instance that got the request, and the number of the attempt."""
     (send,) = [a for a in actions if isinstance(a, Send) and isinstance(a.command, StartPrefill)]
     return send.instance_id, send.command.attempt.attempt_id
 
@@ -145,7 +145,7 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
 
 
 def test_a_request_goes_only_to_those_that_may_serve_it() -> None:
-    """A gateway's subset hint names those that may."""
+    """A gateway's subset hint names the instances that the request may use."""
     front = desk("m0", "m1", "m2")
     within = (InstanceId("m1"), InstanceId("m2"), InstanceId("elsewhere"))
     first, attempt = place(front.ask("x", within=within))

@@ -1,4 +1,4 @@
-"""Who waits at the Conductor instead of being refused, for how long, and how many."""
+"""Tests which requests wait at the Conductor instead of a refusal, for how long, and how many."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 ADMISSIONS = ["none", "baseline", "early", "predictive", "goodput"]
 ROOM = {"token_ids": tuple(range(16)), "max_tokens": 9}
-"""Two such requests do not fit at once."""
+"""Is a size at which two requests do not fit at once."""
 
 
 def full_desk(**config: Any) -> Desk:
@@ -96,8 +96,8 @@ def test_without_a_stated_slo_nothing_is_refused_for_it(admission: str) -> None:
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_without_a_stated_slo_a_long_queue_waits_at_the_conductor(admission: str) -> None:
-    """Only as many as are due within the assumed level wait at an instance. What could not end
-    before its deadline is refused, with the time until the queue is short enough."""
+    """Only the requests that start within the assumed level wait at an instance. A request that
+    could not end before its deadline is refused, with the time until the queue is short enough."""
     desk = Desk("p0", "d0", num_blocks=100_000, admission=admission)
     begun: list[str] = []
     refused: list[Refuse] = []
@@ -114,7 +114,8 @@ def test_without_a_stated_slo_a_long_queue_waits_at_the_conductor(admission: str
 
 
 def test_further_choices_of_a_call_wait_for_the_first_ones() -> None:
-    """This holds whatever their SLO is; further choices of another call are refused."""
+    """This holds whatever the SLO of the requests is; further choices of another call are
+    refused."""
     desk = Desk("p0", "d0", num_blocks=16)
     begun: list[str] = []
     for number in range(12):
@@ -137,7 +138,7 @@ def test_a_call_of_which_no_choice_runs_is_refused_as_any_other() -> None:
 
 
 def test_waiting_requests_are_tried_in_order_of_what_fits() -> None:
-    """A large one does not hold up small ones, and is placed when there is room."""
+    """Whether a large request does not hold up small requests, and is placed when there is room."""
     desk = Desk("p0", "d0", num_blocks=16)
     desk.ask("a", **ROOM)
     desk.decoding("a/1")
@@ -147,7 +148,7 @@ def test_waiting_requests_are_tried_in_order_of_what_fits() -> None:
     assert placed(end(desk, "a")) == ["large"]
 
 
-# How many
+# The number of waiting requests:
 
 
 def request(name: str, tenant: str, num_tokens: int = 10) -> TrackedRequest:
@@ -164,7 +165,7 @@ def request(name: str, tenant: str, num_tokens: int = 10) -> TrackedRequest:
 
 
 def fill(queue: WaitingRequests, tenant: str, num_tokens: int = 10) -> int:
-    """Adds requests of a tenant until one has no place; returns how many had."""
+    """Adds requests of a tenant until a request has no place; returns how many had a place."""
     number = 0
     while queue.has_place(tracked := request(f"{tenant}{number}", tenant, num_tokens)):
         queue.add(tracked, 0.0)
@@ -216,7 +217,7 @@ def test_finished_answers_leave_no_call_behind() -> None:
 
 
 def test_a_choice_goes_on_waiting_when_those_before_it_have_ended() -> None:
-    """Another request took the room that they left."""
+    """Another request took the room that the ended requests left."""
     desk = full_desk()
     desk.handle(RequestCancelled(RequestId("first")))
     desk.ask("c~0", call="c", ttft_s=0.1, **ROOM)

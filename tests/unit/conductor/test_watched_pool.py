@@ -1,4 +1,5 @@
-"""What an operator's frames show of the pool: hot prefixes and transfers. A tenant's have none."""
+"""An operator's frames show the pool's hot prefixes and transfers. A tenant's frames show
+neither."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def load(cached_blocks: int = 3, **counters: float) -> InstanceLoad:
 
 
 class Cluster:
-    """A view over a Conductor with two instances, of which both hold `KEYS`."""
+    """Makes a view over a Conductor with two instances that both hold `KEYS`."""
 
     def __init__(self) -> None:
         self.desk = Desk("p0", "d0")

@@ -1,4 +1,4 @@
-"""A cost fitted to ground truth: exact where the truth has the fitted form, close elsewhere."""
+"""Fits a cost to ground truth: exact where the truth has the fitted form, close elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_truth_of_the_fitted_form_is_recovered() -> None:
 
 
 def test_the_fit_is_the_same_on_every_machine() -> None:
-    """Recorded once; a last bit that differed would make simulations differ between machines."""
+    """The figures were recorded once; a difference in the last bit would make simulations differ
+    between machines."""
     fitted = fitted_to(ROOFLINE)
     assert fitted == fitted_to(RooflineCost(A800, LLAMA_70B, 8))
     assert [float.hex(x) for x in fitted.prefill + fitted.decode] == RECORDED
@@ -72,7 +73,8 @@ def test_a_roofline_is_fitted_within_a_tenth(kind: str) -> None:
 
 
 def test_a_measured_pipeline_equals_a_simulated_one() -> None:
-    """Prompts by a stage's time, decodes by the time between tokens at a stage's share."""
+    """Returns prompts by a stage's time, and decodes by the time between tokens at a stage's
+    share."""
     whole = FittedCost(prefill=(0.01, 1e-4, 1e-9, 2e-9), decode=(0.02, 1e-3, 1e-7))
     nic = Nic(bytes_per_s=1e15, latency_s=0.0)
     simulated = fitted_to(group_cost(whole, LLAMA_70B, 2, "cpp", nic))

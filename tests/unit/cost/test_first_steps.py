@@ -1,4 +1,5 @@
-"""A step under way says nothing new before `begins_after_s`: nobody has to ask until then."""
+"""A step under way gives no new information before `begins_after_s`: nobody has to ask until
+then."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_step_under_way_changes_nothing_before_it_is_due(
     while factor.begin(first_s, expected_s):
         pass
     due_s = factor.begins_after_s(expected_s)
-    for share in later:  # before it is due, at it, and after it
+    for share in later:  # before the step is due, when it is due, and after that
         seconds = max(first_s, due_s * share) if expected_s else 0.0
         asked = deepcopy(factor)
         if asked.begin(seconds, expected_s):

@@ -1,4 +1,5 @@
-"""The fitted cost model: finds known coefficients, and never predicts less time for more work."""
+"""Tests the fitted cost model: it finds known coefficients, and never predicts less time for more
+work."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_estimates_survive_noise(seed: int) -> None:
 def test_never_negative_and_grows_with_the_work(
     prefills: list[tuple[int, float, float]], decodes: list[tuple[int, int, float]]
 ) -> None:
-    """Holds for any measurements, even absurd ones."""
+    """Whether this holds for any measurements, even absurd ones."""
     cost = fit_cost(
         [PrefillSample(num_tokens=n, cached_tokens=int(n * p), seconds=s) for n, p, s in prefills],
         [DecodeSample(batch=b, context_tokens=c, seconds=s) for b, c, s in decodes],
@@ -96,8 +97,8 @@ def test_cached_tokens_save_time() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_single_chunks_predict_long_prompts(seed: int) -> None:
-    """Noise of 5 % in chunks of up to 256 tokens must not be squared in a prompt of 4,096. With a c
-    of its own it is: errors of half and more."""
+    """Noise of 5 % in chunks of up to 256 tokens must not be squared in a prompt of 4,096. A
+    separate coefficient c would square it: errors of half and more."""
     true = FittedCost(prefill=(0.01, 5e-4, 7e-8, 14e-8), decode=TRUE.decode)
     rng = random.Random(seed)
     chunks = [(16, 0), (64, 0), (64, 512), (256, 0), (256, 1024)]
@@ -175,7 +176,8 @@ def test_finds_what_decodes_add_to_a_chunk() -> None:
 
 
 def test_what_decodes_add_is_taken_from_the_measured_chunk_alone() -> None:
-    """Here chunks take a tenth less than their formula says, which is what ten decodes add."""
+    """Here, chunks take a tenth less time than their formula says, which is the time that ten
+    decodes add."""
     samples = []
     for one in measured_mixed(2e-3, 1e-6):
         chunk_s = 0.9 * TRUE.prefill_s(one.num_tokens, one.cached_tokens)
@@ -187,7 +189,7 @@ def test_what_decodes_add_is_taken_from_the_measured_chunk_alone() -> None:
 
 
 def test_mixed_steps_without_information_leave_the_formulas_unchanged() -> None:
-    """Decodes that seem to make a chunk faster are noise."""
+    """Whether decodes that seem to make a chunk faster count as noise."""
     sample = MixedSample(num_tokens=256, cached_tokens=0, batch=4, context_tokens=64, seconds=1e-3)
     prefill = PrefillSample(num_tokens=256, cached_tokens=0, seconds=0.1)
     decode = DecodeSample(batch=4, context_tokens=64, seconds=0.01)

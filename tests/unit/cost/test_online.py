@@ -1,4 +1,4 @@
-"""The learned factor: bounded, converging, and robust against bursts."""
+"""Tests the learned factor: it is bounded, converges, and is robust against bursts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moonpool.cost.online import (
 )
 
 ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1
-"""A sample ends when something after it is seen."""
+"""A sample ends with the next event."""
 ANY_FLOAT = st.floats(allow_nan=True, allow_infinity=True)
 
 
@@ -141,7 +141,8 @@ def test_old_samples_are_forgotten() -> None:
 
 
 def test_requests_that_share_steps_cause_no_error() -> None:
-    """One is observed to take the other's time; together they took what was expected."""
+    """The measurement gives one step the time of the other; together they took the expected
+    time."""
     factor = LearnedFactor()
     for number in range(400):
         factor.observe(1.6 if number % 2 else 0.4, 1.0)
@@ -149,7 +150,8 @@ def test_requests_that_share_steps_cause_no_error() -> None:
 
 
 def test_requests_that_end_together_count_together() -> None:
-    """Steps of five requests each: the first is observed to take all of the time, four none."""
+    """Makes steps of five requests each: the first seems to take all of the time, and four seem to
+    take none."""
     factor = LearnedFactor()
     for _ in range(ENOUGH):
         factor.observe(6.0, 1.0)
@@ -159,7 +161,8 @@ def test_requests_that_end_together_count_together() -> None:
 
 
 def test_long_requests_make_up_most_of_a_queue() -> None:
-    """Nine short ones take a third, and a long one twice, of what was expected."""
+    """Nine short requests take a third of the expected time, and a long request twice the expected
+    time."""
     factor = LearnedFactor(summed=1)
     for number in range(WINDOW):
         long = number % 10 == 0

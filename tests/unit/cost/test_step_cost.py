@@ -1,5 +1,5 @@
-"""What every ground truth must satisfy: more work never takes less time, chunks add up, and many
-steps at once take the sum of single steps."""
+"""Every ground truth must satisfy these rules: more work never takes less time, chunks add up, and
+many steps at once take the sum of single steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The rules for a quantile against their definitions, and the histogram against the exact rule."""
+"""Tests the rules for a quantile against their definitions, and the histogram against the exact
+rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histograms of measured over predicted times."""
+"""Tests histograms of measured over predicted times."""
 
 from __future__ import annotations
 

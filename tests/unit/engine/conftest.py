@@ -1,4 +1,4 @@
-"""Fixtures for tests of the engine."""
+"""Holds fixtures for tests of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.forked.commands import begin_peer
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread for torch, which is fast on a busy machine."""
+    """Gives torch one thread, which is fast on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def forked_peers() -> Iterator[None]:
-    """Peers of stages and ranks are forked: new interpreters would take several times as long as
+    """Forks the processes of stages and ranks: new interpreters would take several times as long as
     the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "begin_spare", begin_peer)

@@ -1,4 +1,4 @@
-"""Writes GGUF files: of any metadata and tensors, and a whole tiny Llama."""
+"""Writes GGUF files: of any metadata and tensors, and a complete tiny Llama."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALIGNMENT = 32
 
 
 def random_groups(format: Format, count: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Stored groups [count, format.bytes] of random numbers, and scales around 0.05."""
+    """Returns stored groups [count, format.bytes] of random numbers, with scales around 0.05."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (count, format.bytes), dtype=np.uint8)
     scales = (rng.random((count, 2)) * 0.1 - 0.03).astype(np.float16).view(np.uint8)
@@ -43,7 +43,7 @@ def text(value: str) -> bytes:
 
 
 def value_bytes(value: Any) -> bytes:
-    """A value with its type before it, as in the metadata."""
+    """Returns the bytes of a value after its type, as in the metadata."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, int):
@@ -60,7 +60,7 @@ def value_bytes(value: Any) -> bytes:
 
 @dataclass
 class Stored:
-    """One tensor: the name of its type, its shape (rows first), its bytes."""
+    """Holds one tensor: the name of its type, its shape (rows first), its bytes."""
 
     kind: str
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Stored:
 
 @dataclass
 class GgufDraft:
-    """A file to be written; tests change its parts first."""
+    """Holds a file to be written; tests change its parts first."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -107,8 +107,8 @@ class GgufDraft:
         return path
 
     def parts(self, count: int, first_is_empty: bool = False) -> list[GgufDraft]:
-        """Writes the same in several files, as `llama-gguf-split` does: the metadata is in the
-        first."""
+        """Writes the same model in several files, as `llama-gguf-split` does: the first file has
+        the metadata."""
         names = list(self.tensors)
         made = []
         share = -(-len(names) // (count - first_is_empty))
@@ -121,7 +121,7 @@ class GgufDraft:
         return made
 
     def write_parts(self, folder: Path, count: int, first_is_empty: bool = False) -> Path:
-        """Writes the parts; returns the path of the first."""
+        """Writes the parts; returns the path of the first part."""
         return write_parts(self.parts(count, first_is_empty), folder)
 
 
@@ -134,7 +134,8 @@ def write_parts(drafts: Sequence[GgufDraft], folder: Path) -> Path:
 
 
 def byte_vocabulary() -> list[str]:
-    """GPT-2's alphabet in the order of the bytes, then "ab", "abc" and two special tokens."""
+    """Returns GPT-2's alphabet in the order of the bytes, then "ab", "abc" and two special
+    tokens."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = iter(range(0x100, 0x200))
     alphabet = [chr(b) if b in printable else chr(next(rest)) for b in range(256)]
@@ -142,8 +143,8 @@ def byte_vocabulary() -> list[str]:
 
 
 def tiny_llama(kinds: Mapping[str, str], hidden: int = 64, inter: int = 96) -> GgufDraft:
-    """A Llama of two layers and 4:2 heads; `kinds` are types by the last part of a tensor's name,
-    "" the type of the rest."""
+    """Makes a Llama of two layers and 4:2 heads. `kinds` maps the last part of a tensor's name to a
+    type, and "" to the type of the rest."""
     words = byte_vocabulary()
     draft = GgufDraft(
         {

@@ -1,4 +1,5 @@
-"""Descriptions of models that nothing can hold are refused in one line, before memory is used."""
+"""Descriptions of models that no machine can hold are refused in one line, before memory is
+used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Built-in models: the induction model recalls, random models are the same everywhere."""
+"""Tests built-in models: the induction model recalls, and random models are the same everywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _engine(dtype: str) -> Engine:
 
 
 class Writer:
-    """Continues one text, which may grow by questions. All of a dtype share the engine."""
+    """Continues one text, which may grow by questions. All tests of a dtype share the engine."""
 
     def __init__(self, dtype: str) -> None:
         self.engine = _engine(dtype)
@@ -106,10 +106,10 @@ def test_codes_are_far_apart() -> None:
 
 
 def test_every_layer_matters_far_back() -> None:
-    """Damage to any searching layer's blocks far back shows in the recalled value."""
+    """Damage to blocks of any searching layer far back shows in the recalled value."""
     pairs = _pairs(60)
     text = "".join(f"[{key}={value}]" for key, value in pairs.items())
-    key = list(pairs)[2]  # stands within block 0
+    key = list(pairs)[2]  # the value is in block 0
     for layer in (None, 3, 4):
         writer = Writer("float32")
         writer.read(list(text.encode()))

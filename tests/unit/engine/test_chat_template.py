@@ -1,5 +1,5 @@
-"""Chat templates from a model's folder: nothing is computed before it is rendered, and each error
-is of one kind, in one line."""
+"""Tests chat templates from a model's folder: no prompt is computed before the template is
+rendered, and each error is of one kind, in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening checkpoints: every damage gets one clear line, and identity follows the weights."""
+"""Opens checkpoints: every damage gets one clear line, and identity follows the weights."""
 
 from __future__ import annotations
 

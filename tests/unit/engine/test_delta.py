@@ -1,4 +1,5 @@
-"""Linear attention: its states in blocks, against the plain rule and against themselves."""
+"""Tests linear attention: its states in blocks, against the plain rule and against other partitions
+of the same prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def empty() -> KvCache:
 
 
 def meta_of(parts: list[tuple[int, int, list[int]]], unchecked: tuple[int, ...] = ()) -> StepMeta:
-    """Sequences of (start, rows, blocks)."""
+    """Makes sequences of (start, rows, blocks)."""
     counts = torch.tensor([rows for _, rows, _ in parts])
     starts = torch.tensor([0, *counts.cumsum(0).tolist()], dtype=torch.int32)
     tables = torch.zeros(len(parts), max(len(blocks) for *_, blocks in parts), dtype=torch.int32)
@@ -73,7 +74,7 @@ def meta_of(parts: list[tuple[int, int, list[int]]], unchecked: tuple[int, ...] 
 
 
 def exact(rows: Tensor, own: DeltaWeights) -> Tensor:
-    """The rule in float64, all rows of one sequence at once where that is possible."""
+    """Computes the rule in float64, with all rows of a sequence at once where that is possible."""
     x, own = rows.double(), DeltaWeights(*(w.double() for w in own[:4]), own.eps)
     mixed, z, b, a = x.split((SPEC.channels, SPEC.values, SPEC.value_heads, SPEC.value_heads), 1)
     before = torch.cat((torch.zeros(SPEC.taps - 1, SPEC.channels).double(), mixed))
@@ -120,7 +121,7 @@ def test_chunks_neighbours_and_blocks_change_no_bit(name: str, seed: int, cuts: 
     cache = empty()
     edges = [0, *sorted(cuts), 90]
     for number, (start, end) in enumerate(pairwise(edges)):
-        # The other sequence begins anew in each step, before or after this one.
+        # The other sequence begins from zero in each step, before or after this one.
         mine, other = (start, end - start, blocks), (0, 3 + number, others)
         noise = rows(3 + number, seed + 1)
         first = number % 2 == 0
@@ -132,7 +133,7 @@ def test_chunks_neighbours_and_blocks_change_no_bit(name: str, seed: int, cuts: 
         got = ops.delta_rule(torch.cat(given), own, DeltaArgs(SPEC, cache, 1, meta_of(parts)))
         got = got[: end - start] if first else got[3 + number :]
         assert torch.equal(got, wanted[start:end])
-    for place in range(6):  # full blocks and the last one have the states of the whole prompt
+    for place in range(6):  # full blocks and the last block have the states of the whole prompt
         ours = state_view(cache.blocks, 1, blocks[place], SPEC)
         theirs = state_view(alone.cache.blocks, 0, 9 - place, SPEC)
         assert int(ours.num_tokens) == int(theirs.num_tokens) == min(16 * (place + 1), 90)

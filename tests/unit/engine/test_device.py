@@ -1,4 +1,4 @@
-"""The automatic choice of device and dtype, and the error where there is no GPU."""
+"""Tests the automatic choice of device and dtype, and the error without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model's guesses, its memory, and what becomes of a step whose draft model fails."""
+"""Tests a draft model's guesses, its memory, and the end of a step whose draft model fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entry(number: int, task: DraftTask | None) -> StepEntry:
 
 
 def plain_guesses(token_ids: list[int], num_tokens: int) -> list[int]:
-    """The greedy answer of a fresh engine that computes each token in a step of its own."""
+    """Returns the greedy answer of a fresh engine that computes each token in a separate step."""
     engine = drafter().engine
     for position, token_id in enumerate(token_ids):
         logits = engine.logits([_row(token_id, position)])
@@ -60,7 +60,7 @@ def test_guesses_are_the_greedy_answer_over_several_tasks() -> None:
     ]
     assert [each.num_drafts for each in entries] == [3, 0, 3] and seconds > 0
     assert not any(each.draft_task for each in entries)
-    # All were right: the last of them and the token after it are new to the draft model.
+    # All guesses were right: the last guess and the token after it are new to the draft model.
     again = DraftTask(expected[2:4], len(one) + 2, [5, 2], 2)
     _, drafted, _ = made.run([entry(0, again)])
     assert drafted == {0: tuple(expected[4:6])}
@@ -96,8 +96,8 @@ def test_its_memory_is_bounded_by_the_pool() -> None:
     layout = make_layout(model, 16)
     larger = msgspec.structs.replace(layout, num_layers=64)
     settings = SpeculativeConfig(method="draft_model", model="small")
-    assert draft_blocks(settings, layout, larger, 1000) == 1000  # not more tokens than the pool
-    assert draft_blocks(settings, layout, layout, 1000) == 125  # an eighth of its bytes
+    assert draft_blocks(settings, layout, larger, 1000) == 1000  # at most the pool's tokens
+    assert draft_blocks(settings, layout, layout, 1000) == 125  # an eighth of the bytes
     chosen = msgspec.structs.replace(settings, draft_kv_tokens=100)
     assert draft_blocks(chosen, layout, layout, 1000) == 7
 

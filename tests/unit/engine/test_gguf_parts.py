@@ -1,4 +1,4 @@
-"""Models in several GGUF files: the same model, and one line for a bad set."""
+"""Tests models in several GGUF files: the same model, and one line for a bad set of files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_parts_are_the_whole_model(tmp_path: Path, count: int, first_is_empty: b
     path = str(draft().write_parts(tmp_path, count, first_is_empty))
     parts = open_model(path, "float32")
     assert parts.spec == whole.spec
-    assert parts.fingerprint == whole.fingerprint  # they may share a KVCache
+    assert parts.fingerprint == whole.fingerprint  # both may share a KVCache
     for name in tensor_shapes(whole.spec):
         assert torch.equal(parts.weights.load(name), whole.weights.load(name)), name
     parts.release()
@@ -139,7 +139,7 @@ def test_a_part_that_changes_while_it_is_loaded_is_noticed(tmp_path: Path) -> No
 
 
 def message_of(path: Path) -> str:
-    """The refusal; empty if the model opens."""
+    """Returns the refusal, or "" if the model opens."""
     try:
         open_model(str(path), "float32")
     except ModelError as error:
@@ -152,7 +152,7 @@ def message_of(path: Path) -> str:
 def test_damaged_parts_end_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Bytes of the headers changed, or a part cut off anywhere."""
+    """Changes bytes of the headers, or cuts a part off anywhere."""
     folder = tmp_path_factory.mktemp("damaged")
     drafts = tiny_llama({"": "Q8_0"}).parts(3)
     path = write_parts(drafts, folder)

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is read, and that bad files end in one line without large memory."""
+"""Reads headers of GGUF files; bad files end in one line without large memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_missing_and_superfluous_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def taken_bytes(path: Path) -> tuple[int, str]:
-    """Peak of the memory that one load takes, and what it says."""
+    """Returns the peak memory of one load, and its error."""
     tracemalloc.start()
     said = ""
     try:
@@ -149,7 +149,7 @@ def test_damaged_files_end_in_one_line_and_take_little_memory(
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(content[:kept])
     peak, said = taken_bytes(path)
-    if peak >= MOST_TAKEN_BYTES:  # another thread or a first use may have taken it
+    if peak >= MOST_TAKEN_BYTES:  # another thread or a first use may have taken the memory
         peak, said = taken_bytes(path)
     assert "\n" not in said
     assert peak < MOST_TAKEN_BYTES

@@ -1,4 +1,4 @@
-"""How tokenizers of GGUF files split text into words, by the names that files give."""
+"""Tokenizers of GGUF files split text into words, by the names that files give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from moonpool_engine.engine.gguf.splits import SPLITS, WordSplit, pre_tokenizer,
 from tests.unit.engine.gguf_files import byte_vocabulary
 
 ALPHABET = {word: byte for byte, word in enumerate(byte_vocabulary()[:256])}
-# Where tokenizers disagree: cases, digits, marks, Han, kana, Hangul, combining marks, ends.
+# In these texts tokenizers disagree: cases, digits, marks, Han, kana, Hangul, combining marks,
+# ends.
 PIECES = [
     "a", "Bc", "dE", "it's", "'LL", "é", "e\u0301", "ß", "Ж", "ж", "ⅷ", "²", "0", "12", "3456",
     " ", "  ", "\t", "\n", "\r\n", "\n\n", ".", "!?", "#x", "->", "_", "$", "€", "，", "。", "「",
@@ -23,7 +24,7 @@ PIECES = [
 
 
 def words(name: str, text: str) -> list[str]:
-    """The words as the tokenizers library splits them."""
+    """Returns the words as the tokenizers library splits them."""
     source = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
         "normalizer": None, "post_processor": None, "decoder": None,
@@ -68,7 +69,7 @@ def test_words_of_a_text(name: str, text: str, expected: list[str]) -> None:
 
 
 def split_by_regex(split: WordSplit, text: str) -> list[str]:
-    """The same patterns by another library, one after the other."""
+    """Splits by the same patterns in another library, one after the other."""
     regex = pytest.importorskip("regex")
     pieces = [text]
     for pattern in split.patterns:

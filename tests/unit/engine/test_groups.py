@@ -1,4 +1,4 @@
-"""Collective operations of ranks, over shared memory and over gloo."""
+"""Tests collective operations of ranks, over shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAIT_S = 30.0
 
 
 def together(works: list[Callable[[], Any]]) -> list[Any]:
-    """Runs each in its own thread; returns their results or errors."""
+    """Runs each function in a separate thread; returns their results or errors."""
     outcomes: list[Any] = [None] * len(works)
 
     def run(number: int) -> None:
@@ -69,8 +69,8 @@ ROWS = (1, 3, BUFFER_BYTES // 512 - 1, BUFFER_BYTES // 512, BUFFER_BYTES // 200)
 def test_all_have_the_sum_of_all_shards_bit_for_bit(
     groups: list[Group], dtype: torch.dtype
 ) -> None:
-    """This holds for tensors larger than a buffer, and for consecutive sums without a pause,
-    too."""
+    """This also holds for tensors larger than a buffer, and for consecutive sums without a
+    pause."""
     draw = torch.Generator().manual_seed(5)
     parts = [
         [torch.randn(rows, 256, generator=draw).to(dtype) for _ in range(2 * NUM_RANKS)]

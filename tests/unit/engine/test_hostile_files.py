@@ -1,5 +1,5 @@
-"""Files that come with a model: wrong values are one line with the file's name, and no path leads
-out of the model's folder."""
+"""Tests files that come with a model: a wrong value gives one line with the file's name, and no
+path leads out of the model's folder."""
 
 from __future__ import annotations
 

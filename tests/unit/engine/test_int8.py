@@ -1,4 +1,5 @@
-"""8-bit weights: close to the full weights, and the same bits on every kernel, in any batch."""
+"""Tests 8-bit weights: they are close to the full weights, and give the same bits on every kernel,
+in any batch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_the_product_is_that_of_the_rounded_weights(inner: int, outer: int) -> N
     want = x.double() @ (rounded.double() * steps).T
     got = Int8Linear(weight, None)(x.float())
     size = x.double().abs() @ (rounded.double() * steps).abs().T
-    # A row's 16 bits are relative to the largest of its group.
+    # The 16 bits of a row are relative to the largest row of its group.
     assert ((got.double() - want).abs() <= 2e-4 * size + 1e-30).all()
 
 

@@ -1,4 +1,4 @@
-"""Lines about weights being loaded: some for a slow model, none for a fast one."""
+"""Tests log lines about the loading of weights: some for a slow model, none for a fast one."""
 
 from __future__ import annotations
 

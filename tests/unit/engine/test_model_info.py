@@ -1,4 +1,4 @@
-"""The info of models whose weights are on other machines."""
+"""Tests the info of models whose weights are on other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NativeOps' rope_store and attend against float64 written here, and against their own parts."""
+"""Compares NativeOps' rope_store and attend with float64 written here, and with their own parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Case:
     cache: KvCache
     meta: StepMeta
     q: Tensor
-    keys: list[Tensor]  # per sequence [context, kv_heads, head_dim]
+    keys: list[Tensor]  # for each sequence [context, kv_heads, head_dim]
     values: list[Tensor]
     rule: AttendRule = PLAIN
 
@@ -94,7 +94,8 @@ def make_meta(sequences: list[tuple[int, int]], tables: Tensor) -> StepMeta:
 def make_tables(
     layout: BlockLayout, sequences: list[tuple[int, int]], generator: torch.Generator
 ) -> tuple[Tensor, int]:
-    """Permuted, disjoint block tables; and the number of blocks, of which some are unused."""
+    """Returns permuted, disjoint block tables, and the number of blocks, of which some are
+    unused."""
     counts = [layout.blocks_for(before + count) for before, count in sequences]
     order = torch.randperm(sum(counts) + 3, generator=generator)
     tables = torch.zeros(len(sequences), max(counts) + 1, dtype=torch.int32)
@@ -124,7 +125,7 @@ def make_case(
     sequences: list[tuple[int, int]],
     seed: int = 0,
 ) -> Case:
-    """Random K, V and q; the rest of the arena is NaN."""
+    """Returns random K, V and q; the rest of the arena is NaN."""
     generator = torch.Generator().manual_seed(seed)
     layout = make_layout(heads, block_tokens, dtype)
     tables, num_blocks = make_tables(layout, sequences, generator)
@@ -171,7 +172,7 @@ def exact_attention(case: Case) -> Tensor:
 
 
 def one_sequence(case: Case, s: int, first: int, count: int) -> Case:
-    """A step with only rows [first, first + count) of sequence s."""
+    """Makes a step with only rows [first, first + count) of sequence s."""
     start = int(case.meta.row_starts[s]) + first
     before = int(case.meta.context_starts[s]) + first
     meta = make_meta([(before, count)], case.meta.block_tables[s : s + 1])
@@ -270,7 +271,7 @@ def test_attend_keeps_to_extreme_scores(ops: NativeOps, dtype: torch.dtype) -> N
     case = make_case(HeadShape(2, 1, 32), 32, dtype, [(500, 20)])
     sharp = replace(case, q=case.q * 100)
     got = sharp.attend(ops)
-    # A score of some hundreds is itself only known to 2^-15 in float32.
+    # A score of some hundreds has itself an error of 2^-15 in float32.
     assert (got.double() - exact_attention(sharp)).abs().max() < 2e-4 + TOLERANCE[dtype]
 
 

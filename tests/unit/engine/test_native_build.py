@@ -1,4 +1,5 @@
-"""Kernels that are not built, or cannot run, give one line with the reason and no failure."""
+"""Kernels that are not built, or cannot run, give one line with the reason, and the engine runs
+without them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def sources_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, nothing built, and a cache folder of its own."""
+    """Makes a copy of the sources without builds, and a separate cache folder."""
     copy = tmp_path / "native"
     shutil.copytree(build.HERE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     monkeypatch.setattr(build, "HERE", copy)

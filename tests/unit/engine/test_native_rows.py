@@ -1,4 +1,5 @@
-"""NativeOps' linears, norms and gate: correct to rounding, and batch-invariant."""
+"""Tests NativeOps' linears, norms and gate: they are correct up to rounding, and
+batch-invariant."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_rounded(got: torch.Tensor, want: torch.Tensor, terms: int) -> None:
-    """`got` is `want` (float64) but for rounding of `terms` float32 sums and of the result."""
+    """Asserts that `got` equals `want` (float64) up to the rounding of `terms` float32 sums and of
+    the result."""
     step = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-23
     size = want.abs() + want.abs().mean() * terms**0.5 * 2.0**-18
     assert ((got.double() - want).abs() <= size * step + size * terms**0.5 * 2.0**-20).all()
@@ -52,7 +54,7 @@ def test_linear_is_right(
     got = ops.linear(weight, bias)(x)
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert got.dtype is dtype
-    # The sums can cancel, so the yardstick is the size of what was summed.
+    # The sums can cancel, so the error is relative to the size of the summands.
     size = x.double().abs() @ weight.double().abs().T + 1
     step = 2.0**-8 if dtype == torch.bfloat16 else 0.0
     assert ((got.double() - want).abs() <= step * want.abs() + 1e-6 * size).all()
@@ -125,7 +127,7 @@ def test_glu_is_right_from_end_to_end(
     active = F.silu(x) if gate == "silu" else F.gelu(x, approximate="tanh")
     got = ops.glu(both, Gate(gate))
     step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-19
-    # Far below zero GELU itself is lost in the rounding of its tanh.
+    # Far below zero, the rounding of tanh in GELU hides the result.
     least = 1e-30 if gate == "silu" else 1e-7
     want = active * up
     assert ((got.double() - want).abs() <= want.abs() * step + least * up.abs() + 1e-30).all()

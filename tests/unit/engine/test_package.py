@@ -1,4 +1,4 @@
-"""What the engine tells a head: of GGUF files on CPUs without an import of torch."""
+"""The engine describes GGUF files on CPUs to a head without an import of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Quantized weights: decoding beside ggml's own values, the product, cutting, and the kernels."""
+"""Tests quantized weights: decoding beside ggml's own values, the product, slices, and the
+kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from moonpool_engine.engine.quantized.linear import QuantizedLinear
 from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows, lookup, stacked
 from tests.unit.engine.gguf_files import random_groups
 
-# SHA-256 of what the Python package `gguf` 0.19.0 dequantizes of `random_groups(format, 8)`
+# Each value is the SHA-256 of what the Python package `gguf` 0.19.0 dequantizes of
+# `random_groups(format, 8)`.
 GGML = {
     "Q4_0": "338c8e0ff5d12c36",
     "Q4_1": "9db9f47c554bc61a",
@@ -31,7 +33,7 @@ GGML = {
 
 
 def matrix(name: str, out: int, dtype: torch.dtype, seed: int = 0) -> QuantizedMatrix:
-    """Random weights, 608 or 768 per row."""
+    """Returns random weights, 608 or 768 per row."""
     format = FORMATS[name]
     groups = 3 if format.group == 256 else 19
     data = torch.from_numpy(random_groups(format, out * groups, seed)).view(out, -1)

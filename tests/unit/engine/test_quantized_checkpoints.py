@@ -1,4 +1,5 @@
-"""Quantized Hugging Face checkpoints: each is packed here as its format says, one number a time."""
+"""Tests quantized Hugging Face checkpoints: plain code packs each here as its format says, one
+number at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def drawn(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers [out, in], scales and zero points [out, groups] for a weight [out, in]."""
+    """Makes numbers [out, in], scales and zero points [out, groups] for a weight [out, in]."""
     generator = torch.Generator().manual_seed(weight.numel())
     out, width = weight.shape
     numbers = torch.randint(0, 16, (out, width), generator=generator)
@@ -149,7 +150,7 @@ FUSED = {
 def test_parts_of_stored_tensors_are_those_of_plain_weights(
     tmp_path: Path, family: str, case: str
 ) -> None:
-    """Families that store several linears in one tensor, or rows in another order."""
+    """Whether families load that store several linears in one tensor, or rows in another order."""
     pack, config = CASES[case]
     plain_folder, folder = tmp_path / "plain", tmp_path / "packed"
     save(FUSED[family], plain_folder)

@@ -1,4 +1,4 @@
-"""Drawing: the limits, the penalties, and independence of the batch."""
+"""Tests how tokens are drawn: the limits, the penalties, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def draw(generated: Sequence[int] = (), eos: Sequence[int] = (), **params: objec
 
 
 def sample(rows: torch.Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> list[Token]:
-    """One token of each draw, none of which has drafts."""
+    """Draws one token for each draw, without drafts."""
     return [token for (token,) in sampler.sample(rows, draws, positions)]
 
 
 def draws_of(count: int, **params: object) -> Counter[int]:
-    """Tokens drawn from LOGITS at as many positions."""
+    """Returns tokens drawn from LOGITS at this many positions."""
     rows = LOGITS.expand(count, -1)
     tokens = sample(rows, [draw(seed=11, **params)] * count, range(count))
     return Counter(token.token_id for token in tokens)
@@ -49,7 +49,7 @@ def test_frequencies_follow_the_softmax(temperature: float) -> None:
 
 
 def test_limits_keep_the_right_tokens() -> None:
-    # probabilities: .555 .204 .124 .075 .028 .004 (about)
+    # The probabilities are about .555 .204 .124 .075 .028 .004.
     assert set(draws_of(500, top_k=2)) == {0, 1}
     assert set(draws_of(500, top_k=1)) == {0}
     assert set(draws_of(500, top_p=0.5)) == {0}
@@ -88,7 +88,7 @@ def test_uniform_is_uniform_and_keyed() -> None:
 
 
 def test_golden_uniform() -> None:
-    """Recorded: a seeded request must give the same answer after an upgrade."""
+    """These tokens were recorded: a seeded request must give the same answer after an upgrade."""
     assert uniform(42, 1000).hex() == "0x1.5455d36f84b6ep-1"
 
 
@@ -152,7 +152,7 @@ def test_biases_are_added_to_the_logits_of_any_draw() -> None:
     assert one((), temperature=0.0).token_id == 0
     assert one(((0, -100.0),), temperature=0.0).token_id == 1
     assert {one(((3, 100.0),), seed=seed).token_id for seed in range(20)} == {3}
-    # What the model thinks of a token stays what it is.
+    # The logprobs that the model gives a token stay unchanged.
     told = one(((3, 100.0),), temperature=0.0, logprobs=0).logprobs
     assert told is not None and told.logprob < -0.5
 
@@ -207,7 +207,7 @@ def test_nan_is_an_error_not_a_token() -> None:
     ids=str,
 )
 def test_drafts_change_no_token(params: dict[str, Any]) -> None:
-    """Whatever the drafts are, the tokens are those that are drawn one by one from the same
+    """Whatever the drafts are, the tokens equal the tokens that are drawn one by one from the same
     rows."""
     rows = torch.randn(400, 6, generator=torch.Generator().manual_seed(9)) * 2
     rng, num_drawn = random.Random(2), 0

@@ -1,7 +1,8 @@
-"""Every parameter of a draw at its smallest, largest and denormal values, beside plain Python.
+"""Tests every parameter of a draw at its smallest, largest and denormal values, beside plain
+Python.
 
 The numbers that choose a token are spread evenly over [0, 1), so the share of each token is its
-probability within one draw: no luck is needed, and none is allowed for.
+probability within one draw: the tests need no tolerance for chance.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ONE_AT_A_TIME = [
 ]
 LOOKS_BACK = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 LOOKS_BACK |= {"min_tokens", "bad_words"}
-"""What depends on the tokens that were generated."""
+"""Holds what depends on the generated tokens."""
 ROWS = {
     "plain": [2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -9.0],
     "ties": [1.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0],
@@ -63,7 +64,7 @@ ROWS = {
 
 @dataclass
 class Case:
-    """One row of logits and how to draw from it."""
+    """Holds one row of logits and how to draw from it."""
 
     row: Sequence[float]
     params: SamplingParams
@@ -74,7 +75,7 @@ class Case:
 
 
 class _OneMask:
-    """A grammar in one state."""
+    """Stands for a grammar in one state."""
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
@@ -84,7 +85,7 @@ class _OneMask:
 
 
 def logits_of(case: Case) -> list[float]:
-    """The logits after biases, penalties and masks, by the documented rules alone."""
+    """Returns the logits after biases, penalties and masks, by the documented rules alone."""
     params, row = case.params, [float(np.float32(x)) for x in case.row]
     for token_id, bias in params.logit_bias:
         row[token_id] += bias
@@ -111,13 +112,14 @@ def logits_of(case: Case) -> list[float]:
 
 
 def _without(row: list[float], banned: set[int], otherwise: list[float]) -> list[float]:
-    """The row without the banned tokens; if none is left, `otherwise`, or else the row."""
+    """Returns the row without the banned tokens. If no token is left, returns `otherwise`, or the
+    row without it."""
     kept = [-math.inf if i in banned else x for i, x in enumerate(row)]
     return next((r for r in (kept, otherwise) if max(r) > -math.inf), row)
 
 
 def distribution(case: Case) -> list[float] | None:
-    """The probability of each token; None where rounding would decide."""
+    """Returns the probability of each token, or None where rounding would decide."""
     params, row = case.params, logits_of(case)
     if params.temperature == 0:
         return [float(i == row.index(max(row))) for i in range(len(row))]
@@ -140,7 +142,8 @@ def distribution(case: Case) -> list[float] | None:
 
 @pytest.fixture
 def evenly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The number of a draw is its position, evenly over [0, 1). A warning is an error."""
+    """Uses the position of a draw as its number, spread evenly over [0, 1). A warning is an
+    error."""
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: (position + 0.5) / NUM_DRAWS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -148,7 +151,7 @@ def evenly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check(case: Case) -> bool:
-    """Whether the case says something: in some, rounding decides."""
+    """Whether the case is decisive: in some cases, rounding decides."""
     params, expected = case.params, distribution(case)
     if expected is None:
         return False

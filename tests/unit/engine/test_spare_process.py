@@ -1,4 +1,4 @@
-"""Spare processes run the command line of a stage, and end with whoever forked them."""
+"""Spare processes run the command line of a stage, and end with the process that forked them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading config.json: both spellings, and what is refused."""
+"""Tests the reading of config.json: both spellings, and what is refused."""
 
 from __future__ import annotations
 

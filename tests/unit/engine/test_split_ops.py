@@ -1,4 +1,4 @@
-"""Divided attention gives the bits of a single pass, and is correct to float32 rounding."""
+"""Divided attention gives the bits of a single pass, and is correct up to float32 rounding."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def filled(dtype: str, num_blocks: int, seed: int = 0) -> KvCache:
 
 
 def meta_of(shares: list[tuple[int, int]], tables: list[list[int]] | None = None) -> StepMeta:
-    """A step of sequences (cached tokens, new rows), by default in disjoint blocks."""
+    """Makes a step of sequences (cached tokens, new rows), by default in disjoint blocks."""
     needed = [-(-(start + rows) // BLOCK_TOKENS) for start, rows in shares]
     if tables is None:
         ids = iter(range(sum(needed)))
@@ -135,17 +135,17 @@ def test_old_tokens_are_attended_without_a_look_at_the_new_ones() -> None:
     q = queries(meta, "float32")
     whole = ops.attend(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     kept = cache.blocks[8:].clone()
-    cache.blocks[8:] = torch.nan  # tokens from 512 on
+    cache.blocks[8:] = torch.nan  # the tokens from 512 on
     state = ops.attend_old(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     cache.blocks[8:] = kept
-    cache.blocks[:8] = torch.nan  # and those before are not looked at again
+    cache.blocks[:8] = torch.nan  # and the step does not read the earlier tokens again
     assert torch.equal(whole, ops.attend_new(q, state, AttendArgs(HEADS, cache, 0, meta, SCALE)))
 
 
 def segments_of(
     ops: SplitOps, q: Tensor, cache: KvCache, shares: list[tuple[int, int]], meta: StepMeta
 ) -> Tensor:
-    """Computes every sequence by itself, segment by segment, with the blocks of that segment."""
+    """Computes every sequence alone, segment by segment, with the blocks of that segment."""
     dtype = q.dtype
     partials: list[Tensor] = []
     order: list[list[int]] = [[] for _ in range(meta.num_rows)]
@@ -156,7 +156,7 @@ def segments_of(
         for segment in range(-(-(start + rows) // SEGMENT)):
             table = meta.block_tables[s].tolist()
             blocks = range(segment * per_segment, (segment + 1) * per_segment)
-            foreign = cache.blocks.shape[0] - 1  # holds NaN
+            foreign = cache.blocks.shape[0] - 1  # the block holds NaN
             table = [b if i in blocks else foreign for i, b in enumerate(table)]
             own = meta_of([(start, rows)], [table])
             wanted = torch.tensor([segment], dtype=torch.int32)
@@ -184,7 +184,7 @@ def test_segments_merged_give_the_same_bits(
 
 
 def exact(q: Tensor, cache: KvCache, meta: StepMeta) -> tuple[Tensor, Tensor]:
-    """One row per sequence in float64: the output, and the log of the sum of weights."""
+    """Computes one row per sequence in float64: the output, and the log of the sum of weights."""
     outs, sums = [], []
     for s, context in enumerate(meta.context_starts.tolist()):
         k, v = read_rows(cache, 1, meta.block_tables[s], context + 1)
@@ -222,8 +222,8 @@ def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
 
 
 def test_what_is_empty_or_masked_is_the_identity(ops: SplitOps) -> None:
-    """A chunk across a segment's end: its first rows see no key of the second segment, and no row
-    sees a key of the third."""
+    """Uses a chunk across a segment's end: its first rows see no key of the second segment, and no
+    row sees a key of the third."""
     shares = [(SEGMENT - 2, 4)]
     meta = meta_of(shares, [list(range(33)) + [0] * 40])
     cache = filled("float32", 33)

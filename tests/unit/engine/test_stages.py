@@ -1,4 +1,5 @@
-"""Pipeline stages: the tokens and blocks of one process, and a clear end when a stage dies."""
+"""Pipeline stages give the tokens and blocks of one process, and end with a clear error when a
+stage dies."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ NUM_BLOCKS = 96
 
 
 class Pair:
-    """An engine of stages over an arena, and the one-process engine over blocks of its own."""
+    """Makes an engine of stages over an arena, and a one-process engine over separate blocks."""
 
     def __init__(self, num_stages: int, quantization: Quantization = "none") -> None:
         model = open_model(MODEL, "bfloat16")
@@ -75,7 +76,8 @@ def pair() -> Iterator[Pair]:
 
 
 def steps_of(rng: random.Random, num_prompts: int) -> list[list[StepEntry]]:
-    """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
+    """Runs chunks and single tokens of several sequences, mixed; each sequence has separate
+    blocks."""
     lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
     prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
     blocks = [list(range(10 * i, 10 * i + 10)) for i in range(num_prompts)]
@@ -162,7 +164,7 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
     step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StepError, match="vocabulary"):
         pair.stages.step([StepEntry(AttemptId("b"), [999], 0, [91], None)])
-    pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage sees
+    pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage reads
     with pytest.raises(StageStepError, match="NonFinite"):
         pair.stages.step([StepEntry(AttemptId("b"), [1], 5, [91], SAMPLED)])
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
@@ -201,8 +203,9 @@ def test_layers_are_divided_evenly() -> None:
 
 
 def test_an_instance_answers_alike_whatever_its_stages() -> None:
-    """Prompts with shared prefixes, chunks, decodes and mixed steps; a pool that is too small for
-    all, so that some are preempted. The right tokens come from one prompt at a time."""
+    """Runs prompts with shared prefixes, chunks, decodes and mixed steps in a pool that is too
+    small for all, so that some are preempted. The expected tokens come from one prompt at a time.
+    """
     rng = random.Random(7)
     first = [rng.randrange(300) for _ in range(120)]
     prompts = [first[: 40 * (i % 3)] + [rng.randrange(300) for _ in range(30)] for i in range(9)]

@@ -1,5 +1,5 @@
-"""Tensor ranks: the bits of all shards in one process; a clear end when a rank dies or a foreign
-process connects."""
+"""Tensor ranks give the bits of all shards in one process, and end with a clear error when a rank
+dies or a foreign process connects."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ NUM_BLOCKS = 96
 
 
 class Pair:
-    """An engine of ranks over an arena, and one process that computes the same shards over blocks
-    of its own."""
+    """Makes an engine of ranks over an arena, and one process that computes the same shards over
+    separate blocks."""
 
     def __init__(
         self, num_ranks: int, num_shards: int, dtype: str, quantization: Quantization = "none"
@@ -60,7 +60,7 @@ class Pair:
         flat = torch.frombuffer(self.arena.buffer, dtype=self.own.blocks.dtype)
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.listened_before = listening([os.getpid()])  # by groups of other tests
+        self.listened_before = listening([os.getpid()])  # used by groups of other tests
         options = RankOptions(num_ranks, num_shards, 1, quantization)
         self.ranks = Ranks(model, ops, self.shared, self.arena.fd, options, "test", self.lost.put)
         self.arena.seal()
@@ -99,7 +99,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def steps_of(rng: random.Random, num_prompts: int) -> list[list[StepEntry]]:
-    """Chunks and single tokens of several sequences, mixed; each in blocks of its own."""
+    """Runs chunks and single tokens of several sequences, mixed; each sequence has separate
+    blocks."""
     lengths = [rng.randrange(1, 150) for _ in range(num_prompts)]
     prompts = [[rng.randrange(300) for _ in range(length)] for length in lengths]
     done = [0] * num_prompts
@@ -129,7 +130,7 @@ def test_ranks_have_the_tokens_and_blocks_of_one_process(pair: Pair) -> None:
 
 
 def test_a_layer_is_waited_for_by_all_ranks(pair: Pair) -> None:
-    """The prefix's blocks are filled only when the first rank waits for that layer."""
+    """Fills the prefix's blocks only when the first rank waits for that layer."""
     prompt = [(7 * i) % 300 for i in range(40)]
     step = [StepEntry(AttemptId("a"), prompt, 0, [80, 81, 82], None)]
     pair.one.step(step)
@@ -183,7 +184,7 @@ def test_a_lost_rank_ends_running_steps_and_is_reported_once() -> None:
 
 
 def test_a_step_that_fails_midway_ends_the_ranks() -> None:
-    """The other ranks wait in the middle of the layers and cannot skip the rest of the step."""
+    """The other ranks wait between layers and cannot skip the rest of the step."""
     pair = Pair(2, 2, "bfloat16")
 
     def broken(layer: int) -> None:
@@ -220,10 +221,10 @@ def test_later_foreign_connections_change_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """Addresses, as the kernel writes them, and ports at which these processes listen."""
+    """Returns addresses, in the kernel's form, and ports at which these processes listen."""
     own: set[str] = set()
     for fd in [fd for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()]:
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             own.add(os.readlink(fd))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     found = [

@@ -1,4 +1,4 @@
-"""Against `transformers` itself, on tokenizers made here: the Hub cannot be reached in a test."""
+"""Compares with `transformers` itself, on tokenizers made here: a test cannot reach the Hub."""
 
 from __future__ import annotations
 

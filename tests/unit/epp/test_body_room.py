@@ -1,4 +1,4 @@
-"""What a picker holds of bodies is bounded, and is given back."""
+"""The bytes that a picker holds of bodies are bounded, and are given back."""
 
 from __future__ import annotations
 

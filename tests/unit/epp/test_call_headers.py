@@ -1,4 +1,4 @@
-"""What the headers of a call say."""
+"""Tests what the headers of a call say."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_objectives_have_a_name_and_an_older_one() -> None:
             read_terms({name: one}, USUAL, 600.0, known).priority
             for one in ("fast", "slow", "unknown", "odd")
         ]
-        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower ones go first
+        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower priorities go first
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_refusals_have_the_reasons_of_llm_d() -> None:
 def test_the_tenant_that_pays_has_a_name_and_an_older_one() -> None:
     for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
         assert read_terms({name: "team-a"}, USUAL, 600.0, {}).payer == "team-a"
-        # No name reaches into the salts of others, and none is long.
+        # No name reaches into the salts of other tenants, and no name is long.
         assert "/" not in read_terms({name: "a/b/" + "c" * 999}, USUAL, 600.0, {}).payer
         assert len(read_terms({name: "c" * 999}, USUAL, 600.0, {}).payer) == 128
     assert read_terms({}, USUAL, 600.0, {}).payer == ""

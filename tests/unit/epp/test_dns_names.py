@@ -1,4 +1,4 @@
-"""Endpoints from DNS, of a nameserver that answers over UDP and TCP."""
+"""Reads endpoints from DNS, from a nameserver that answers over UDP and TCP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moonpool.types import Role
 
 
 class DnsServer(asyncio.DatagramProtocol):
-    """`zone` has the SRV records by name; `fails` makes each question a failure, `cuts` tells
+    """`zone` has the SRV records by name; `fails` makes each question a failure, and `cuts` tells
     clients to ask again over TCP."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ async def a_nameserver() -> AsyncIterator[tuple[DnsServer, int]]:
         try:
             tcp = await asyncio.start_server(server.over_tcp, "127.0.0.1", port)
             break
-        except OSError:  # something else has this number over TCP
+        except OSError:  # another program has this number over TCP
             transport.close()
     try:
         yield server, port
@@ -120,14 +120,14 @@ async def follow(monkeypatch: pytest.MonkeyPatch) -> None:
             assert at(first) == expected
             roles = {each.address: str(each.role) for each in first.endpoints}
             assert [roles[each] for each in expected] == ["mixed"] * 2 + ["prefill"] * 2
-            server.fails = True  # all stays as it was
+            server.fails = True  # all endpoints stay
             await asyncio.sleep(0.2)
             assert seen.empty()
             server.fails, server.cuts = False, True
             server.zone["_v._tcp.example"] = ["0 0 8000 10.0.0.2.", "0 0 8000 10.0.0.3."]
             listing = await seen.get()
             assert "10.0.0.3:8000" in at(listing)
-            if "10.0.0.1:8000" in at(listing):  # it is gone when it is missed twice
+            if "10.0.0.1:8000" in at(listing):  # an endpoint goes after two lookups without it
                 listing = await seen.get()
             assert "10.0.0.1:8000" not in at(listing)
             server.zone.clear()  # the names do not exist any more
@@ -141,7 +141,8 @@ def test_records_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def miss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An endpoint that one lookup lacks, of many that a resolver shortens, stays."""
+    """Whether an endpoint stays that one lookup lacks, because a resolver shortens a list of
+    many."""
     monkeypatch.setattr(dns_names, "LEAST_S", 0.01)
     answers = [{"10.0.0.1", "10.0.0.2"}, {"10.0.0.1"}] * 20
 

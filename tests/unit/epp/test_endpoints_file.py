@@ -1,4 +1,4 @@
-"""Endpoints from a file in llm-d's form."""
+"""Reads endpoints from a file in llm-d's form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.discovery.endpoint import Endpoint, Listing, SourceError  # noqa: 
 from moonpool.discovery.endpoints_file import EndpointsFile, parse_endpoints  # noqa: E402
 from moonpool.types import Role  # noqa: E402
 
-# The example of llm-d's own guide, and its labels.
+# This is the example of llm-d's own guide, with its labels.
 TEXT = """
 endpoints:
   - name: vllm-0
@@ -56,7 +56,7 @@ def test_the_form_of_llm_d_is_read() -> None:
     assert found.objectives == {"premium": 5}
     assert found.endpoints[1].place == "http://10.0.0.2:8000,tcp://10.0.0.2:5557"
     assert found.endpoints[2].address == "[fd00::1]:8000"
-    assert read(json.dumps(yaml.safe_load(TEXT))) == found  # JSON is a form of it
+    assert read(json.dumps(yaml.safe_load(TEXT))) == found  # JSON is a form of YAML
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def follow_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await seen.get() == ["a"]
         path.write_text("endpoints:\n" + entry("a") + entry("b"))
         assert await seen.get() == ["a", "b"]
-        path.write_text("endpoints: [")  # half of it: what was known holds
+        path.write_text("endpoints: [")  # half a file: the known endpoints stay
         await asyncio.sleep(0.2)
         path.unlink()
         await asyncio.sleep(0.2)
@@ -129,7 +129,7 @@ async def follow_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other.write_text("endpoints:\n" + entry("c"))
         other.rename(path)
         assert await seen.get() == ["c"]
-        target = path.with_suffix(".target")  # as a ConfigMap is replaced
+        target = path.with_suffix(".target")  # like a ConfigMap that is replaced
         target.write_text("endpoints:\n" + entry("d"))
         path.unlink()
         path.symlink_to(target)

@@ -1,4 +1,4 @@
-"""Endpoints from a Kubernetes API: kmock stands for its server, over real HTTP."""
+"""Reads endpoints from a Kubernetes API: kmock stands for its server, over real HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pod(name: str, ip: str, ready: bool = True, role: str = "") -> Object:
 
 
 class Cluster:
-    """A Kubernetes API, and what a picker has heard of it."""
+    """Holds a Kubernetes API, and what a picker has heard of it."""
 
     def __init__(self, emulator: Any, url: str, token: Path | None) -> None:
         self.emulator, self.url, self.token = emulator, url, token
@@ -111,13 +111,13 @@ async def pods_come_and_go() -> None:
         found = await cluster.until("10.0.0.1:8000", "10.0.0.2:8000")
         assert [str(each.role) for each in found.endpoints] == ["prefill", "mixed"]
         assert found.fails_open is False
-        # A pod that is told to end leaves before it is gone.
+        # A pod that gets the command to end leaves before it is gone.
         leaving = {"metadata": {"finalizers": ["x/y"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
         await cluster.write("PATCH", f"{PODS}/a", leaving)
         await cluster.until("10.0.0.2:8000")
         await cluster.write("DELETE", f"{PODS}/b")
         await cluster.until()
-        # Each target port is an endpoint: the ranks of a data-parallel server.
+        # Each target port is an endpoint, like the ranks of a data-parallel server.
         await cluster.write("PATCH", f"{POOLS}/llama", pool(8000, 8001, mode="FailOpen"))
         await cluster.write("POST", PODS, pod("d", "10.0.0.4"))
         found = await cluster.until("10.0.0.4:8000", "10.0.0.4:8001")
@@ -162,7 +162,7 @@ async def broken_watches(monkeypatch: pytest.MonkeyPatch, token: Path) -> None:
     async with a_cluster(token, follows=False) as cluster:
         too_old = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
         pods = kmock.resource("", "v1", "pods")
-        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)  # the first one only
+        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)  # the first endpoint only
         cluster.emulator[kmock.action.LIST, pods][:1] << 403
         await cluster.write("POST", POOLS, pool(8000))
         await cluster.write("POST", PODS, pod("a", "10.0.0.1"))
@@ -172,7 +172,7 @@ async def broken_watches(monkeypatch: pytest.MonkeyPatch, token: Path) -> None:
         await cluster.until_asked(PODS, lambda asked: sum("watch" in each for each in asked) > 1)
         await cluster.write("POST", PODS, pod("b", "10.0.0.2"))
         await cluster.until("10.0.0.1:8000", "10.0.0.2:8000")
-        assert sum("watch" not in each for each in cluster.queries(PODS)) == 3  # 403, 410, whole
+        assert sum("watch" not in each for each in cluster.queries(PODS)) == 3  # 403, 410, all
         logins = {
             value
             for each in cluster.emulator

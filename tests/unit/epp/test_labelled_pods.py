@@ -1,4 +1,5 @@
-"""`serve --vllm-endpoints kube://...`: pods by label; kmock stands for the API, over real HTTP."""
+"""`serve --vllm-endpoints kube://...` serves pods by label; kmock stands for the API, over real
+HTTP."""
 
 from __future__ import annotations
 

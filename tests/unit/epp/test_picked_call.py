@@ -1,4 +1,4 @@
-"""What is seen of a response counts for all answers of a call."""
+"""The observed part of a response counts for all answers of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of a picker, as its flags name them."""
+"""Tests the sources of a picker, by its flags."""
 
 from __future__ import annotations
 

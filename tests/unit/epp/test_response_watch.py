@@ -1,4 +1,4 @@
-"""What passes of a response is counted, however it is cut into pieces."""
+"""The bytes that pass of a response are counted, however it is cut into pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forecast of a server of known times, in virtual time: nothing depends on this machine."""
+"""Forecasts a server of known times in virtual time, so that no result depends on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
 
 
 def sessions(count: int = 120, seed: int = 5) -> TraceRows:
-    """Requests of one to six turns, with prompts of up to 2,000 tokens, one every 4 s."""
+    """Makes requests of one to six turns, with prompts of up to 2,000 tokens, one every 4 s."""
     rng = Random(seed)
     rows, names, open_sessions, at_s = [], iter(range(10**6)), [], 0.0
     for _ in range(count):
@@ -76,7 +76,8 @@ GIVEN: dict[str, Any] = {"slo_ttft_s": 3.0, "slo_tbt_s": 0.2}
     "slo", [{}, pytest.param(GIVEN, marks=pytest.mark.long)], ids=["usual", "given"]
 )
 def test_what_is_forecast_comes(loop: VirtualLoop, tmp_path: Path, slo: dict[str, Any]) -> None:
-    """Chunks, batches, cache and queue of a server that nobody has described."""
+    """Whether the forecast learns chunks, batches, cache and queue of a server without a
+    description."""
     given = slo | {"loads": (0.5, 0.8, 1.5)}
     found = forecast(loop, TimedServer(), tmp_path / "table.jsonl", **given)
     measured = found["forecast"]["measured"]
@@ -106,7 +107,8 @@ def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Pa
 
 
 def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_path: Path) -> None:
-    """Its machine has other work during the first prompts."""
+    """Whether the forecast is right if the server's machine has other work during the first
+    prompts."""
     server = TimedServer(prompt_token_s=400e-6)
     server.on_request = lambda: setattr(
         server, "prompt_token_s", 400e-6 if server.num_requests < 12 else 100e-6
@@ -119,7 +121,7 @@ def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_p
 def test_the_forecast_is_written_before_anything_is_tried(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:
-    """What stands in the table when a request of a load comes."""
+    """Returns what is in the table when a request of a load comes."""
     table, server = tmp_path / "table.jsonl", TimedServer()
     seen: list[int] = []
     server.on_request = lambda: seen.append(len(read_table(table)) if table.exists() else 0)

@@ -1,6 +1,7 @@
-"""A server of known times: one engine with chunks and a prefix cache, behind OpenAI's completions.
+"""Runs a server of known times: one engine with chunks and a prefix cache, behind OpenAI's
+completions.
 
-It is written apart from the scheduler and the simulator, as another engine would be.
+The server's code is independent of the scheduler and the simulator, like another engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An event loop with a clock of its own, which jumps to the next timer when nothing is ready.
+"""Is an event loop with a clock of its own, which jumps to the next timer when nothing is ready.
 
-Client and server run in it with real sockets between them, so nothing depends on how busy the
-machine is.
+Client and server run in the loop with real sockets between them, so no result depends on how busy
+the machine is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import selectors
 from typing import Any
 
 REAL_WAIT_S = 0.0005
-"""Bytes on the loopback may take this long to arrive, in real time."""
+"""Is the real time that bytes on the loopback may take to arrive."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):

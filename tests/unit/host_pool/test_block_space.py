@@ -1,4 +1,4 @@
-"""A space and a group under any order of finds, stores, reads and ends of transfers."""
+"""Tests a space and a group under any order of finds, stores, reads and ends of transfers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def key(number: int) -> BlockKey:
 
 
 def prompt(name: int, length: int) -> list[BlockKey]:
-    """The keys of one of a few prompts, which share beginnings."""
+    """Returns the keys of one of a few prompts, which share beginnings."""
     return [key(1 + (name % 2 if i < 2 else 10 * name + i)) for i in range(length)]
 
 
@@ -52,7 +52,8 @@ def take(space: BlockSpace) -> list[Any]:
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Every find, fetch and read ends once; held blocks keep their keys; sums balance."""
+    """Whether every find, fetch and read ends once, held blocks keep their keys, and sums
+    balance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +216,7 @@ def test_a_block_is_found_if_all_ranks_have_it() -> None:
     (found,) = group.take()
     assert found.num_blocks == 2
     assert [len(ids) for ids in found.block_ids] == [2, 2]
-    assert group.spaces[0].pool.named_owners() == {"find:a": 2}  # what only one rank has is let go
+    assert group.spaces[0].pool.named_owners() == {"find:a": 2}  # drops what only one rank has
     group.release("a")
     assert not group.spaces[0].pool.owners()
 

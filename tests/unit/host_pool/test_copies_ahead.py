@@ -1,4 +1,5 @@
-"""What a pool stores is on the SSD soon, so that what is read makes room without writes."""
+"""A pool copies stored blocks to the SSD soon, so that blocks that it reads get room without
+writes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ NUM_BLOCKS, BATCH = 128, 16
 
 
 class Pool:
-    """A space, and a disk that ends writes when it is told to."""
+    """Holds a space, and a disk that ends writes when the test says so."""
 
     def __init__(self) -> None:
         self.space = BlockSpace(LAYOUT, NUM_BLOCKS, num_slots=8 * NUM_BLOCKS)
@@ -43,7 +44,8 @@ class Pool:
         self.perform()
 
     def write(self, most: int) -> int:
-        """Ends writes of at least `most` blocks, if there are this many. Returns of how many."""
+        """Ends writes of at least `most` blocks, if so many are under way. Returns how many blocks
+        were written."""
         num_written = 0
         while self.writes and num_written < most:
             write = self.writes.pop(0)
@@ -83,7 +85,7 @@ def test_reads_cause_no_writes_once_the_disk_has_kept_up() -> None:
 
 
 def test_copies_that_wait_leave_room_for_stores() -> None:
-    """A disk that writes nothing must not end stores."""
+    """Whether stores go on with a disk that writes nothing."""
     pool = Pool()
     for number, keys in enumerate(batches(20)):
         pool.store(number, keys)

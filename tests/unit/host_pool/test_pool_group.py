@@ -1,4 +1,4 @@
-"""Finds in a group whose spaces need different parts of a prefix."""
+"""Tests finds in a group whose spaces need different parts of a prefix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_longest_prefix_is_the_longest_that_each_can_serve(
 
 
 class Group:
-    """A group with a space of each window, driven as the pool's server drives it."""
+    """Makes a group with a space of each window, driven as the pool's server drives it."""
 
     def __init__(self, *windows: int) -> None:
         self.group = BlockGroup(len(windows))
@@ -69,7 +69,7 @@ class Group:
                         self.group.on_found(rank, action, 1.0)
 
     def ended(self) -> tuple[int, list[int]]:
-        """The prefix that was found, and how many blocks each rank names."""
+        """Returns the prefix that was found, and how many blocks each rank names."""
         (found,) = self.group.take()
         assert isinstance(found, GroupFound)
         return found.num_blocks, [len(ids) for ids in found.block_ids]
@@ -85,7 +85,7 @@ def test_a_prefix_needs_the_last_blocks_of_a_window() -> None:
     group.find(8)
     assert group.ended() == (8, [8, 2])
     assert group.held() == [{"find:o": 8}, {"find:o": 2}]
-    group.find(7)  # its window has a gap: the next shorter one without is found
+    group.find(7)  # its window has a gap, so a shorter prefix is found
     assert group.ended() == (5, [5, 2])
     assert group.held() == [{"find:o": 5}, {"find:o": 2}]
     group.find(3)

@@ -1,4 +1,5 @@
-"""Keys of a vLLM request's blocks: equal content gives equal keys, and nothing else does."""
+"""Tests keys of a vLLM request's blocks: equal content gives equal keys, and other content does
+not."""
 
 from __future__ import annotations
 

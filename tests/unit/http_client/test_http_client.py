@@ -1,4 +1,4 @@
-"""The client of servers, against sockets that say just what a test wants."""
+"""Tests the client of servers against sockets that send exactly what a test wants."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Exchange:
-    """One request, on the connection with this number."""
+    """Holds one request, on the connection with this number."""
 
     def __init__(
         self, number: int, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -38,7 +38,7 @@ class Exchange:
 
 @asynccontextmanager
 async def server(serve: Serve) -> AsyncIterator[str]:
-    """Serves one exchange after another of each connection, until `serve` closes it."""
+    """Serves one exchange after another on each connection, until `serve` closes it."""
     count = 0
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -248,7 +248,7 @@ def test_a_request_goes_out_again_only_where_the_server_may_have_closed_before(
     async def serve(exchange: Exchange) -> None:
         numbers.append(exchange.number)
         if numbers == [1, 1]:
-            exchange.writer.close()  # it has the request, and does not answer
+            exchange.writer.close()  # the server has the request, and does not answer
         else:
             await answer_whole(exchange)
 

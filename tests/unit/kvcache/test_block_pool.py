@@ -1,4 +1,4 @@
-"""The block pool against a naive model of it, and the order in which it evicts."""
+"""Tests the block pool against a naive model of it, and the order of its evictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
-OWNERS = st.sampled_from(("a", "b", "c"))  # and "w", which withdraws
+OWNERS = st.sampled_from(("a", "b", "c"))  # and "w" for a withdrawal
 
 
 def key(name: int) -> BlockKey:
@@ -24,8 +24,8 @@ def key(name: int) -> BlockKey:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model has only the owners of blocks, the key of each block, and the order in which blocks
-    were let go."""
+    """Is a model with only the owners of blocks, the key of each block, and the order of
+    releases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_idle(blocks)
 
     def now_idle(self, blocks: list[int]) -> None:
-        """These holds have ended."""
+        """Ends these holds in the model."""
         for index in reversed(range(len(blocks))):
             block = blocks[index]
             if block in self.held() or block in blocks[:index]:
@@ -269,8 +269,8 @@ def test_the_policy_gets_keys_uses_and_runs() -> None:
 
 
 def test_a_block_whose_key_was_taken_stands_for_its_twin() -> None:
-    """Two prompts with one beginning are computed at once: what continues the second's copy of it
-    continues the first's block in the eyes of the policy."""
+    """Two prompts with one beginning are computed at once. For the policy, a block after the second
+    prompt's copy continues the first prompt's block."""
     policy = Recorder()
     pool = BlockPool(8, policy)
     (first,) = pool.allocate("first", 1) or []

@@ -1,4 +1,5 @@
-"""Shares of a pool: tenants above theirs give way first, and everything else is as without."""
+"""Tests shares of a pool: blocks of tenants above their share are evicted first, and all else is
+the same as without shares."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def keys_of(tenant: str, prompt: int, length: int) -> list[BlockKey]:
 
 @dataclass
 class Cache:
-    """A pool and what requests of tenants do to it."""
+    """Holds a pool, and what requests of tenants do to it."""
 
     policy: str
     num_blocks: int
@@ -119,7 +120,7 @@ def test_the_counts_are_those_of_the_pool(
             is_within = before[tenant] <= int(share * 30)
             if tenant == run[0] or not is_within or cache.num_cached(tenant) == before[tenant]:
                 continue
-            # It lost blocks within its share: then nobody else was left above one.
+            # The tenant lost blocks within its share, so no other tenant was left above its share.
             for other in shares.keys() - {run[0]}:
                 assert cache.num_cached(other) <= int(shares[other] * 30)
     if not shares:

@@ -1,4 +1,5 @@
-"""The predictive policy against LRU on several kinds of workloads, and what it learns."""
+"""Compares the predictive policy with LRU on several kinds of workloads, and tests what it
+learns."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Names = list[object]
 
 
 class Chains:
-    """Keys of blocks, an equal one for an equal whole prefix."""
+    """Returns keys of blocks: equal prefixes have equal keys."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, object], int] = {}
@@ -34,13 +35,13 @@ class Chains:
 
 
 def test_a_prompt_may_continue_a_cached_block() -> None:
-    """A segment that is continued leaves its queue, and enters it again afterwards."""
+    """A segment that is continued leaves its queue, and enters the queue again afterwards."""
     policy = PredictiveEviction(64)
     for block in range(6):
         policy.store([BlockId(block)], [BlockKey(bytes([block]))], [block])
     policy.add([BlockId(0), BlockId(1), BlockId(2)], None)
     policy.add([BlockId(3), BlockId(4), BlockId(5)], BlockId(2))
-    for _ in range(40):  # ages pass, and what is queued changes its queue
+    for _ in range(40):  # ages pass, and queued segments change their queue
         policy.store([BlockId(6)], [BlockKey(b"busy")], [0])
         policy.touch([BlockId(6)] * 30)
     assert policy.pop(3) == [5, 4, 3], "no block goes before what continues it"
@@ -53,7 +54,7 @@ def some(name: object, count: int) -> Names:
 
 
 def scan(rng: Random) -> Iterator[Names]:
-    """Nothing comes back but the first two blocks."""
+    """Makes a workload in which only the first two blocks come back."""
     for number in range(1500):
         yield [*some("system", 2), *some(number, rng.randint(5, 30))]
 
@@ -86,7 +87,8 @@ def loop(rng: Random) -> Iterator[Names]:
 
 
 def agents(rng: Random) -> Iterator[Names]:
-    """Quick steps that build on each other behind one of twenty long beginnings, then no more."""
+    """Makes quick steps that build on each other behind one of twenty long beginnings, and then
+    end."""
     live: list[tuple[Names, int]] = []
     for number in range(2500):
         while len(live) < 8:
@@ -170,7 +172,7 @@ def test_it_is_better_where_the_past_predicts_the_future(
 
 
 def rewritten(rng: Random) -> Iterator[Names]:
-    """Every prompt comes back once, twenty others later, with its last blocks rewritten."""
+    """Makes prompts that come back once, twenty others later, with their last blocks rewritten."""
     for number in range(500):
         yield [*some(number, 10), *some((number, "draft"), 4)]
         if number >= 20:
@@ -210,7 +212,7 @@ def test_without_history_the_order_is_that_of_lru() -> None:
 def test_worths_are_the_same_however_often_they_are_asked_for(
     epochs: list[tuple[int, int, bool]],
 ) -> None:
-    """A pool that evicts nothing for long asks once for what many lessons taught."""
+    """Whether a pool that evicts nothing for long computes once what many lessons taught."""
     often, seldom = ReuseModel(period=2, decay=0.9), ReuseModel(period=2, decay=0.9)
     for family, age_range, asks in epochs:
         for model in (often, seldom):
@@ -225,7 +227,8 @@ def test_worths_are_the_same_however_often_they_are_asked_for(
 
 
 def learn(model: ReuseModel, class_id: int, age_range: int, share: float) -> None:
-    """Blocks of the class are released in every epoch; this share is used again at that age."""
+    """Releases blocks of the class in every epoch, and uses this share of them again at that
+    age."""
     for epoch in range(400):
         model.note_release(class_id, 1000)
         if epoch >= AGE_LIMITS[age_range]:
@@ -241,13 +244,14 @@ def test_blocks_are_worth_most_shortly_before_their_reuse() -> None:
     assert max(by_age) == by_age[9]
     assert by_age[0] < by_age[4] < by_age[8] < by_age[9]
     assert by_age[10] < 0.1 * by_age[9]
-    # Half of them come within 12 to 16 epochs of age: 0.5 hits for 4 epochs of about 0.75 blocks.
+    # Half of the blocks come back at an age of 12 to 16 epochs: 0.5 hits for 4 epochs of about 0.75
+    # blocks.
     assert by_age[9] == pytest.approx(0.5 / (4 * 0.75), rel=0.1)
 
 
 def test_reuse_is_counted_against_the_blocks_released_at_its_time() -> None:
-    """Load grows by a twentieth per epoch; what comes back is half of what was released long
-    ago."""
+    """Load grows by a twentieth per epoch; half of the blocks that were released long ago come
+    back."""
     model = ReuseModel(period=1, decay=0.99)
     class_id = model.add_class(0)
     released = [100.0]
@@ -294,7 +298,8 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
     branch = BlockId(6)
     policy.store([branch], [BlockKey(b"branches")], [3])
     policy.touch([branch])
-    # All are equal except the branch. Without history, the first of its kind is evicted first.
+    # All blocks are equal except the branch. Without history, the first block of its kind is
+    # evicted first.
     policy.add([BlockId(b) for b in earlier], None)
     policy.add([branch], BlockId(2))
     policy.add([BlockId(b) for b in run], None)
@@ -303,8 +308,8 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
 
 
 def test_an_evictable_block_that_gets_a_continuation_is_evicted_after_it() -> None:
-    """As happens where a twin's name was taken: nobody holds the predecessor when its continuation
-    is released. It must not stay in line, or it is given away twice."""
+    """If a twin's name was taken, nobody holds the predecessor when its continuation is released.
+    The continuation must leave the queue, or the pool gives it away twice."""
     policy = PredictiveEviction(8)
     for depth in range(3):
         policy.store([BlockId(depth)], [BlockKey(bytes([depth]))], [depth])

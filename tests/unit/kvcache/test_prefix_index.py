@@ -1,5 +1,5 @@
-"""The Conductor's index against a naive model: incarnations, gaps, snapshots, longest matches,
-blocks that are being computed."""
+"""Tests the Conductor's index against a naive model: incarnations, gaps, snapshots, longest
+matches, blocks that are being computed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def held(index: PrefixIndex, names: list[int]) -> dict[str, int]:
 
 
 def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
-    """Depths that are not zero; those of rows without an instance must be."""
+    """Returns the depths above zero; rows without an instance must have depth 0."""
     rows = {row: name for name, row in index.rows.items()}
     assert len(depths) == index.num_rows
     return {rows[row]: int(depth) for row, depth in enumerate(depths) if depth}
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """The model: for each instance its incarnation, the next number, and its keys or None
+    """Models the index: for each instance its incarnation, the next number, and its keys or None
     (dropped)."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ def test_a_block_expected_twice_stays_expected_until_both_end() -> None:
 
 
 def test_blocks_of_one_holder_share_one_int() -> None:
-    """A million blocks share one int object, even after a second holder came and went."""
+    """Whether a million blocks share one int object, even after a second holder came and went."""
     index = PrefixIndex()
     for number in range(100):
         index.add_instance(InstanceId(f"i{number}"), 0)

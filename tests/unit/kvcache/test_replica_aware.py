@@ -20,14 +20,14 @@ def key(name: int) -> BlockKey:
 
 
 class Cache:
-    """A pool whose prompts are lists of numbers."""
+    """Holds a pool whose prompts are lists of numbers."""
 
     def __init__(self, num_blocks: int, policy: str = "lru") -> None:
         self.spares = ReplicaAwareEviction(make_eviction(policy, num_blocks))
         self.pool = BlockPool(num_blocks, self.spares)
 
     def use(self, *names: int) -> bool:
-        """Caches and releases a prompt; False if there was no room."""
+        """Caches and releases a prompt; returns False if there was no room."""
         keys = [key(name) for name in names]
         held = self.pool.match(keys)
         self.pool.acquire("p", held)

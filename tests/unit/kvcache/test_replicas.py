@@ -17,7 +17,7 @@ KEYS = [BlockKey(bytes([number]) * 16) for number in range(8)]
 
 
 class Cluster:
-    """Instances that follow notifications, and an index that gets their events."""
+    """Holds instances that follow notifications, and an index that gets their events."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
@@ -111,7 +111,7 @@ def test_instances_own_whole_prompts_in_proportion_to_their_pools() -> None:
     for _ in range(6000):
         pair = rng.choice((1 | 2, 2 | 4))
         prompt = [BlockKey(rng.randbytes(16)) for _ in range(3)]
-        owners.of(prompt[0], 8)  # of others, before
+        owners.of(prompt[0], 8)  # blocks of other instances, before
         [keeper] = {owners.of(key, pair) for key in prompt}
         assert keeper & pair
         kept[keeper] += 1
@@ -144,7 +144,7 @@ print(index.take_replica_changes(1000))
 
 
 def test_marks_after_a_loss_do_not_hang_on_the_hash_seed() -> None:
-    """Else a log would not replay in another process."""
+    """Otherwise, a log would not replay in another process."""
     found = {
         subprocess.run(
             [sys.executable, "-c", PRINT_MARKS_AFTER_A_LOSS],

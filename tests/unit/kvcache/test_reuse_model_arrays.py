@@ -1,5 +1,5 @@
-"""The reuse model works on arrays of all classes. Its figures equal, bit for bit, those of a plain
-Python model that takes class after class, on every machine and version."""
+"""The reuse model computes arrays over all classes. Its figures equal, bit for bit, those of a
+plain Python model that takes class after class, on every machine and version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.kvcache.eviction.survival import (
 
 
 def total(values: list[float]) -> float:
-    """From the first to the last: `sum` compensates from Python 3.12 on."""
+    """Sums from the first to the last: `sum` compensates from Python 3.12 on."""
     found = 0.0
     for value in values:
         found += value
@@ -28,12 +28,12 @@ def total(values: list[float]) -> float:
 
 
 class PlainModel:
-    """One class after another, one age after another."""
+    """Computes one class after another, one age after another."""
 
     def __init__(self, period: int, decay: float) -> None:
         self.period, self.decay, self.epoch, self.num_learned = period, decay, 0, 0
         self.families: list[int] = []
-        self.releases: list[list[int]] = []  # all that were ever released, by epoch
+        self.releases: list[list[int]] = []  # all released blocks, by epoch
         self.reuses: list[list[int]] = []
         self.exposed: list[list[float]] = []
         self.reused: list[list[float]] = []
@@ -82,7 +82,7 @@ class PlainModel:
 
 
 def steepest(shares: list[float]) -> list[float]:
-    """The concave hull from each age on, from the last age to the first."""
+    """Returns the concave hull from each age on, from the last age to the first."""
     survivors, steps = 1.0, []
     for share, width in zip(shares, WIDTHS, strict=True):
         gain = min(share, 0.98 * survivors)

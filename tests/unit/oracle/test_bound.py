@@ -1,4 +1,4 @@
-"""The bound is never below what a run reaches, and the search stays between policies and bound."""
+"""The bound is never below the result of a run, and the search stays between policies and bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(
 
 
 def workload(rng: random.Random, number: int, gap_s: float, most_tokens: int) -> list[Arrival]:
-    """Some prompts continue an earlier one, as conversations do."""
+    """Makes prompts of which some continue an earlier prompt, as conversations do."""
     made: list[Arrival] = []
     at_s = 0.0
     for n in range(number):
@@ -97,9 +97,9 @@ def test_the_best_of_all_subsets_lies_between_search_and_bound(seed: int) -> Non
 
 
 def test_the_bound_counts_what_prefill_can_do() -> None:
-    """Ten equal prompts at once, of which the instance computes three within the SLO."""
+    """Makes ten equal prompts at once, of which the instance computes three within the SLO."""
     arrivals = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
-    prompt_s = build_hardware(CLUSTERS[0]).prefill.ground_truth.step_s  # of a whole prompt
+    prompt_s = build_hardware(CLUSTERS[0]).prefill.ground_truth.step_s  # the time of a whole prompt
     from moonpool.cost.model import Chunk
 
     one_s = prompt_s((Chunk(16_000, 0, 0, True),), 0, 0)
@@ -119,8 +119,8 @@ def test_guessed_tokens_are_refused_in_one_line() -> None:
 
 
 def test_shared_blocks_are_paid_once() -> None:
-    """Ten prompts that arrive together can all be served if they share all but a block, and few of
-    them if they share none."""
+    """Whether ten prompts that arrive together can all be served if they share all but a block, and
+    few of them if they share none."""
     shared = private_keys(0, 16_000, BLOCK)
     alike = [Arrival(0.0, 16_000, 1, shared) for _ in range(10)]
     private = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
@@ -133,7 +133,7 @@ def test_shared_blocks_are_paid_once() -> None:
 
 
 def test_the_bound_counts_what_decode_can_do() -> None:
-    """Answers whose pace leaves room for few at a time on the one decode instance."""
+    """Makes answers whose SLO leaves room for few at a time on the one decode instance."""
     arrivals = [Arrival(0.0, 500, 400, private_keys(n, 500, BLOCK)) for n in range(200)]
     settings = config_of(8, 1, 0, (30.0, 0.0285))
     runner, bound, _, _ = frame(settings, arrivals)

@@ -1,4 +1,4 @@
-"""Lamina's experiments: small runs of the real ones."""
+"""Runs small versions of Lamina's experiments."""
 
 from __future__ import annotations
 

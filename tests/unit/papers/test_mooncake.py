@@ -1,5 +1,5 @@
-"""Mooncake's experiments: each runs on a short workload and says what it was given; what follows
-from arithmetic alone is compared with the papers."""
+"""Runs each of Mooncake's experiments on a short workload, checks its inputs, and compares the
+figures that follow from arithmetic alone with the papers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ GENERATED = tuple(
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
-    """Quick, with a short conversation trace, and none of the others."""
+    """Runs quickly, with a short conversation trace, and without the other traces."""
     monkeypatch.setattr(mooncake_workload, "MOONCAKE_QUICK_REQUESTS", NUM_REQUESTS)
     rows = generate(BUILT_IN["conversation"], num_requests=2 * NUM_REQUESTS, seed=1)
     write_trace(rows, tmp_path / "conversation_trace.jsonl")
@@ -135,7 +135,7 @@ def test_the_least_bandwidth_for_reuse_is_the_papers() -> None:
     assert row(finding, "8 x H800: Eq. 2").ours == pytest.approx(18.6, abs=0.05)
     assert all(check.holds for check in finding.checks)
     shape, peak = shape_of(SHAPE), mooncake_reuse.peak_flops_per_s(device_of("A800-SXM"))
-    # At that bandwidth, moving a prefix takes as long as computing it (Eq. 1).
+    # At that bandwidth, the transfer of a prefix takes as long as its computation (Eq. 1).
     hidden, tokens = shape.hidden, 4096
     flops = shape.layers * (4 * tokens**2 * hidden + 22 * tokens * hidden**2)
     moved_s = tokens * shape.kv_bytes_per_token
@@ -176,7 +176,7 @@ def test_vllm_decodes_wait_for_whole_prompts_and_less_for_chunks() -> None:
         served = serve(made_up(*long_answers), overrides, 0)
         assert served.completed_share == 1.0
         share[name] = served.simulation.collector.gap_s.largest
-    assert share["vLLM"] > 3.0  # the prompt of 30,000 tokens at once
+    assert share["vLLM"] > 3.0  # the prompt of 30,000 tokens in one step
     assert share["vLLM chunked prefill"] < 0.2
     assert share["Mooncake"] < 0.1 + share["vLLM chunked prefill"]
 
@@ -215,7 +215,7 @@ def test_the_rate_is_found_by_halving() -> None:
 
 def test_keys_are_ranked_by_use_then_by_age() -> None:
     rows = [TraceRow(0.0, 1_536, 1, (0, 1, 2)), TraceRow(1.0, 1_100, 1, (0, 1, 3))]
-    # The partial blocks are no blocks of the pool; both full ones are used twice.
+    # The partial blocks are not blocks of the pool; both full blocks are used twice.
     assert ranked_keys(made_up(*rows), 256, 10) == [
         prompt_keys((name,), 512, 512, 256)[0] for name in (0, 1, 2)
     ]

@@ -1,4 +1,4 @@
-"""Groups of nodes: what one prompt takes of each kind, and a cluster of them."""
+"""Tests groups of nodes: what one prompt takes of each kind, and a cluster of groups."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_clusters_groups_have_as_many_nodes_and_their_bytes_are_added_up() -
     assert apart.group_share == 0
     assert joined.served.ttft_s < 0.7 * apart.served.ttft_s
     found = joined.served.simulation.collector
-    assert found.hit_tokens == 16_384  # the last one's beginning is the first one
+    assert found.hit_tokens == 16_384  # the last prompt's beginning is the first prompt
     tokens = found.input_tokens - found.hit_tokens
     sent = group_nic_bytes(shape_of(SHAPE), CLUSTER_NODES, "cpp", tokens)
     each = [(16_384, 0)] * 3 + [(20_480, 16_384)]

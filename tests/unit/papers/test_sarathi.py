@@ -1,4 +1,5 @@
-"""SARATHI's and Sarathi-Serve's experiments: what must come out, and that all is explained."""
+"""Tests SARATHI's and Sarathi-Serve's experiments: the expected results, and an explanation of
+each."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def failing(finding: Finding) -> list[str]:
     return [check.text for check in finding.checks if not check.holds]
 
 
-# Decode-maximal batches
+# Decode-maximal batches:
 
 
 def test_decode_maximal_is_explained_and_all_its_claims_hold(decode_maximal: Finding) -> None:
@@ -83,7 +84,7 @@ def test_findings_are_the_same_each_time(decode_maximal: Finding) -> None:
     assert json.dumps(figures(again)) == json.dumps(figures(decode_maximal))
 
 
-# Bubbles
+# Bubbles:
 
 
 def step(start_s: float, stage_s: float, stages: int, chunk: int, name: str) -> SoloStep:
@@ -91,7 +92,8 @@ def step(start_s: float, stage_s: float, stages: int, chunk: int, name: str) -> 
 
 
 def test_bubbles_are_idle_times_of_each_stage() -> None:
-    # The second is longer: the last stage waits for it. The third waits its turn at stage 2.
+    # The second chunk is longer: the last stage waits for it. The third chunk waits its turn at
+    # stage 2.
     steps = [
         SoloStep(0.0, 2.0, 1.0, (AttemptId("a"),), 0, 1),
         SoloStep(1.0, 7.0, 3.0, (AttemptId("b"),), 100, 0),
@@ -139,7 +141,7 @@ def test_chunks_leave_fewer_bubbles_and_are_faster() -> None:
     runs = sarathi_pipeline_bubbles.run_all(all_at_once(lengths), heard.append)
     assert runs.bubbles_divided_by > 6.29
     assert runs.sarathi_bubbles.share < runs.orca_bubbles.share
-    assert runs.over_orca > 1.15 and runs.over_nodes > 1.0  # 2.9 and 1.45 with 10,000
+    assert runs.over_orca > 1.15 and runs.over_nodes > 1.0  # 2.9 and 1.45 with 10,000 tokens
     assert heard
     rows = sarathi_pipeline_bubbles.rows_of(runs)
     kinds = Counter(row.label.split()[-1] for row in rows if "share of it" in row.label)
@@ -151,7 +153,7 @@ def test_the_batches_of_the_paper_are_about_what_fits() -> None:
     assert 27 <= sarathi_pipeline_bubbles.batch_that_fits(64) / 8 < 31
 
 
-# Budgets
+# Budgets:
 
 
 def test_budgets_are_explained_and_all_their_claims_hold(budgets: Finding) -> None:

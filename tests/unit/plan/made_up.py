@@ -1,5 +1,5 @@
-"""A made-up cluster in the place of simulations: attainment by a formula, so that what a search
-should find is known."""
+"""Plays a made-up cluster in the place of simulations: attainment by a formula, so that the right
+result of a search is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 
 NUM_REQUESTS = 10_000
 Truth = Callable[[Config], tuple[float, float]]
-"""Shares of requests that get their prefill and their decode in time."""
+"""Holds the shares of requests that get their prefill and their decode in time."""
 
 
 def outcome(prefill: float, decode: float) -> Outcome:
@@ -29,7 +29,7 @@ def outcome(prefill: float, decode: float) -> Outcome:
 
 
 class MadeUpWorkforce:
-    """Remembers what it was asked; the same trial has the same outcome."""
+    """Remembers its calls; the same trial has the same outcome."""
 
     def __init__(self, truth: Truth, noise: float = 0.0) -> None:
         self.num_run = 0

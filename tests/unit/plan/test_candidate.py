@@ -1,4 +1,4 @@
-"""Candidates: what they cost, what is next to them, and the configuration they stand for."""
+"""Tests candidates: what they cost, their neighbours, and their configuration."""
 
 from __future__ import annotations
 

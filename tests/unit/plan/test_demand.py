@@ -1,4 +1,4 @@
-"""What the cost model says before anything is simulated."""
+"""Tests what the cost model says before any simulation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_reason_is_said_once_for_all_sizes_of_a_node() -> None:
 
 
 def test_the_power_of_one_mixed_node_is_enough_for_it() -> None:
-    """Split, the same device needs two nodes."""
+    """Whether split pools need two nodes of the same device."""
     base = truth_for(BASE, [H100], None)
     watts = msgspec.structs.replace(PRICED, device_power_w={"H100-SXM": 700.0})
     small = conversation(300, rate=0.05)
@@ -125,7 +125,8 @@ def test_colocated_chunks_leave_room_for_the_tbt() -> None:
 
 
 def test_what_shares_nothing_is_given_no_cache_to_keep() -> None:
-    """Pools only hold what runs: no SSD, one eviction; and no more than the trace fills."""
+    """Whether pools only hold what runs: no SSD, one eviction policy, and no more than the trace
+    fills."""
     rows = tuple(TraceRow(float(i), 3000, 100, ()) for i in range(60))
     found = prepare(Workload(rows, 0), BASE, [A800], PRICED, 0.9)
     assert not found.shares_prefixes

@@ -1,4 +1,5 @@
-"""Plans for traces that are odd and legal: a right answer or one clear line, and an end."""
+"""Makes plans for traces that are odd and legal: each gets a right answer or one clear line, and
+ends."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def planned(path: Path, *arguments: str) -> Result:
 
 
 def written(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """The rows with a mark at their start, CRLF, and a blank line at their end."""
+    """Writes the rows with a byte-order mark at their start, CRLF, and a blank line at their
+    end."""
     path = folder / "trace.jsonl"
     text = "".join(json.dumps(row) + "\r\n" for row in rows)
     path.write_bytes((text + "\r\n").encode("utf-8-sig"))
@@ -96,7 +98,8 @@ def workload(*rows: TraceRow) -> Workload:
 
 @pytest.mark.parametrize("apart_s", [0.0, 1e-6])
 def test_a_burst_begins_with_what_its_first_tokens_need(apart_s: float) -> None:
-    """Two hundred prompts of about a second each come within moments, and may take 30 s."""
+    """Makes two hundred prompts of about a second each that come within moments, and may take 30
+    s."""
     rows = [TraceRow(apart_s * number, 16_000, 2) for number in range(200)]
     priced = Priced(parse_prices(), 327_680.0)
     found = prepare(workload(*rows), BASE, [A800], priced, 0.9, "disaggregated")
@@ -120,7 +123,8 @@ def program(num_calls: int, pause_s: float, prompt: int = 16_000) -> list[TraceR
 
 
 def test_calls_of_a_program_come_one_after_the_other() -> None:
-    """By their own times all calls would arrive together, and one instance could not serve them."""
+    """Whether calls come in their programs' order: by their own times all calls would arrive
+    together, and one instance could not serve them."""
     one = Candidate(A800, A800, 0, 0, 1, 2_000_000, 512)
     calls = workload(*program(150, 60.0))
     demand = demand_of(calls, 256)
@@ -130,7 +134,7 @@ def test_calls_of_a_program_come_one_after_the_other() -> None:
 
 
 def test_calls_that_are_never_sent_are_misses() -> None:
-    """A program that is given up misses with all calls after the refused one."""
+    """Whether a program that is given up counts all calls after the refused call as missed."""
     config = parse_config("", {"slo": {"ttft_s": 0.05}}, DEFAULTS)
     one = Candidate(A800, A800, 0, 0, 1, 2_000_000, 512)
     calls = workload(*program(10, 1.0, 100_000))

@@ -42,7 +42,7 @@ def test_what_ran_ahead_counts_once_it_is_asked_for(workload: Workload) -> None:
         assert pool_of_runs.num_run == 1 and told == [1]
         assert pool_of_runs.run([second], told.append, ahead=[third]) == expected[1:2]
         assert pool_of_runs.num_run == 2 and told == [1, 1]
-        # Both processes may be busy ahead: one gives way.
+        # Both processes may run trials ahead: one trial gives way.
         assert pool_of_runs.run([third, trial(4)], ahead=[trial(5)])[0] == expected[2]
         assert pool_of_runs.num_run == 4
 
@@ -53,14 +53,14 @@ def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
     with SimulationPool(workload, 1) as alone:
         expected = alone.run(long)
     with SimulationPool(workload, 2) as pool_of_runs:
-        for number in range(4):  # each stops what runs ahead, wherever it is
+        for number in range(4):  # each call stops the trial that runs ahead, wherever it is
             pool_of_runs.run([trial(2, speed=1 + number), trial(3, speed=1 + number)], ahead=long)
         assert pool_of_runs.run(long) == expected
         assert pool_of_runs.num_run == 10
 
 
 class Recorder(MadeUpWorkforce):
-    """Notes what would run ahead."""
+    """Records what would run ahead."""
 
     def __init__(self, of: Truth) -> None:
         super().__init__(of)

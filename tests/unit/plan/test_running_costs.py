@@ -1,4 +1,4 @@
-"""What tokens cost, what a cluster draws, and what a limit of power leaves out."""
+"""Tests what tokens cost, how much power a cluster draws, and what a limit of power excludes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No trial is run twice, and what it counts is its own. tests/unit/cli/test_plan.py compares a
-search on two processes with that on one."""
+"""No trial is run twice, and its counts are its own. tests/unit/cli/test_plan.py compares a search
+on two processes with that on one."""
 
 from __future__ import annotations
 

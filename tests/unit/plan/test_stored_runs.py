@@ -1,4 +1,4 @@
-"""The stored runs of a plan's page: at which loads, how they are judged, and the page itself."""
+"""Tests the stored runs of a plan's page: their loads, their verdicts, and the page itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry points are those that Python's own reader finds."""
+"""The entry points equal the entry points that Python's own reader finds."""
 
 from __future__ import annotations
 

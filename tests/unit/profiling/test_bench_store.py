@@ -1,4 +1,4 @@
-"""The store's benchmark: a small run gives every figure, and leaves nothing behind."""
+"""A small run of the store's benchmark gives every figure, and leaves no file behind."""
 
 from __future__ import annotations
 

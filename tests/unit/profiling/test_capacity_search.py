@@ -1,4 +1,4 @@
-"""The search for a capacity, on measures whose capacity is known."""
+"""Tests the search for a capacity, on measures whose capacity is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_REQUESTS = 20_000
 
 
 def noisy_step(edge: float, width: float, noise: float) -> Measure:
-    """All is well up to `edge`, and nothing from (1 + width) of it on; straight between."""
+    """Returns a measure that is 1 up to `edge`, 0 from (1 + width) of it on, and linear between."""
 
     def measure(rate: float, seed: int) -> Attainment:
         share = 1.0 - min(max((rate / edge - 1.0) / width, 0.0), 1.0)
@@ -51,7 +51,8 @@ def test_without_noise_the_edge_is_found(
 def test_with_noise_nothing_clearly_wrong_is_claimed(
     edge: float, noise: float, start: float
 ) -> None:
-    """Far outside of the noise every verdict is right, and what cannot be told lies at the edge."""
+    """Whether every verdict far outside of the noise is right, and undecided verdicts lie at the
+    edge."""
     goal = CapacityGoal(tolerance=0.05, confidence=0.99, max_runs=1000)
     found = search_capacity(noisy_step(edge, 0.3, noise), start, goal)
     true = edge * 1.03

@@ -1,4 +1,4 @@
-"""What a profile recommends: whole tiles, within the SLO, and readable as costs again."""
+"""Tests what a profile recommends: complete tiles, within the SLO, and readable as costs again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of steps and prefills that a client of a live cluster derives."""
+"""Tests times of steps and prefills that a client of a live cluster derives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_answers_that_overlap_too_shortly_have_no_step() -> None:
 
 
 def test_tokens_that_come_in_one_bunch_have_no_step() -> None:
-    """A head that is delayed delivers them so: a step of no time would be divided by."""
+    """Whether tokens may come together, as from a delayed head: the code must not divide by a step
+    of no time."""
     bunch = timed([1.0] * 40)
     assert common_step_s([bunch, bunch]) is None
 

@@ -1,4 +1,5 @@
-"""What single steps of a rehearsal are compared with: their batch, and who computed beside."""
+"""Tests to what single steps of a rehearsal are compared: their batch, and the computing
+neighbours."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ COST = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.008, 0.002, 0.0), con
 def answer(
     begins_s: float, gap_s: float, count: int = 40, prefill: str = "prefill-0", first_s: float = 0.0
 ) -> RehearsedRequest:
-    """`first_s`: how much longer the first gap is."""
+    """`first_s` is the additional length of the first gap."""
     instants_s = [begins_s, *(begins_s + first_s + gap_s * (i + 1) for i in range(count))]
     return RehearsedRequest(prefill, "decode-0", begins_s - 0.1, begins_s, 100, tuple(instants_s))
 
@@ -30,7 +31,8 @@ def test_two_in_a_batch_are_compared_with_two() -> None:
 
 
 def test_what_computes_beside_is_a_class_of_its_own() -> None:
-    """Steps of 15 ms beside a prefill are what contention predicts; the others are slow by half."""
+    """Whether contention explains steps of 15 ms beside a prefill; the other steps are slow by
+    half."""
     other = RehearsedRequest("prefill-0", "decode-1", 2.0, 9.0, 100, (9.0, 9.1))
     found = [answer(1.0, 0.015, 200), other]
     alone, beside, _ = step_spread(found, COST, 2)

@@ -1,4 +1,4 @@
-"""`bench transfer` moves blocks every way it tells of, and says in one line what is not there."""
+"""`bench transfer` moves blocks every way that it names, and reports a missing part in one line."""
 
 from __future__ import annotations
 

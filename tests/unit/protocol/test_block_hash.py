@@ -1,4 +1,5 @@
-"""Block keys identify whole prefixes: golden values, chaining, and which prompts never share."""
+"""Block keys identify whole prefixes: tests golden values, chaining, and which prompts never
+share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part follows one head, and no head that was replaced, whatever order it hears them in."""
+"""A part follows one head, and no replaced head, in whatever order it hears them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who pays, and whose blocks are shared."""
+"""Tests which tenant pays, and whose blocks are shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages for a peer of the version before: the same values, without fields that it may lack."""
+"""Tests messages for a peer of the earlier version: the same values, without fields that the peer
+may lack."""
 
 from __future__ import annotations
 

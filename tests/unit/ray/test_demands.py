@@ -1,4 +1,4 @@
-"""What a cluster asks of Ray."""
+"""Tests what a cluster asks of Ray."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_processes_compute_with_what_ray_has_set_aside_and_start_no_others() -> 
 def test_a_configuration_is_written_as_it_is_read(text: str) -> None:
     config = parse_config(text)
     assert parse_config(write_toml(config)) == config
-    assert write_toml(Config()).count("=") == 0  # an empty value that protects would be refused
+    assert write_toml(Config()).count("=") == 0  # an empty value for a protection would be refused
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ LEAST = {Role.PREFILL: 1, Role.DECODE: 2}
     ("wanted", "present", "expected"),
     [
         ((1, 2), {}, []),
-        ((0, 0), {}, []),  # the first ones always run
+        ((0, 0), {}, []),  # the first instances always run
         ((2, 2), {}, [(Role.PREFILL, (1,), ())]),
         ((3, 5), {Role.PREFILL: [2]}, [(Role.PREFILL, (1,), ()), (Role.DECODE, (2, 3, 4), ())]),
         ((1, 3), {Role.DECODE: [2, 3]}, [(Role.DECODE, (), (3,))]),

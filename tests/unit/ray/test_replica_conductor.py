@@ -1,4 +1,4 @@
-"""The Conductor over the replicas of a Serve deployment, without Ray and without a clock."""
+"""Tests the Conductor over the replicas of a Serve deployment, without Ray and without a clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def text_call(call_id: str, text: str, max_tokens: int = 4) -> ReplicaCall:
 
 
 class Driver:
-    """Replicas that answer a call in a fixed time, one token a step."""
+    """Plays replicas that answer a call in a fixed time, one token a step."""
 
     def __init__(self, num_replicas: int = 2, **settings: Any) -> None:
         self.state = ReplicaConductor(RouterSettings(**settings))

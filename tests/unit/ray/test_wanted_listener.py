@@ -1,4 +1,4 @@
-"""The numbers of instances that a head posts."""
+"""Tests the numbers of instances that a head posts."""
 
 from __future__ import annotations
 

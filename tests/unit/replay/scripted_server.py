@@ -1,4 +1,4 @@
-"""An HTTP server of a few lines whose every byte the test writes down."""
+"""Runs an HTTP server of a few lines whose every byte the test writes down."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token_event(*ids: int, finish: str | None = None) -> dict[str, Any]:
 
 
 def stream(*events: Any, cut: int = 0) -> list[bytes]:
-    """Chunked; `cut` > 0 also breaks the bytes into pieces of that size."""
+    """Sends chunks; `cut` > 0 also breaks the bytes into pieces of that size."""
     parts = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
     parts.append(b"data: [DONE]\n\n")
     head = (

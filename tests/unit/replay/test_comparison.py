@@ -1,4 +1,4 @@
-"""When a simulation counts as agreeing with life."""
+"""Tests when a simulation counts as equal to a live run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_several_live_runs_are_averaged_and_their_chance_is_told() -> None:
 
 
 def made(**changes: Any) -> dict[str, Any]:
-    """Figures with the inputs that both commands write."""
+    """Makes figures with the inputs that both commands write."""
     run = {"trace": "t.jsonl", "trace_sha256": "ab", "speed": 1.0, "scale_tokens": "1/32"}
     slo = {"ttft_s": 30.0, "tbt_s": 0.1}
     run |= {name: changes.pop(name) for name in tuple(changes) if name in run}

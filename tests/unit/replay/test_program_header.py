@@ -1,4 +1,5 @@
-"""The name of a program in a header: what no header can have is encoded, and two names stay two."""
+"""A program's name in a header encodes what no header can have, and different names stay
+different."""
 
 from __future__ import annotations
 

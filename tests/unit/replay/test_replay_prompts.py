@@ -1,4 +1,4 @@
-"""Tokens made for a trace share exactly what its ids share, even when it is scaled."""
+"""Tokens made for a trace share exactly what the trace's ids share, even if the trace is scaled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def shared(first: list[int], second: list[int]) -> int:
 
 @pytest.mark.parametrize("engine_block", [4, 16, 32])
 def test_live_keys_meet_where_the_simulators_do(engine_block: int) -> None:
-    """The engine's own hashes of the tokens and the names the simulator uses: the same pairs."""
+    """Whether the engine's hashes of the tokens have the same equal pairs as the names in the
+    simulator."""
     rows = list(scale_rows(generate(BUILT_IN["conversation"], num_requests=300, seed=3), SHARE))
     maker = PromptMaker(block_tokens=16, vocab_size=300)
     live: dict[bytes, bytes] = {}
@@ -53,7 +54,7 @@ def test_prompts_part_where_ids_part() -> None:
     first = maker.token_ids(TraceRow(0.0, 20, 1, (1, 2, 3)), 0)
     second = maker.token_ids(TraceRow(0.0, 24, 1, (1, 2, 4)), 1)
     assert shared(first, second) == 16
-    # A partial block is the beginning of what its id stands for.
+    # A partial block is the beginning of the block that its id stands for.
     longer = maker.token_ids(TraceRow(0.0, 24, 1, (1, 2, 3)), 2)
     assert longer[:20] == first
 

@@ -1,4 +1,4 @@
-"""A replay against servers that answer, refuse, break off and lie."""
+"""Tests a replay against servers that answer, refuse, break off and send wrong figures."""
 
 from __future__ import annotations
 

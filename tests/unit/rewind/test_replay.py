@@ -1,4 +1,4 @@
-"""A log replays decision for decision, from the beginning and from a state in the middle."""
+"""A log replays with equal decisions, from the beginning and from a state in the middle."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QUICK = ("faults", "reuse", "own")
 
 
 class Recorder:
-    """Logs the events of each simulation's Conductor, as the head does."""
+    """Logs the events of each simulation's Conductor, like the head."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -110,7 +110,8 @@ def test_the_replay_decides_the_same(
 
 @pytest.mark.long
 def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: without the reports of cached blocks the replay decides otherwise."""
+    """Whether the check can fail: without the reports of cached blocks the replay decides
+    otherwise."""
     recorder = Recorder(1 << 30)
     with monkeypatch.context() as patched:
         recorder.install(patched)

@@ -1,4 +1,5 @@
-"""State survives being written and read: values, what is shared, and what is not allowed."""
+"""State survives a write and a read: tests values, shared objects, and classes that are not
+allowed."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_objects_of_the_package_come_back() -> None:
 
 
 def test_who_watches_a_conductor_is_not_stored() -> None:
-    """He belongs to the process, and could not be stored; whoever reads the state has none."""
+    """Is an observer that belongs to the process, and cannot be stored; a process that reads the
+    state has none."""
     conductor = Conductor(ConductorConfig())
     seen: list[object] = []
     conductor.watch(seen.append)
@@ -94,7 +96,7 @@ def test_an_index_stays_valid() -> None:
 
 
 class Stranger:
-    """A class of a module that is not allowed."""
+    """Is a class of a module that is not allowed."""
 
 
 def test_strangers_are_refused() -> None:

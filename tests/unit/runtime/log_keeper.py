@@ -1,4 +1,4 @@
-"""A keeper of calls' logs, in the place of the supervisor."""
+"""Keeps calls' logs, in the place of the supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class LogKeeper:
     """Holds duplicates of a connection and of its log; logs without a connection get a number."""
 
     def __init__(self) -> None:
-        self.fds: list[tuple[int, int]] = []  # of connections and their logs
+        self.fds: list[tuple[int, int]] = []  # duplicates of connections and their logs
         self.num_cut = 0
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What an act moves among the metrics of a played cluster, and what a request should move."""
+"""Lists which metrics of a played cluster move by an act, and by a request."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def grown(act: Act, play: Play, options: ApiOptions | None = None, **known: Any)
 
 
 def first_token(prompt: int, requests: int = 1) -> dict[str, Any]:
-    """Returns the growth for requests that have a first token, with prompts of so many tokens that
-    no cache has."""
+    """Returns the growth for requests that have a first token, with prompts of this many tokens
+    that no cache has."""
     tokens = float(prompt * requests)
     return {
         "vllm:time_to_first_token_seconds_count": float(requests),
@@ -100,14 +100,14 @@ def answers(
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """A sum of seconds may be 0, and has then not moved."""
+    """Asserts that both are equal. A sum of seconds may be 0, and has then not moved."""
     for name in [name for name in expected if expected[name] is TIME and name not in found]:
         del expected[name]
     assert found == expected
 
 
 def says(text: str, seconds: float = 0.02) -> Play:
-    """Its answer is this text, a letter after the other, up to the limit."""
+    """Returns a request whose answer is this text, one letter after the other, up to the limit."""
 
     def play(attempt: AttemptSpec) -> Sequence[Step]:
         steps: list[Step] = [0.0, seconds]

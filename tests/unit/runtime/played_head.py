@@ -1,4 +1,4 @@
-"""A real head behind the real HTTP application, whose only instance is played by the test."""
+"""Runs a real head behind the real HTTP application. The test plays its only instance."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ MODEL = open_model("random:hidden=64,layers=1,heads=2,kv_heads=1,inter=64,vocab=
 SECRET = b"a secret of the test"
 NAME = InstanceId("m0")
 Samples = dict[tuple[str, str], float]
-"""(Name of a sample, its labels besides model and engine) -> value."""
+"""Maps (name of a sample, its labels besides model and engine) to its value."""
 
 
 class Burst(NamedTuple):
-    """Tokens that become visible at once, one for each byte."""
+    """Returns tokens that become visible at once, one for each byte."""
 
     text: str
     finish: FinishReason | None = None
@@ -61,12 +61,12 @@ class Burst(NamedTuple):
 
 Step = Burst | PrefillStarted | float
 Play = Callable[[AttemptSpec], Sequence[Step]]
-"""What an attempt sends: bursts, reports, and seconds of silence. 0.0 reports that its prefill
-begins without any cached token."""
+"""Holds what an attempt sends: bursts, reports, and seconds of silence. 0.0 reports that its
+prefill begins without any cached token."""
 
 
 class PlayedInstance:
-    """The connection of an instance, as the head sees it. Answers commands by the play."""
+    """Is the connection of an instance, as the head sees it. Answers commands by the play."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class PlayedInstance:
             host="here",
         )
 
-    # What a link uses of a channel
+    # The methods below are what a link uses of a channel.
 
     def send(self, *frames: Any) -> None:
         for frame in frames:
@@ -175,7 +175,8 @@ class PlayedCluster(NamedTuple):
 async def played(
     play: Play, options: ApiOptions | None = None, **known: Any
 ) -> AsyncIterator[PlayedCluster]:
-    """A head with one mixed instance that answers by the play. `known`: of the model's card."""
+    """Runs a head with one mixed instance that answers by the play. `known` holds fields of the
+    model's card."""
     tokenizer = ByteTokenizer()
     card = ModelCard(
         model_id="m",
@@ -212,7 +213,8 @@ def samples(text: bytes) -> Samples:
 
 
 def moved(before: Samples, after: Samples) -> dict[str, float]:
-    """Returns the growth of counters and histograms as `name{labels}`; a new series began at 0."""
+    """Returns the growth of counters and histograms as `name{labels}`; a new series counts from
+    0."""
     grown = {}
     for (name, labels), value in after.items():
         if not name.endswith(("_total", "_count", "_sum")):

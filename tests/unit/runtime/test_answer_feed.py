@@ -1,4 +1,5 @@
-"""A standby's copies of answers: whatever the head sent last, the next head goes on from it."""
+"""Tests a standby's copies of answers: the next head continues each answer after the last tokens
+that the head sent."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _DECODER = msgspec.msgpack.Decoder(DownFrame)
 
 
 class Wire:
-    """The channel to a standby, which may be slow."""
+    """Is the channel to a standby, which may be slow."""
 
     def __init__(self, copies: AnswerCopies) -> None:
         self.copies = copies
@@ -92,7 +93,8 @@ steps = st.lists(
 def test_copies_are_the_answers_as_they_were_when_copied_last(
     steps: list[tuple[str, int, list[int]]], frame_bytes: int
 ) -> None:
-    """Frames hold so many bytes that records come in pieces; the last piece may be missing."""
+    """Limits the bytes of a frame, so that records come in pieces; the last piece may be
+    missing."""
 
     async def run(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(answer_feed, "MAX_FRAME_BYTES", frame_bytes)

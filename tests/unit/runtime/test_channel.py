@@ -1,4 +1,4 @@
-"""The control connection over real sockets: handshake, frames, strangers and noise."""
+"""Tests the control connection over real sockets: handshake, frames, foreign clients and noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Word(Struct, frozen=True, tag=True):
 
 
 class Ear:
-    """Notes what a channel says."""
+    """Records what a channel reports."""
 
     def __init__(self) -> None:
         self.peer: Identity | None = None
@@ -55,7 +55,7 @@ def make(handshake: Handshake, **options: Any) -> tuple[Channel[Word, Word], Ear
 
 
 class Meeting:
-    """A listening server channel, and clients of any kind."""
+    """Is a listening server channel, with clients of any kind."""
 
     async def __aenter__(self) -> Meeting:
         self.server, self.ear = make(ServerHandshake(SECRET, identity("s")), handshake_s=0.3)
@@ -101,7 +101,7 @@ def test_frames_of_any_size_arrive_in_order_both_ways() -> None:
             meeting.server.close("enough")
             assert await asyncio.wait_for(meeting.ear.closed, 60) == "enough"
             assert "closed" in await asyncio.wait_for(ear.closed, 60)
-            client.send(Word(text="into the void"))  # must not raise
+            client.send(Word(text="into the void"))  # this must not raise
 
     uvloop.run(run())
 

@@ -1,4 +1,4 @@
-"""What the commands make of flags and files, without starting anything."""
+"""Tests what the commands make of flags and files, without a started process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores are shared out disjointly, by NUMA node, physical ones first, or not at all."""
+"""Instances get disjoint cores, by NUMA node, physical cores first, or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moonpool.head import cluster
 
 
 def machine(nodes: int, cores_each: int, siblings: int = 1) -> list[Core]:
-    """Numbered as Linux does: all first siblings, then all second ones."""
+    """Numbers cores like Linux: all first siblings, then all second siblings."""
     total = nodes * cores_each
     return [Core(n % total // cores_each, n // total, n) for n in range(total * siblings)]
 
@@ -118,7 +118,7 @@ def test_a_pinned_thread_and_its_children_stay_where_they_are_put() -> None:
         thread = threading.Thread(target=child)
         thread.start()
         thread.join()
-        pin_thread([100_000])  # no such core: stays as it was
+        pin_thread([100_000])  # no such core exists: the affinity stays unchanged
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=pinned)
@@ -145,7 +145,7 @@ def test_engines_are_pinned_where_there_is_a_core_for_each_of_their_threads(
 def test_two_nodes_as_the_kernel_describes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From files such as a machine of two sockets has, to cores of one node for each instance."""
+    """Reads files as on a machine of two sockets, and gives each instance cores of one node."""
     nodes, cpus = tmp_path / "node", tmp_path / "cpu"
     for node, numbers in enumerate(("0-3,8-11", "4-7,12-15")):
         (nodes / f"node{node}").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which call a head ended with, and what the next head makes of it."""
+"""Tests which call a head ended with, and what the next head makes of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KILL, CRASH = -signal.SIGKILL, -signal.SIGSEGV
 
 @contextmanager
 def head_at(culprits: Culprits, number: int | None) -> Iterator[WorkMark]:
-    """A head that works on this call."""
+    """Is a head that processes this call."""
     fd = WorkMark.make_memory()
     mark = WorkMark(os.dup(fd))
     culprits.watch(fd)
@@ -84,7 +84,7 @@ def test_no_call_is_guilty_that_was_not_worked_on_or_is_not_kept() -> None:
     culprits = Culprits()
     assert ended(culprits, CRASH, None) is None
     assert ended(culprits, CRASH, 9) is None
-    assert culprits.judge(CRASH, {3}) is None  # the head told nothing
+    assert culprits.judge(CRASH, {3}) is None  # the head reported no call
     with head_at(culprits, 3):
         culprits.spare()
         assert culprits.judge(KILL, {3}) is None
@@ -99,7 +99,7 @@ def test_a_head_hangs_with_the_call_that_it_works_on_for_long(
 ) -> None:
     culprits = Culprits()
     with head_at(culprits, 3):
-        culprits.note_hang()  # it goes from call to call
+        culprits.note_hang()  # the head goes from call to call
         assert culprits.judge(KILL, {3}) is None
     with head_at(culprits, 3):
         later_s = time.monotonic() + 100.0
@@ -109,7 +109,7 @@ def test_a_head_hangs_with_the_call_that_it_works_on_for_long(
     assert culprits.of(3) == (1, 0)
 
 
-# The head's side
+# The head's side:
 
 
 def test_each_step_of_a_call_is_marked_and_nothing_between_them() -> None:
@@ -221,8 +221,7 @@ Begin = Callable[[LogKeeper, socket.socket], KeptStream | HalfRead | None]
 
 
 def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
-    """Returns what the head makes of a call that `begin` keeps, whose client was sent some
-    bytes."""
+    """Returns what the head makes of a call that `begin` keeps, whose client got some bytes."""
     keeper = LogKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
@@ -284,8 +283,8 @@ def test_an_increment_clears_a_call_of_kills_but_not_of_crashes() -> None:
         found.note(0, Output(tokens=(Token(5),)))
         return found
 
-    assert len(taken_over(NextHead(1, 1), grown).received) == 1  # no further one
-    assert len(taken_over(NextHead(1, 2), grown).received) == 0  # one crash, and one kill since
+    assert len(taken_over(NextHead(1, 1), grown).received) == 1  # no further call
+    assert len(taken_over(NextHead(1, 2), grown).received) == 0  # one crash, then one kill
     assert len(taken_over(NextHead(2, 1), grown).received) == 0
 
 

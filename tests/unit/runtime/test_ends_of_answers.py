@@ -1,4 +1,4 @@
-"""However an answer ends, head, record and counters say the same as its client was told."""
+"""However an answer ends, head, record and counters agree with what the client was told."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ends(before: Any, after: Any) -> dict[str, float]:
 
 
 def slowly(attempt: AttemptSpec) -> Sequence[Step]:
-    """A letter each 10 ms, up to the limit."""
+    """Sends a letter each 10 ms, up to the limit."""
     left = attempt.sampling.max_tokens - (len(attempt.token_ids) - attempt.num_prompt_tokens)
     steps: list[Step] = [0.0]
     for number in range(left):
@@ -79,7 +79,7 @@ def test_a_stop_string_is_a_success(path: str, stream: bool, play: Any) -> None:
 
 @pytest.mark.parametrize("text", ["abc", "ababc"])
 def test_a_stop_string_in_the_engines_last_burst_decides(text: str) -> None:
-    """The engine's reason is the limit; the client's is the stop string."""
+    """The engine's reason is the limit; the client gets the stop string as the reason."""
 
     async def run() -> None:
         async with played(lambda _: [0.0, Burst(text, FinishReason.LENGTH)]) as cluster:

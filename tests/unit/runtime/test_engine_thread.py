@@ -1,5 +1,5 @@
-"""The engine's thread, and that of several stages: a mirror learns of arriving blocks in the order
-of the actions, and the messenger of the blocks that a step is about to write."""
+"""Tests the engine's thread, with one or several stages: a mirror learns of arriving blocks in the
+order of the actions, and the messenger of the blocks that a step is about to write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)
 
 
 class Recorder:
-    """An engine and its mirror: writes down what it is told."""
+    """Is an engine and its mirror: records its calls."""
 
     def __init__(self, mirrored: bool) -> None:
         self.heard: list[Any] = []
@@ -58,7 +58,7 @@ class Recorder:
         self.heard.append("step")
         return StepResult([Token(1)], 0.0)
 
-    # As the first of several stages
+    # As the first of several stages:
 
     cores = ()
 
@@ -66,7 +66,7 @@ class Recorder:
         on_end(self.step(sequences, on_layer, None))
 
     def interrupt(self) -> None:
-        """Nobody waits here."""
+        """Does nothing, because nobody waits here."""
 
 
 Thread = type[EngineThread] | type[PipelineThread]

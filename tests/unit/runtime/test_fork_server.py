@@ -1,5 +1,5 @@
-"""Workers forked from a fork server: their parent, the report of their end, and their fate when the
-fork server or the head is killed."""
+"""Tests workers that are forked from a fork server: their parent, the report of their end, and
+their fate when the fork server or the head is killed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ uvloop.run(main())
 
 
 def start_head(body: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process of one thread, which pytest's own is not."""
+    """Starts a process with one thread, because pytest's own process has several."""
     script = HEAD % "\n".join(f"    {line}" for line in body.strip().splitlines())
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -167,7 +167,7 @@ def test_where_there_are_threads_nothing_is_forked() -> None:
 
 
 def test_a_head_that_ends_without_the_last_answer_is_no_error() -> None:
-    """Its unread answer resets the connection."""
+    """The unread answer resets the connection."""
     said = run_head("""
 import select
 from moonpool.head.fork_server import adopt_orphans
@@ -182,7 +182,7 @@ said["status"] = os.waitpid(fork_server.pid, 0)[1]
 
 
 def test_serve_imports_nothing_that_starts_threads() -> None:
-    """Else each worker would silently import torch by itself, in memory of its own."""
+    """Otherwise, each worker would silently import torch alone, into memory of its own."""
     code = "import os, moonpool.cli.serve; print(len(os.listdir('/proc/self/task')))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "1"
@@ -294,7 +294,7 @@ said["codes"] = [await (await fork_server.fork(["end", "3"])).wait()]
 
 
 def test_a_spare_takes_the_place_of_a_dead_fork_server_at_once_each_time(tmp_path: Any) -> None:
-    """No new interpreter helps here: there is no renewal."""
+    """A new interpreter does not help here, so the fork server is not renewed."""
     found = run_head(
         WITH_SPARE
         + """
@@ -420,7 +420,7 @@ await fork_server.close()
     ],
 )
 def test_a_start_imports_nothing_that_only_others_need(module: str, spared: str) -> None:
-    """Whoever waits for the first token waits for these imports."""
+    """These imports count, because they delay the first token."""
     code = f"import sys, moonpool.{module}; print(set('{spared}'.split()) & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""A head that breaks inside ends with one line, instead of lingering without deadlines."""
+"""A head with an internal error ends with one line, instead of living on without deadlines."""
 
 from __future__ import annotations
 

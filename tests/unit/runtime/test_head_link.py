@@ -1,4 +1,5 @@
-"""A worker's link to its head, over real sockets: heads come back, stop, refuse, stay away."""
+"""Tests a worker's link to its head over real sockets: heads come back, stop, refuse, or stay
+away."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class FakeHead:
 
 
 class Follower:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -80,7 +81,7 @@ class Follower:
 
 
 def follow(head: FakeHead) -> tuple[list[str], str]:
-    """Returns what the follower heard, and the error `run` ended with."""
+    """Returns what the follower heard, and the error of `run`."""
 
     async def run() -> tuple[list[str], str]:
         server = await head.start()
@@ -143,7 +144,7 @@ def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch)
 def test_only_a_head_that_never_answered_may_want_certificates(
     num_opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that hangs cuts connections, too, but the worker has served it before."""
+    """A head that hangs also cuts connections, but the worker has served it before."""
     monkeypatch.setattr(head_link, "RECONNECT_S", 0.1)
     head = FakeHead([vanish] * num_opened)
 
@@ -186,7 +187,7 @@ def test_other_frames_are_the_followers() -> None:
 
 
 def test_a_link_leaves_a_head_that_was_replaced_and_finds_the_next_one() -> None:
-    """The old head comes back with its own epoch: the worker obeys the new one alone."""
+    """The old head comes back with its own epoch: the worker obeys only the new head."""
     seen: list[str] = []
 
     def lead(name: str, leadership: Leadership) -> Callable[[HeadChannel], None]:

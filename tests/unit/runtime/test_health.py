@@ -1,4 +1,4 @@
-"""What a worker tells the probes of an orchestrator."""
+"""Tests what a worker tells the probes of an orchestrator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An hour of samples: what each holds, how old ones leave, what a tenant sees, and its size."""
+"""Tests an hour of samples: the fields of each, how old samples leave, what a tenant sees, and
+their size."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_loads_are_asked_for_once_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
     history = LiveHistory([conductor()])
     for tick in range(301):
         now = BEGIN_S + tick / 10
-        history.request_ended(record(now), now)  # requests close samples too
+        history.request_ended(record(now), now)  # requests close samples, too
         history.tick(now)
     assert len(asked) == 3
     found = columns(history, BEGIN_S + 30)

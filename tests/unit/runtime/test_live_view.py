@@ -1,4 +1,4 @@
-"""The frames of the live page: sums, percentiles, history and what a tenant sees."""
+"""Tests the frames of the live page: sums, percentiles, history and what a tenant sees."""
 
 from __future__ import annotations
 

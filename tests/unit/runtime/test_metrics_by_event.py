@@ -1,7 +1,4 @@
-"""Each event moves the counters that it should by the right amount, and no other counter.
-
-Every test states all that grew, so that a counter which moves in the wrong event fails.
-"""
+"""Each event moves the right counters by the right amount, and no other counter."""
 
 from __future__ import annotations
 
@@ -48,14 +45,14 @@ def test_an_answer() -> None:
 
 
 def test_an_answer_that_a_stop_string_ends() -> None:
-    """The engine generates some tokens more."""
+    """The engine generates some tokens more than the client gets."""
     found = grown(post(max_tokens=9, stop="c"), lambda _: [0.0, 0.01, Burst("abcde"), 9.0])
     expected = answers(2, 3, reason="stop", limit=9)
     same(found, expected | {"vllm:generation_tokens_total": 5.0})
 
 
 def test_several_choices() -> None:
-    """The call counts once in `n`, its requests apart."""
+    """The call counts once in `n`, and its requests count separately."""
     expected = answers(2, 3, requests=3)
     same(grown(post(max_tokens=3, n=3), says("abc")), expected)
 
@@ -74,13 +71,13 @@ def test_several_prompts() -> None:
 def test_hidden_output() -> None:
     found = grown(post(max_tokens=0, echo=True), says("a"))
     expected = answers(2, 1)
-    del expected["vllm:request_max_num_generation_tokens_sum"]  # the client gets none
+    del expected["vllm:request_max_num_generation_tokens_sum"]  # the client gets no token
     same(found, expected)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_embedding(pooling: str) -> None:
-    """With pooling by mean, no token may come from a cache, so none is looked up."""
+    """With mean pooling, no token may come from a cache, so the cache is not asked."""
     burst = Burst("", FinishReason.STOP, embedding=b"\0\0\x80?" + b"\0" * 12)
     found = grown(
         post("/v1/embeddings", input="Hi"),
@@ -98,7 +95,8 @@ def test_an_embedding(pooling: str) -> None:
 
 
 def test_a_prompt_that_is_cached_in_several_places() -> None:
-    """Of 40 tokens 32 are cached: 16 were fetched, 4 came from the SSD, 12 were where they are."""
+    """Of 40 tokens 32 are cached: 16 were fetched, 4 came from the SSD, and 12 were on the
+    instance."""
     started = PrefillStarted(AttemptId(""), 32, 16, loaded_tokens=4)
     play: Play = lambda _: [started, 0.01, Burst("ab", FinishReason.LENGTH)]  # noqa: E731
     expected = answers(40, 2) | {
@@ -134,7 +132,7 @@ def test_predictions_are_compared_once() -> None:
 
 
 def leaves(when: str) -> Act:
-    """A client that leaves while its request is in this stage."""
+    """Ends the client's connection while its request is in this stage."""
 
     async def act(cluster: PlayedCluster) -> None:
         body = {"prompt": "Hi", "max_tokens": 9}
@@ -187,7 +185,7 @@ def refused(status: int, headers: dict[str, str], **body: Any) -> Act:
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_refusal_for_want_of_an_instance(n: int, stream: bool) -> None:
     async def act(cluster: PlayedCluster) -> None:
-        cluster.instance.report(LeaveRequested(within_s=0.0))  # for good: nothing waits for it
+        cluster.instance.report(LeaveRequested(within_s=0.0))  # it waits for good
         cluster.instance.lose()
         await refused(503, {}, n=n, stream=stream)(cluster)
 
@@ -233,7 +231,7 @@ def test_a_deadline() -> None:
 
 
 def fails_once(tokens_before: str = "") -> tuple[Play, list[PlayedInstance]]:
-    """Its first attempt fails, perhaps after some tokens."""
+    """The first attempt fails, perhaps after some tokens."""
     own: list[PlayedInstance] = []
     attempts: list[AttemptId] = []
 
@@ -265,7 +263,8 @@ def test_an_attempt_that_is_placed_again(tokens_before: str) -> None:
 
 
 def test_an_answer_that_another_head_began() -> None:
-    """Its first token is not counted by this head, and its length is that of the full answer."""
+    """This head does not count the answer's first token, and the length is the length of the full
+    answer."""
 
     async def act(cluster: PlayedCluster) -> None:
         now = cluster.head.now()
@@ -289,7 +288,7 @@ def test_an_answer_that_another_head_began() -> None:
     same(grown(act, says("abcd")), expected)
 
 
-# While a request is under way
+# While a request is under way:
 
 
 def test_tokens_and_prompts_count_before_the_end_and_never_backwards() -> None:

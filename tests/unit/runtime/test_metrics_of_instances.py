@@ -1,4 +1,5 @@
-"""What instances count, and what their ends and returns move: all of it, and no other counter."""
+"""Tests the counters of instances, and the counters that move when instances end or return: all of
+these move, and no other counter."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_counters_of_heartbeats() -> None:
 
 
 def test_an_instance_that_dies_and_comes_back() -> None:
-    """Its counters begin again; what it had counted is not counted twice."""
+    """The instance's counters begin again; what it had counted is not counted twice."""
 
     async def act(cluster: PlayedCluster) -> None:
         cluster.instance.beat(corrupt_slices=3)
@@ -89,7 +90,7 @@ def test_an_instance_that_dies_and_comes_back() -> None:
 
 
 def test_a_connection_that_breaks() -> None:
-    """The same process joins again: its counters go on."""
+    """The same process joins again: its counters continue."""
 
     async def act(cluster: PlayedCluster) -> None:
         cluster.instance.beat(corrupt_slices=3, step_s=7.0)
@@ -107,7 +108,7 @@ def test_a_connection_that_breaks() -> None:
 
 
 def test_an_instance_that_an_earlier_head_had() -> None:
-    """What the earlier head has counted is not counted again; a process that is new is."""
+    """Counts of the earlier head are not counted again; counts of a new process are."""
 
     async def act(cluster: PlayedCluster) -> None:
         name = InstanceId("m7")
@@ -156,7 +157,7 @@ def test_an_instance_that_leaves_in_order(returns: bool) -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_switch_of_a_role(is_lost: bool) -> None:
-    """It ends, or its instance is lost meanwhile."""
+    """The answer ends, or its instance is lost meanwhile."""
 
     async def act(cluster: PlayedCluster) -> None:
         head, name = cluster.head, InstanceId("d1")

@@ -1,4 +1,4 @@
-"""A periodic task slows down without work, and a stopped child is told of."""
+"""A periodic task slows down without work, and learns of a stopped child."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_turns_are_soon_with_work_and_late_without(monkeypatch: pytest.MonkeyPat
         assert not quiet.done(), "the fourth turn without work came as soon as the others"
         pace.note()
         await asyncio.wait_for(quiet, 60)
-        for _ in range(3):  # as soon again
+        for _ in range(3):  # at the short interval again
             await asyncio.wait_for(pace.next(is_busy=False), 60)
 
     asyncio.run(run())
@@ -69,7 +69,7 @@ def test_a_stopped_child_is_told_of_and_nothing_else_wakes() -> None:
         assert time.monotonic() - began_s >= stopped.LOOK_S / 2
         await asyncio.wait_for(notice.wait(any_stopped=True), 60)
 
-    # pytest's own children must not wake it
+    # pytest's own children must not wake the task
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
             asyncio.run(run(child))

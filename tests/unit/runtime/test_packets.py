@@ -1,4 +1,4 @@
-"""Packets between supervisor and head: order, file descriptors, damage."""
+"""Tests packets between supervisor and head: order, file descriptors, damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECODER: msgspec.msgpack.Decoder[FromHead] = msgspec.msgpack.Decoder(FromHead)
 class Receiver:
     def __init__(self, sock: socket.socket) -> None:
         self.got: list[FromHead] = []
-        self.texts: list[bytes] = []  # what the file descriptors lead to
+        self.texts: list[bytes] = []  # the targets of the file descriptors
         self.num_ends = 0
         self.packets: PacketSocket[FromHead, FromHead] = PacketSocket(
             sock, DECODER, self._on_packet, self._on_end
@@ -50,7 +50,7 @@ def file_of(text: bytes) -> int:
 
 
 def open_files() -> int:
-    """Descriptors of the files that are passed; threads of other tests may open others."""
+    """Returns descriptors of the passed files; threads of other tests may open other files."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -70,7 +70,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
             assert sender.packets.send(packet, fds if number % 2 else ())
             sent.append(packet)
             for fd in fds:
-                os.close(fd)  # as an answer does that ends before its packet has left
+                os.close(fd)  # like an answer that ends before its packet has left
         receiver = Receiver(theirs)
         await until(lambda: len(receiver.got) == 600)
         assert receiver.got == sent
@@ -88,7 +88,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
     st.binary(min_size=1, max_size=100) | st.builds(StreamClosed, number=st.integers(0, 1 << 60))
 )
 def test_a_damaged_packet_ends_the_connection(damage: bytes | StreamClosed) -> None:
-    """This holds, too, for a packet with a file descriptor too many, or without its own."""
+    """This also holds for a packet with a file descriptor too many, or without its own."""
 
     async def run() -> None:
         before = open_files()

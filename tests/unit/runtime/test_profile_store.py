@@ -1,4 +1,4 @@
-"""When stored step times are used, and when they are measured again."""
+"""Tests when stored step times are used, and when they are measured again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=
 
 
 class CountingEngine:
-    """An engine that counts its steps, and says that each token takes `token_s`."""
+    """Is an engine that counts its steps, and says that each token takes `token_s`."""
 
     def __init__(self, token_s: float) -> None:
         model = open_model(NAME, "float32")
@@ -40,7 +40,7 @@ class CountingEngine:
         self._token_s = token_s
         self.spec, self.layout = self._engine.spec, self._engine.layout
         self.num_blocks, self.ops_name = self._engine.num_blocks, self._engine.ops_name
-        self.steps: list[int] = []  # tokens of each
+        self.steps: list[int] = []  # tokens of each step
 
     def step(self, entries: Sequence[StepEntry]) -> StepResult:
         tokens = sum(len(entry.new_token_ids) for entry in entries)
@@ -81,7 +81,7 @@ def test_a_stopped_process_with_the_lock_is_not_waited_for_without_end(
 
 
 def test_a_slow_model_is_measured_in_brief() -> None:
-    """16 ms per token: all steps of the long list take half a minute."""
+    """A token takes 16 ms: all steps of the long list take half a minute."""
     fast, slow = CountingEngine(1e-4), CountingEngine(0.05)
     refine_profile(fast, 1)
     cost = refine_profile(slow, 2)
@@ -93,7 +93,7 @@ def test_a_slow_model_is_measured_in_brief() -> None:
 def test_a_model_without_kernels_is_measured_by_few_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each step takes 2 s of a clock that only steps move."""
+    """Each step takes 2 s on a clock that only steps move."""
     now_s = 0.0
     engine = CountingEngine(0.0)
     step = engine.step

@@ -1,4 +1,5 @@
-"""An answer at a front: its tokens come from instances directly and from the head, in any order."""
+"""Tests an answer at a front: its tokens come from instances directly and from the head, in any
+order."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def tokens(*ids: int) -> tuple[Token, ...]:
 
 
 def read(answer: RemoteAnswer) -> tuple[list[int], FinishReason | None]:
-    """Returns what is there now."""
+    """Returns the tokens that are there now."""
     output = asyncio.run(asyncio.wait_for(answer.next_output(), 5))
     return [token.token_id for token in output.tokens], output.finish_reason
 

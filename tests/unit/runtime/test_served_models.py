@@ -1,4 +1,4 @@
-"""The models of one head: which vLLM server serves which, and by which names."""
+"""Tests the models of one head: which vLLM server serves which model, and by which names."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_parsing_is_left_to_servers_that_all_do_it() -> None:
     take(served, "b", offer("m", parses=("reasoning",)))
     assert model.card.parses == ("reasoning",)
     model.handle(InstancesExpected({InstanceId("b"): Role.MIXED}))
-    take(served, "a", offer("m"))  # it has begun anew, without parsers
+    take(served, "a", offer("m"))  # the server has restarted without parsers
     assert model.card.parses == ()
     wanted = Config(
         model=ModelConfig(name="", dtype="float32"), vllm=VllmConfig(parsers="moonpool")
@@ -207,7 +207,7 @@ def join(
     num_blocks: int = 100,
     role: Role = Role.MIXED,
 ) -> None:
-    """A server comes, as the head sees it."""
+    """Adds a server, as the head sees it."""
     model = take(served, name, offered)
     layout = BlockLayout(
         model_fingerprint="m",

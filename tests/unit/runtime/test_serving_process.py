@@ -1,4 +1,5 @@
-"""A head or a front as its supervisor sees it, with a real process that says what a test wants."""
+"""Tests a head or a front as its supervisor sees it, with a real process that sends what a test
+wants."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 
 class Played:
-    """The process sleeps, and the test speaks in its place."""
+    """The process sleeps, and the test sends messages in its place."""
 
     def __init__(self, code: str = SLEEPS, busy_s: float = 0.0) -> None:
         self.code = code
@@ -76,7 +77,7 @@ class Played:
         self.others.remove(HeadFailed(message="the last"))
 
     def leave(self) -> None:
-        """Closes the end that the process would have had."""
+        """Closes the end that belongs to the process."""
         assert self.packets is not None
         self.packets.close()
 

@@ -1,4 +1,4 @@
-"""What each class of service levels got, in the metrics."""
+"""Tests the metrics of each class of service levels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ended(outcome: str, ttft_s: float | None, slo_class: str, attempts: int = 1)
 
 
 def counts(metrics: ServerMetrics) -> dict[str, tuple[float, ...]]:
-    """Requests, effective ones and rejections of each class."""
+    """Returns requests, effective requests and rejections of each class."""
     names = metrics.values(COUNTERS[0])
     return {name: tuple(metrics.values(each)[name] for each in COUNTERS) for name in names}
 
@@ -41,10 +41,10 @@ def test_each_class_counts_what_it_got() -> None:
     assert counts(metrics) == {"chat": (0, 0, 0), "default": (0, 0, 0)}, "from the start"
     for record in (
         ended("stop", 0.5, "chat"),
-        ended("length", 1.5, "chat"),  # late
+        ended("length", 1.5, "chat"),  # late for its SLO
         ended("ttft_slo", None, "chat", attempts=0),
         ended("instance_lost", 0.5, "chat"),
-        ended("abort", 0.5, "chat"),  # its client left
+        ended("abort", 0.5, "chat"),  # the client left
         ended("stop", 1.5, ""),
     ):
         collector.request_ended(record, 20.0)

@@ -1,4 +1,4 @@
-"""How long a step is waited for before the engine is taken to hang."""
+"""Tests how long the watch waits for a step before it says that the engine hangs."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ SECRET = bytes(range(32))
 
 
 class Desk:
-    """One instance, one front, and what the head hears."""
+    """Runs one instance and one front, and records what the head hears."""
 
     def __init__(self) -> None:
-        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by number
+        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)  # requests by number
         self.reports: list[Report] = []
         self.server = DirectServer(SECRET, self._on_tokens)
         self.routes = TokenRoutes(
@@ -62,7 +62,7 @@ class Desk:
         self.routes.note(ReserveDecode(attempt=work) if decodes else StartPrefill(attempt=work))
 
     def step(self, gap_s: float = 0.0, finish: str = "", **ids: int) -> None:
-        """A step in which these attempts draw these tokens."""
+        """Runs a step in which these attempts draw these tokens."""
         works = tuple(
             AttemptTokens(
                 AttemptId(name), (Token(each),), FinishReason.LENGTH if name == finish else None
@@ -72,7 +72,7 @@ class Desk:
         self.routes.report([StepTokens(attempts=works, gap_s=gap_s)])
 
     def heard(self, name: str) -> list[int]:
-        """The tokens of an attempt that the head knows."""
+        """Returns the tokens of an attempt that the head knows."""
         steps = [each for each in self.reports if isinstance(each, StepTokens)]
         items = [item for step in steps for item in step.attempts if item.attempt_id == name]
         return [token.token_id for item in items for token in item.tokens]
@@ -98,7 +98,7 @@ def play(script: Callable[[Desk], Coroutine[Any, Any, None]], listens: bool = Tr
 
 
 async def connected(desk: Desk) -> None:
-    """Waits until tokens go directly. Earlier tokens go through the head."""
+    """Waits until tokens go directly to the front. Earlier tokens go through the head."""
     desk.begin("warm", 99)
     for token in range(6000):
         desk.step(warm=token)

@@ -1,4 +1,4 @@
-"""The webhook gets the newest numbers, even when it fails at first."""
+"""The webhook gets the newest numbers, even if its first call fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batching policies: what each puts into a step, and what it never does."""
+"""Tests the batching policies: what each puts into a step, and what it never does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prefills(lengths: list[int]) -> Shares:
     return [(f"p{n}", length) for n, length in enumerate(lengths)]
 
 
-# Chunked
+# The policy `chunked`:
 
 
 @given(
@@ -68,7 +68,7 @@ def test_an_empty_step_is_false() -> None:
     assert not plan_chunked([], [], 16, 8)
 
 
-# Prefill first
+# Prefill first:
 
 
 def plan(num_decodes: int, lengths: list[int], budget: int = 100, places: int = 8) -> Shares:
@@ -97,7 +97,7 @@ def test_never_both_and_never_a_part(num_decodes: int, lengths: list[int], budge
         assert len(planned) == 1 or sum(planned.values()) <= budget
 
 
-# Whole prompts
+# Whole prompts:
 
 
 def test_whole_prompts_run_with_all_decodes() -> None:
@@ -115,7 +115,7 @@ def test_whole_prompts_stop_at_the_number_of_sequences() -> None:
     assert step == shares(a=1, b=1, c=5)
 
 
-# Alternating
+# The alternating policy:
 
 
 def test_chunks_and_decodes_take_turns() -> None:

@@ -28,7 +28,7 @@ COST = FittedCost(prefill=(0.0, 1e-3, 0.0, 0.0), decode=(0.01, 0.0, 0.0), mixed=
 
 
 class Bench:
-    """A mixed instance with one step at a time, each as long as its cost model predicts."""
+    """Runs a mixed instance with one step at a time, each as long as its cost model predicts."""
 
     def __init__(self, cost: FittedCost = COST, slowness: float = 1.0, **config: Any) -> None:
         self.instance = Instance(
@@ -161,7 +161,8 @@ def test_one_interrupted_step_does_not_stop_prefills() -> None:
 
 
 def test_nine_in_ten_steps_meet_the_slo() -> None:
-    """Steps take 0.8 to 1.2 times the expected time, in turn."""
+    """Whether chunks stay within the SLO if steps take 0.8 to 1.2 times the expected time, in
+    turn."""
     bench = decoding(Bench())
     bench.start("new", 50_000, 99.0)
     bench.end_step()
@@ -172,8 +173,8 @@ def test_nine_in_ten_steps_meet_the_slo() -> None:
 
 
 def tiled(slow_tiles: float) -> list[int]:
-    """Shares of one prompt in 200 steps on a device with tiles of 64, where two tiles take
-    `slow_tiles` times what is predicted, and then in 350 as predicted."""
+    """Returns the shares of one prompt in 200 steps on a device with tiles of 64, where two tiles
+    take `slow_tiles` times what is predicted, and then in 350 as predicted."""
     cost = FittedCost(
         prefill=(0.0, 5e-4, 0.0, 0.0), decode=(0.01, 0.0, 0.0), mixed=(2e-3, 0.0), tile_tokens=64
     )
@@ -189,8 +190,8 @@ def tiled(slow_tiles: float) -> list[int]:
 
 
 def test_a_size_that_is_slow_is_learned_apart() -> None:
-    """65 ms are predicted for two tiles, and they take 104; those of one tile teach nothing about
-    it. It is tried again in the end."""
+    """Two tiles take 104 ms instead of the predicted 65 ms. Steps of one tile teach nothing about
+    that, so the instance tries two tiles again in the end."""
     sizes = tiled(1.6)
     assert 0 < sizes[:200].count(127) < 20
     assert set(sizes[:200]) == {63, 127}

@@ -1,4 +1,4 @@
-"""The draft model of an instance: what it is asked to compute, in which of its blocks, and when."""
+"""Tests the draft model of an instance: what it computes, in which of its blocks, and when."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from tests.unit.scheduler.test_speculation import (
 BY_MODEL = SpeculativeConfig(
     method="draft_model", model="small", prompt_lookup_min=32, prompt_lookup_max=32
 )
-"""The lookups find nothing, so that all drafts come from the model."""
+"""Disables the lookups, so that all drafts come from the model."""
 TENTH = FittedCost(prefill=(0.0, 0.0001, 0.0, 0.0), decode=(0.01, 0.0001, 0.0))
-"""A tenth of the price of `CHEAP_ROWS`."""
+"""Is a tenth of the price of `CHEAP_ROWS`."""
 HALF = FittedCost(prefill=(0.0, 0.0005, 0.0, 0.0), decode=(0.05, 0.0005, 0.0))
 
 
 class ModelBench(DraftBench):
-    """A mixed instance with a draft model, which is right where `right(position)` is.
+    """Runs a mixed instance with a draft model, whose guesses are right at positions where
+    `right(position)` is true.
 
-    It keeps the tokens of its KVCache by block, and checks that those before each task are the
-    request's: with others, a real draft model would guess badly and nobody would notice.
+    The model keeps the tokens of its KVCache by block, and checks that the tokens before each task
+    are the request's. With other tokens, a real draft model would guess badly and nobody would
+    notice.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ def test_one_that_is_wrong_is_switched_off_and_tried_out_rarely() -> None:
         assert bench.got[str(number)] == answer
     assert bench.count("accepted_draft_tokens") == 0
     asked = [any(entry.draft_task for entry in step.entries) for step in bench.steps]
-    assert 0 < sum(asked[:600]) < 20  # the first request has to find out
+    assert 0 < sum(asked[:600]) < 20  # the first request has to learn this
     assert 0 < sum(asked[600:]) < 40
     plain_s = sum(CHEAP_ROWS.decode_step_s(1, 0) for _ in range(2400))
     assert bench.seconds < 1.06 * plain_s
@@ -146,7 +148,7 @@ def test_one_that_becomes_right_comes_back() -> None:
     before = len(bench.steps)
     bench.run()
     assert bench.got["a"] == answer
-    assert len(bench.steps) - before < 600  # of 1,300 tokens
+    assert len(bench.steps) - before < 600  # a context of 1,300 tokens
 
 
 def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
@@ -159,7 +161,7 @@ def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
 
 
 def test_its_own_time_is_part_of_the_price() -> None:
-    """With guesses that are right in 7 of 10 places, it pays at a tenth of the price only."""
+    """Guesses are right in 7 of 10 places, so the draft model pays at a tenth of the price only."""
     drafts = []
     for cost in (TENTH, CHEAP_ROWS):
         bench = ModelBench(lambda position: position % 10 < 7, draft_cost=cost)
@@ -182,7 +184,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_if_that_pays() -> None:
 
 
 def test_the_slo_limits_the_chunks() -> None:
-    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of it are a decode and 18 ms
+    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of the SLO are a decode and 18 ms
     bench = ModelBench(always, chunk_tokens=512)
     bench.start("a", words(300), words(200, seed=1), max_tokens=200, slo=slo)
     bench.run()
@@ -260,7 +262,8 @@ def test_free_drafts_are_taken_where_they_are_as_often_right() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(share: float, seed: int) -> None:
-    """Few blocks of both kinds, so that requests are preempted and take blocks from each other."""
+    """Has few blocks of both kinds, so that requests are preempted and take blocks from each
+    other."""
     rng = random.Random(seed)
     hits = [rng.random() < share for _ in range(200)]
     bench = ModelBench(

@@ -1,4 +1,5 @@
-"""The driver of an instance: actions reach their performers in order, and no action is lost."""
+"""Tests the driver of an instance: actions reach their performers in order, and no action is
+lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takeovers of prefixes, and the list of the most used prefixes."""
+"""Tests takeovers of prefixes, and the list of the most used prefixes."""
 
 from __future__ import annotations
 

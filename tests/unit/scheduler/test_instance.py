@@ -1,4 +1,4 @@
-"""One instance's state machine, event by event."""
+"""Tests one instance's state machine, event by event."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def keys_of(tokens: tuple[int, ...]) -> list[BlockKey]:
 
 
 class Bench:
-    """An instance that is validated after each event; the test draws the tokens."""
+    """Runs an instance that is validated after each event; the test draws the tokens."""
 
     def __init__(self, role: Role, num_blocks: int = 32, **config: Any) -> None:
         self.instance = Instance(InstanceConfig(**config), LAYOUT, num_blocks, role, COST, (EOS,))
@@ -133,7 +133,7 @@ def reported(actions: list[WorkerAction], kind: type[T]) -> list[T]:
     return [a.report for a in of(actions, SendReport) if isinstance(a.report, kind)]
 
 
-# Prefill
+# Prefill:
 
 
 def test_a_prompt_is_computed_in_chunks_and_streamed_as_blocks_fill() -> None:
@@ -235,7 +235,7 @@ def test_a_failed_step_fails_only_its_requests() -> None:
     assert bench.lengths() == {"b": 10}
 
 
-# Fetch
+# Fetches:
 
 
 def fetching(bench: Bench, num_blocks: int = 2, **known: Any) -> FetchBlocks:
@@ -289,7 +289,7 @@ def test_an_abort_waits_for_the_fetch() -> None:
 
 
 def test_a_request_can_use_the_blocks_of_its_own_failed_fetch() -> None:
-    """The request needs the blocks of its failed fetch to compute the prefix."""
+    """Whether the request can use the blocks of its failed fetch to compute the prefix."""
     bench = Bench(Role.PREFILL, num_blocks=3)
     fetching(bench)
     bench.handle(FetchEnded(fetch_id="w", num_blocks=0, error="broken"))
@@ -322,12 +322,12 @@ def test_reads_hold_blocks_until_they_end() -> None:
     assert of(nothing, GrantRead)[0].block_ids == []
     bench.handle(ReadEnded(read_id="y"))
     granted = of(actions, GrantRead)[0].block_ids
-    bench.handle(ReadEnded(read_id="x", corrupt=(granted[1],)))  # it changed in memory
+    bench.handle(ReadEnded(read_id="x", corrupt=(granted[1],)))  # the block changed in memory
     assert bench.instance.pool.match(keys) == [granted[0]]
     bench.assert_empty()
 
 
-# Decode
+# Decode:
 
 
 def reserved(bench: Bench, name: str = "w", **known: Any) -> ExpectStream:
@@ -409,7 +409,7 @@ def test_an_abort_waits_for_the_step() -> None:
     bench.assert_empty()
 
 
-# Ends of answers
+# Ends of answers:
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_blocks_of_the_answer_are_cached_too() -> None:
     assert bench.lengths() == {"next": 3}, "the last token drawn was never computed"
 
 
-# Batches and room
+# Batches and room:
 
 
 def test_decodes_do_not_wait_for_a_long_prefill() -> None:
@@ -493,7 +493,7 @@ def test_a_single_decode_waits_for_blocks_that_others_hold() -> None:
     bench = Bench(Role.DECODE, num_blocks=6)
     reserved(bench, "a", num_tokens=7)
     bench.handle(ReceiveEnded(stream_id="a"))
-    reserved(bench, "b", num_tokens=12, first=500)  # 4 blocks, its stream still coming
+    reserved(bench, "b", num_tokens=12, first=500)  # 4 blocks, whose stream still comes
     bench.handle(start("a"))
     actions = bench.end_step()  # a has 9 tokens: a third block
     assert not reported(actions, AttemptFailed) and bench.step is None
@@ -532,7 +532,7 @@ def test_no_more_sequences_than_allowed() -> None:
     assert set(bench.lengths()) == {"w0", "w1"}
 
 
-# Head
+# Commands of the head:
 
 
 def test_a_resync_reports_all_blocks() -> None:
@@ -571,14 +571,14 @@ def test_unknown_attempts_are_ignored() -> None:
 
 
 def step_tokens(bench: Bench) -> tuple[int, float]:
-    """Steps, and the tokens of their prompts and answers."""
+    """Counts steps, and the tokens of their prompts and answers."""
     counters = bench.instance.counters
     steps = STEP_TOKENS.grown(lambda name: counters.get(name, 0.0))
     return sum(steps.counts), steps.sum
 
 
 def test_steps_count_the_tokens_of_prompts_and_of_answers_once() -> None:
-    """The counts are the same in chunks or not, and on one instance or on two."""
+    """The counts are the same with chunks or without, and on one instance or on two."""
     for chunk_tokens in (8, 100):
         bench = Bench(Role.MIXED, chunk_tokens=chunk_tokens)
         bench.handle(StartPrefill(attempt=attempt("a", num_tokens=20, max_tokens=4)))

@@ -28,7 +28,7 @@ DRIVERS_OWN = {
     "max_repeats",
     "kept_tokens",
 }
-"""What only a driver knows: of its store, its engine and its memory."""
+"""Holds what only a driver knows: the properties of its store, its engine and its memory."""
 
 OTHER_THAN_DEFAULT: dict[str, dict[str, Any]] = {
     "engine": {

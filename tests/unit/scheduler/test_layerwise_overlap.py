@@ -1,4 +1,4 @@
-"""Requests that compute while their prefix arrives, also if it does not arrive."""
+"""Requests compute while their prefix arrives, and continue if the prefix does not arrive."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GRANTED = FetchProgress(fetch_id="w", num_blocks=8)
 
 
 class Bench:
-    """An instance that fetches eight of PROMPT's ten blocks."""
+    """Runs an instance that fetches eight of PROMPT's ten blocks."""
 
     def __init__(self, cost: Any = QUICK, num_blocks: int = 32, **config: Any) -> None:
         options = {"chunk_tokens": 64, "layer_wise_load": True, **config}
@@ -97,7 +97,7 @@ def test_without_layer_wise_loading_the_whole_fetch_is_awaited() -> None:
 
 
 def test_a_step_begins_when_the_rest_takes_no_longer_than_it() -> None:
-    """The measured speed of the source counts, not the expected one."""
+    """The measured speed of the source counts, instead of the expected speed."""
     bench = Bench(SLOW)
     bench.start()
     assert not of(bench.handle(GRANTED), RunStep)
@@ -109,7 +109,7 @@ def test_a_step_begins_when_the_rest_takes_no_longer_than_it() -> None:
 @pytest.mark.parametrize(("word_s", "begins"), [(1.9, True), (2.1, False)])
 def test_a_step_begins_at_the_nearer_of_two_reports(word_s: float, begins: bool) -> None:
     """The rest takes as long as the part that has arrived, `word_s` times the step. A step that
-    begins now waits for the difference; one that begins at the next report is late by a step."""
+    begins now waits for the difference; a step that begins at the next report is late by a step."""
     bench = Bench(SLOW)
     bench.start()
     assert not of(bench.handle(GRANTED), RunStep)
@@ -219,7 +219,7 @@ def test_an_abort_frees_all_blocks_after_the_last_transfer() -> None:
     assert bench.instance.pool.owners() == {} and not bench.instance.requests
 
 
-# From the SSD
+# Loads from the SSD:
 
 DISK = msgspec.structs.replace(QUICK, ssd_read_bytes_per_s=1e9)
 BEGUN = LoadProgress(load_id="1")
@@ -274,7 +274,7 @@ def test_a_failed_load_makes_its_step_void() -> None:
 
 
 def test_the_blocks_of_a_failed_load_serve_its_request() -> None:
-    """The pool has room for the prompt only."""
+    """Has a pool with room for the prompt only."""
     bench, _ = loading(num_blocks=12)
     bench.handle(BEGUN)
     bench.handle(LoadEnded("1", 0, error="damaged"))

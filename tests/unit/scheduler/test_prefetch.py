@@ -1,4 +1,5 @@
-"""Prefetches of one instance: bounded, after the loads of requests, and counted."""
+"""Tests prefetches of one instance: they are bounded, come after the loads of requests, and are
+counted."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NUM_BLOCKS = 256
 
 
 class Disk(Bench):
-    """An instance whose writes end at once. Loads end when the test says so."""
+    """Runs an instance whose writes end at once. Loads end when the test says so."""
 
     def __init__(self, read_bytes_per_s: float = 1e9) -> None:
         super().__init__(Role.PREFILL)
@@ -54,7 +55,7 @@ class Disk(Bench):
 
 
 def demoted(**known: float) -> tuple[Disk, tuple[BlockKey, ...]]:
-    """An instance with a session of 12 blocks on the SSD only."""
+    """Makes an instance with a session of 12 blocks on the SSD only."""
     disk = Disk(**known)
     keys = disk.serve(1000, 12)
     for number in range(2, 40):

@@ -1,4 +1,4 @@
-"""Loads from the SSD, fetches from peers, both at once, and reads of peers."""
+"""Tests loads from the SSD, fetches from peers, both at once, and reads of peers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ KEYS = tuple(keys_of(PROMPT))
 
 
 class Bench:
-    """An instance whose SSD holds the first `num_stored` blocks of PROMPT from an earlier run."""
+    """Makes an instance whose SSD holds the first `num_stored` blocks of PROMPT from an earlier
+    run."""
 
     def __init__(self, num_stored: int = 6, cost: Any = FAST, num_blocks: int = 32) -> None:
         memory = InstanceMemory([(slot, KEYS[slot]) for slot in reversed(range(num_stored))])
@@ -105,7 +106,7 @@ def test_a_slow_load_pays_behind_a_queue() -> None:
 
 
 def reload(bench: Bench, seconds: float) -> bool:
-    """Runs a prompt whose prefix is on the SSD only. Returns whether it was loaded; if so, the load
+    """Runs a prompt whose prefix is on the SSD only. Returns whether the prefix was loaded; a load
     takes the given time."""
     bench.round += 1
     actions = bench.start(f"r{bench.round}")
@@ -121,7 +122,7 @@ def reload(bench: Bench, seconds: float) -> bool:
 
 
 def test_a_disk_slower_than_measured_is_read_only_where_that_pays() -> None:
-    """The probe predicts 0.012 s for a load that takes 0.036 s; computing takes 0.024 s."""
+    """The probe predicts 0.012 s for a load that takes 0.036 s; the computation takes 0.024 s."""
     bytes_per_s = 6 * LAYOUT.block_bytes / 0.012
     bench = Bench(cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s))
     for _ in range(MIN_SAMPLES * STEPS_PER_SAMPLE + 1):

@@ -1,4 +1,4 @@
-"""Drafts from earlier places of the same text."""
+"""Tests drafts from earlier places of the same text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text(*token_ids: int) -> Tokens:
 
 
 def simple_draft(ids: list[int], least: int, most: int, count: int) -> tuple[int, ...]:
-    """Drafts the same, by comparing with every earlier place."""
+    """Finds the same drafts by a comparison with every earlier place."""
     best, best_length = -1, least - 1
     for end in range(len(ids) - 1, least - 1, -1):
         length = 0
@@ -58,7 +58,7 @@ def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
 def test_it_finds_what_a_plain_search_finds(
     ids: list[int], least: int, more: int, count: int, data: st.DataObject
 ) -> None:
-    """Called at any places of a growing text."""
+    """Calls the lookup at any places of a growing text."""
     lookup = PromptLookup(least, least + more)
     begin = data.draw(st.integers(1, len(ids)))
     tokens = Tokens(ids[:begin], begin)

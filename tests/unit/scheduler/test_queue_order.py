@@ -1,4 +1,5 @@
-"""The order of waiting prompts: priority, fairness among tenants, arrival; nobody starves."""
+"""Tests the order of waiting prompts: priority, fairness among tenants, arrival; no prompt
+starves."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ COST = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.0, 0.01, 0.0))
 
 @dataclass
 class Bench:
-    """A mixed instance; each step takes a second."""
+    """Runs a mixed instance; each step takes a second."""
 
     num_blocks: int = 4000
     now: float = 0.0
     step: RunStep | None = None
     served: Counter[str] = field(default_factory=Counter)
-    order: list[str] = field(default_factory=list)  # of the ends of prefills
+    order: list[str] = field(default_factory=list)  # times of the ends of prefills
     history: list[list[tuple[str, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class Bench:
         self._handle(StartPrefill(attempt=work))
 
     def turn(self) -> bool:
-        """Ends the step in progress. Returns False if there is none."""
+        """Ends the step in progress. Returns False if no step is in progress."""
         if self.step is None:
             return False
         entries, self.step = self.step.entries, None
@@ -154,7 +155,7 @@ def test_a_request_of_the_worst_priority_starts_after_half_of_its_time() -> None
     bench = Bench()
     bench.start("urgent", priority=-5, tenant="b")
     bench.start("patient", 2 * CHUNK, priority=9, tenant="a", timeout_s=60.0)
-    for number in range(100):  # more than the instance can do, for ever
+    for number in range(100):  # more than the instance can ever do
         bench.start(f"urgent{number}-0", priority=-5, tenant="b")
         bench.start(f"urgent{number}-1", priority=-5, tenant="b")
         bench.turn()
@@ -177,7 +178,7 @@ def test_the_youngest_of_the_worst_priority_is_preempted() -> None:
 Jobs = list[tuple[int, str, int, int]]
 JOBS = st.lists(
     st.tuples(
-        st.integers(0, 4),  # steps before it arrives
+        st.integers(0, 4),  # steps before the prompt arrives
         st.sampled_from(("a", "b", "c")),
         st.integers(-2, 2),
         st.integers(1, 5 * CHUNK),
@@ -205,7 +206,7 @@ def test_no_prompt_is_computed_while_one_of_a_better_priority_gets_nothing(jobs:
     num_steps = 0
     for bench in played(jobs):
         if len(bench.history) == num_steps:
-            continue  # an arrival during a step
+            continue  # a prompt arrives during a step
         num_steps = len(bench.history)
         here = bench.instance.requests
         in_step = dict(bench.history[-1])
@@ -219,7 +220,7 @@ def test_no_prompt_is_computed_while_one_of_a_better_priority_gets_nothing(jobs:
 
 @given(JOBS)
 def test_one_tenant_with_one_priority_has_the_order_of_arrival(jobs: Jobs) -> None:
-    """The comparisons give the very steps that the scheduler plans without them."""
+    """Whether the comparisons give the very steps that the scheduler plans without them."""
     alike: Jobs = [(pause, "a", 1, num_tokens) for pause, _, _, num_tokens in jobs]
     histories = []
     for is_plain in (True, False):

@@ -1,4 +1,4 @@
-"""The end of a decode's stream: whole, with holes, or broken."""
+"""Tests the end of a decode's stream: complete, with holes, or broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated steps of decodes, several steps at a time, and room in the engine."""
+"""Tests repeated steps of decodes, several steps at a time, and room in the engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COST = FittedCost(prefill=(0.01, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0))
 
 
 class Bench:
-    """A mixed instance and its steps in progress."""
+    """Holds a mixed instance and its steps in progress."""
 
     def __init__(self, num_blocks: int = 32, **config: Any) -> None:
         self.instance = Instance(
@@ -71,7 +71,7 @@ class Bench:
         self.handle(StartPrefill(attempt=work))
 
     def end(self) -> list[WorkerAction]:
-        """Ends the oldest step; it draws token 7 for every request."""
+        """Ends the oldest step, which draws token 7 for every request."""
         step = self.steps.pop(0)
         tokens = tuple(None if e.draw is None else Token(7) for e in step.entries)
         return self.handle(StepEnded(tokens, 0.01))
@@ -163,7 +163,7 @@ def test_decodes_are_shared_out_evenly_among_the_stages() -> None:
     while any(len(e.new_token_ids) > 1 for s in bench.steps for e in s.entries):
         bench.end()
     assert sorted(decodes_of(bench)) == [2, 3], "one step per stage, and no third"
-    bench.start("f", 5)  # takes the third place, and no decodes are left for it
+    bench.start("f", 5)  # the prompt takes the third place, and no decodes are left for it
     assert [e.attempt_id for e in bench.steps[-1].entries] == ["f"]
     for _ in range(4):
         bench.end()
@@ -185,7 +185,7 @@ def test_uneven_micro_batches_become_even_again() -> None:
 
 
 def test_the_time_of_steps_counts_for_one_stage() -> None:
-    """Two steps are in progress at a time, so their sum is twice the elapsed time."""
+    """Two steps are in progress at a time, so the sum of their times is twice the elapsed time."""
     bench = Bench(max_steps_in_flight=3, micro_batches=2, chunk_tokens=64)
     bench.start("a", 5)
     bench.end()
@@ -311,7 +311,8 @@ def test_the_second_check_tolerates_more_than_the_first() -> None:
 
 
 def test_a_joining_request_takes_the_place_of_a_preempted_one() -> None:
-    """All blocks are held, so the running request preempts itself; the other must run."""
+    """Whether the running request preempts itself if all blocks are held; the other request must
+    run."""
     instance = Instance(
         InstanceConfig(engine_tokens=3 * SIZE, prefix_caching=False),
         LAYOUT,

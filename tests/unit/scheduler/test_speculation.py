@@ -1,4 +1,5 @@
-"""Drafts of an instance's decodes: when there are some, and what becomes of their tokens."""
+"""Tests drafts of an instance's decodes: when decodes have drafts, and what happens to draft
+tokens."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ LAYOUT = BlockLayout(
     head_dim=8,
 )
 CHEAP_ROWS = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.1, 0.001, 0.0))
-"""Reading the weights takes long, a row little: as on most machines at small batches."""
+"""Describes slow reads of the weights and cheap rows, as on most machines at small batches."""
 DEAR_ROWS = FittedCost(prefill=(0.0, 0.1, 0.0, 0.0), decode=(0.0, 0.1, 0.0))
-"""A saturated machine: a row costs what it costs, in any batch."""
+"""Describes a saturated machine: a row costs the same in any batch."""
 NGRAM = SpeculativeConfig(method="ngram")
 
 
 class DraftBench:
-    """A mixed instance whose model writes `answers[attempt]`, whatever it is offered."""
+    """Runs a mixed instance whose model writes `answers[attempt]`, whatever drafts it gets."""
 
     def __init__(
         self,
@@ -69,13 +70,13 @@ class DraftBench:
         self.finish: dict[str, FinishReason | None] = {}
         self.steps: list[RunStep] = []
         self.pending: list[RunStep] = []
-        self.seconds = 0.0  # of all steps
-        self.slower_s = 0.0  # added to steps with drafts
+        self.seconds = 0.0  # the count of all steps
+        self.slower_s = 0.0  # seconds added to steps with drafts
 
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
     ) -> None:
-        """`options`: those of the attempt, else those of the sampling."""
+        """`options` are the attempt's, or if None the sampling's."""
         own = {key: options.pop(key) for key in ("tenant", "slo") if key in options}
         self.answers[name], self.got[name] = answer, []
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000} | options)
@@ -101,7 +102,7 @@ class DraftBench:
         self.instance.validate()
 
     def step(self) -> RunStep:
-        """Ends the step in progress as an engine would: with the right tokens."""
+        """Ends the step in progress like an engine: with the right tokens."""
         step = self.pending.pop(0)
         self.steps.append(step)
         entries, drafted = self.draft(step)
@@ -121,7 +122,7 @@ class DraftBench:
         return step
 
     def draft(self, step: RunStep) -> tuple[Sequence[StepEntry], dict[int, tuple[int, ...]]]:
-        """The draft model's part: the entries with its guesses, and these by entry."""
+        """Plays the draft model: returns the entries with its guesses, and the guesses by entry."""
         assert not any(entry.draft_task for entry in step.entries)
         return step.entries, {}
 
@@ -136,7 +137,7 @@ class DraftBench:
         return tuple(drawn)
 
     def run(self, most: int = 10_000) -> int:
-        """Runs until nothing is left to do; returns the number of steps."""
+        """Runs until no work is left; returns the number of steps."""
         begun = len(self.steps)
         while self.pending and len(self.steps) - begun < most:
             self.step()
@@ -179,8 +180,8 @@ def test_a_text_without_repetition_gets_none() -> None:
 
 
 def test_wrong_drafts_end_and_right_ones_bring_them_back() -> None:
-    """In the prompt, 7, 8 are followed by four tokens. The answer has 7, 8 and then others, and
-    repeats itself much later."""
+    """In the prompt, 7, 8 are followed by four tokens. The answer has 7, 8 and then other tokens,
+    and repeats itself much later."""
     prompt = [7, 8, 50, 51, 52, 53, 9]
     misleading = [x for i in range(60) for x in (7, 8, 1000 + i)]
     bench = DraftBench()
@@ -193,7 +194,7 @@ def test_wrong_drafts_end_and_right_ones_bring_them_back() -> None:
     assert sum(entry.num_drafts for entry in late) < 30
     before = len(bench.steps)
     bench.run()
-    assert len(bench.steps) - before < 110  # of 201 tokens
+    assert len(bench.steps) - before < 110  # an answer of 201 tokens
     assert bench.got["a"][-1] == EOS
 
 
@@ -230,7 +231,7 @@ def test_steps_that_take_longer_than_predicted_end_the_drafts() -> None:
     bench.run()
     with_drafts = [any(e.num_drafts for e in step.entries) for step in bench.steps]
     assert 0 < sum(with_drafts) < 30
-    assert sum(with_drafts[-150:]) <= 2  # it is tried again, rarely
+    assert sum(with_drafts[-150:]) <= 2  # the draft is tried again, rarely
 
 
 def test_the_slo_on_the_time_between_tokens_limits_the_drafts() -> None:
@@ -298,7 +299,8 @@ def test_aborts_and_failed_steps_leave_nothing() -> None:
 
 
 def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) -> None:
-    """Random requests come while others run. Their answers are complete, and nothing is held."""
+    """Random requests come while others run. Their answers are complete, and no block stays
+    held."""
     expected: dict[str, list[int]] = {}
     for number in range(5):
         prompt = [rng.randrange(2, 5) for _ in range(rng.randrange(1, 50))]
@@ -315,7 +317,8 @@ def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) ->
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(seed: int) -> None:
-    """Few blocks, so that requests are preempted, and texts of few words, so that drafts abound."""
+    """Has few blocks, so that requests are preempted, and texts of few words, so that drafts are
+    frequent."""
     rng = random.Random(seed)
     bench = DraftBench(
         num_blocks=rng.choice([9, 14, 60]),

@@ -1,6 +1,8 @@
-"""DRAM and SSD of one instance together, in random histories of requests, writes, reads and faults.
+"""Tests DRAM and SSD of one instance together, in random histories of requests, writes, reads and
+faults.
 
-No history may lose a block, hold one twice, cache it under a wrong key, or report it wrongly.
+No history may lose a block, hold a block twice, cache a block under a wrong key, or report a wrong
+block.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def key(name: int) -> BlockKey:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """A driver whose arena and disk hold, as content, the key that each block should have."""
+    """Is a driver whose arena and disk hold, as content, the key that each block should have."""
 
     @initialize(
         eviction=st.sampled_from(("lru", "lfu", "length-aware", "predictive")),
@@ -123,7 +125,8 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def hang_load(self, data: st.DataObject) -> None:
-        """Lets a load hang: it ends as a miss, and the disk may still write to its other blocks."""
+        """Lets a load hang: the load ends as a miss, and the disk may still write to its other
+        blocks."""
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         arrived = 0 if self.tier().lost else data.draw(st.integers(0, len(load.slots) - 1))
         for name, block in list(zip(load.keys, load.block_ids, strict=True))[:arrived]:
@@ -151,7 +154,8 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hung_loads or self.hung_stores)
     @rule()
     def return_all(self) -> None:
-        """The disk writes once more to all blocks and slots of hung operations, then returns."""
+        """Lets the disk write once more to all blocks and slots of hung operations; the operations
+        then return."""
         pool = self.kv_cache.pool
         for load, arrived in self.hung_loads:
             for block in load.block_ids[arrived:]:

@@ -1,4 +1,4 @@
-"""The role of an instance, which the Conductor may change at any moment."""
+"""Tests the role of an instance, which the Conductor may change at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where blocks run out, or a batch is full, the tenant that was served most gives way."""
+"""If blocks run out or a batch is full, the tenant that was served most gives way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reserve(bench: Bench, name: str, first: int, **known: Any) -> list[WorkerAct
 
 
 def decode(bench: Bench, name: str, first: int, **known: Any) -> list[WorkerAction]:
-    """A decode of 10 tokens of prompt, in blocks of 4, begins."""
+    """Begins a decode with 10 prompt tokens, in blocks of 4."""
     assert of(reserve(bench, name, first, **known), ExpectStream)
     bench.handle(ReceiveEnded(stream_id=name))
     return bench.handle(start(name))
@@ -59,7 +59,7 @@ def test_a_reservation_that_waits_may_be_aborted() -> None:
 
 
 def test_answers_of_a_tenant_that_was_served_far_more_make_room() -> None:
-    """They make room at the end of the step under way, and go on later."""
+    """The answers make room at the end of the step under way, and continue later."""
     bench = Bench(Role.DECODE, num_blocks=24)
     for name, first in (("a", 100), ("c", 900)):
         decode(bench, name, first, tenant="flood")
@@ -80,14 +80,14 @@ def test_answers_of_a_tenant_that_was_served_far_more_make_room() -> None:
 
 
 def test_a_tenant_served_about_as_much_makes_no_room() -> None:
-    """Two tenants would take it from each other in turn."""
+    """Without this rule, two tenants would take the room from each other in turn."""
     bench = Bench(Role.DECODE, num_blocks=4)
     decode(bench, "a", 100, tenant="one")
     assert reported(reserve(bench, "b", 500, tenant="two"), AttemptFailed)
 
 
 def test_the_tenant_that_was_served_most_is_preempted_where_answers_outgrow_the_room() -> None:
-    """The youngest answer, which the other tenant has, stays."""
+    """Whether the youngest answer stays, which belongs to the other tenant."""
     bench = Bench(Role.DECODE, num_blocks=9)
     decode(bench, "a", 100, tenant="flood")
     for _ in range(9):
@@ -108,7 +108,7 @@ def test_a_joining_answer_of_a_tenant_served_less_goes_first() -> None:
 
 
 def test_a_full_batch_takes_the_tenant_served_less_first() -> None:
-    """Two of three answers fit into a step."""
+    """Lets two of three answers fit into a step."""
     bench = Bench(Role.DECODE, max_sequences=2)
     for name, first, tenant in (("a", 100, "flood"), ("b", 500, "flood"), ("c", 900, "small")):
         decode(bench, name, first, tenant=tenant)

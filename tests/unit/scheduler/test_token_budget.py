@@ -1,4 +1,5 @@
-"""The token budget of a step: as large as the SLO allows, in whole tiles, and never zero."""
+"""Tests the token budget of a step: as large as the SLO allows, in complete tiles, and never
+zero."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def test_the_whole_budget_where_the_slo_does_not_bind() -> None:
 
 
 def test_chunk_and_decodes_fill_whole_tiles() -> None:
-    """SARATHI section 4.3: chunk = k x tile - decodes."""
+    """SARATHI section 4.3 gives chunk = k x tile - decodes."""
     budget = token_budget(linear(0.0, 1e-3), 17, 0.3, 128, 1024)
     assert budget == 256, "239 + 17; the next tile would make it 367 ms"
 

@@ -1,4 +1,4 @@
-"""Prompt and answer as one sequence, without copying the prompt."""
+"""Tests prompt and answer as one sequence, without a copy of the prompt."""
 
 from __future__ import annotations
 

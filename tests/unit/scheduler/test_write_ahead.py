@@ -1,4 +1,4 @@
-"""Copies of blocks on the SSD from before they leave DRAM."""
+"""Tests copies of blocks on the SSD that were made before the blocks leave DRAM."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Copier:
         """Computes a prompt. The request then decodes."""
         self.handle(StartPrefill(attempt=attempt(name, token_ids=tuple(prompt), max_tokens=90)))
         self.step()
-        self.step()  # the first may have been under way
+        self.step()  # the first write may have been under way
 
     def step(self) -> None:
         self.handle(StepEnded((Token(7),) * len(self.steps.popleft().entries), 0.01))
 
     def written(self) -> list[BlockKey]:
-        """Ends the writes, one after the other, and returns their keys."""
+        """Ends the writes, one after the other, and returns the keys of their blocks."""
         keys: list[BlockKey] = []
         while self.stores:
             store = self.stores.pop(0)

@@ -1,5 +1,5 @@
-"""The pool as SGLang's HiCache storage, by SGLang's own factory, configuration and descriptors. The
-pool is a dictionary here. Needs SGLang."""
+"""Tests the pool as SGLang's HiCache storage, by SGLang's own factory, configuration and
+descriptors. Here, the pool is a dictionary. Needs SGLang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXTRA = {
 
 
 class Blocks:
-    """A pool in this process."""
+    """Is a pool in this process."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -64,7 +64,7 @@ class Blocks:
 
 
 class HostMemory:
-    """Host memory of plain attention, with the methods of SGLang's that a backend calls."""
+    """Is host memory of plain attention, with SGLang's methods that a backend calls."""
 
     storage_format_tag = None
     layer_num, head_num, head_dim, dtype, page_size = LAYERS, HEADS, WIDTH, torch.float16, PAGE
@@ -138,7 +138,7 @@ def test_pages_come_back_as_they_were(layout: str) -> None:
     assert store.batch_exists(HASHES) == 0
     assert store.batch_set_v1(HASHES[:3], indices(3, 5, 1)) == [True] * 3
     assert store.batch_exists(HASHES) == 3 and store.exists(HASHES[2])
-    later = HostMemory(layout)  # after a restart
+    later = HostMemory(layout)  # after a restart of SGLang
     again = backend(later)
     assert again.batch_get_v1(HASHES[:4], indices(7, 8, 9, 10)) == [True, True, True, False]
     for page, number in zip(stored, (7, 8, 9), strict=True):

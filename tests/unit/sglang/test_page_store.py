@@ -1,4 +1,4 @@
-"""Keys and places of SGLang's pages in a pool."""
+"""Tests keys and places of SGLang's pages in a pool."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_pieces_are_those_of_each_page() -> None:
 
 
 class Failing:
-    """A pool that has died."""
+    """Plays a pool that has died."""
 
     def exists(self, keys: Sequence[bytes]) -> int:
         raise ConnectionError("gone")
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
-        return [True]  # for more keys than one: an answer to another question
+        return [True]  # for more keys than one: the answer to another question
 
     def put(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
         raise OSError("gone")

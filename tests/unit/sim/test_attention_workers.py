@@ -1,4 +1,4 @@
-"""Simulated clusters read `cluster.attention` as live ones do."""
+"""Simulated clusters read `cluster.attention` like live clusters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moonpool.sim.workload import make_arrivals
 from moonpool.trace.row import TraceRow
 
 WAITS_S = 4.5
-"""An answer of 200 tokens takes 3 s: those that wait for room do not end in time."""
+"""Makes answers of 200 tokens that take 3 s: requests that wait for room do not end in time."""
 PARTS = OffloadParts(
     model=((1, 0.010), (8, 0.012), (16, 0.020)),
     attention=(0.001, 1e-4, 1e-6),
@@ -68,12 +68,13 @@ def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() ->
 
 def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
     serial, staggered = (MeasuredOffload(ALONE, PARTS, 1, staggered=flag) for flag in (False, True))
-    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # 7 are too few
-    # 16 requests of 1,000 tokens: for half of them the model takes 12 ms and attention 9.8 ms.
+    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # 7 blocks are too few
+    # There are 16 requests of 1,000 tokens: for half of them the model takes 12 ms and attention
+    # 9.8 ms.
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
     assert staggered.step_s((), 16, 16_000) == pytest.approx(around_s + 0.024)
     assert staggered.step_s((), 16, 16_000) < serial.step_s((), 16, 16_000)
-    # With long contexts attention sets the pace.
+    # With long contexts, attention is the bottleneck.
     assert staggered.step_s((), 16, 64_000) == pytest.approx(around_s + 2 * (0.001 + 8e-4 + 0.032))
 
 
@@ -82,7 +83,7 @@ def test_seen_with_a_worker_a_step_is_what_it_was_seen_to_take() -> None:
     one, two = (MeasuredOffload(ALONE, parts, workers, staggered=False) for workers in (1, 2))
     seen_s = ALONE.decode_step_s(4, 1000)
     assert one.step_s((), 4, 1000) == pytest.approx(seen_s)
-    # The second takes half of what rows and contexts cost the first.
+    # The second batch takes half of the first batch's time for rows and contexts.
     assert two.step_s((), 4, 1000) == pytest.approx(seen_s - (4e-4 + 1e-3) / 2)
     # Two batches overlap by as much as their layers do.
     staggered = MeasuredOffload(ALONE, parts, 1, staggered=True)
@@ -143,14 +144,14 @@ def test_what_an_instance_keeps_itself_is_one_memory_more() -> None:
 def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
     cost = MeasuredOffload(ALONE, PARTS, 1, staggered=False, own_tokens=2000)
     base_s = 0.012 + 0.0005 * 4
-    # Half each, at once; then all that it has no room for.
+    # Half of each goes at once, then all for which the worker has no room.
     assert cost.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 1.5e-3)
     assert cost.step_s((), 4, 9000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 7e-3)
     two = MeasuredOffload(ALONE, PARTS, 2, staggered=False, own_tokens=2000)
-    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three attend on two cores
+    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three workers attend on two cores
     assert two.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + crowded_s)
     turns = MeasuredOffload(ALONE, PARTS, 1, staggered=True, own_tokens=8000)
-    half_s = 0.001 + 4e-4 + 4e-3  # of either, of a half
+    half_s = 0.001 + 4e-4 + 4e-3  # from either, from a half
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
     assert turns.step_s((), 16, 16_000) == pytest.approx(around_s + 2 * (0.012 + half_s))
 

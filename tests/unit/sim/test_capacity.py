@@ -1,4 +1,5 @@
-"""Hit ratios by policy and capacity: small cases by hand, published ones on the real trace."""
+"""Tests hit ratios by policy and capacity: small cases by hand, published figures on the real
+trace."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_hits_are_counted_by_block_by_prefix_and_by_token() -> None:
 
 
 def test_a_block_without_its_predecessor_counts_only_by_block() -> None:
-    # LFU lets the twice used first blocks stay, but 5 stands alone once 4 is gone.
+    # LFU keeps the first blocks, which were used twice, but 5 is alone once 4 is evicted.
     prompts = [prompt(0, 1), prompt(0, 1), prompt(4, 5), prompt(9, 5), prompt(7, 8)]
     ratios = hit_ratios(prompts, "lfu", 6)
     assert ratios.hit_blocks == 2
@@ -110,7 +111,7 @@ def test_routing_by_the_longest_match_alone_fills_one_cache() -> None:
     assert in_turn.ratios.num_prompts == 80
 
 
-# The literature's figures
+# The figures of the literature:
 
 
 @cache

@@ -1,4 +1,5 @@
-"""The clock: a total order, cancelling, and heaps that do not fill with tombstones."""
+"""Tests the clock: a total order, cancelled events, and heaps that do not fill with cancelled
+entries."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_no_such_start() -> None:
 def test_time_never_goes_backwards() -> None:
     clock = Clock()
     clock.at(1.0, Priority.TICK, lambda: None)
-    clock.now = 2.0  # nobody may do this
+    clock.now = 2.0  # no caller may do this
     with pytest.raises(AssertionError, match="backwards"):
         clock.run()
 

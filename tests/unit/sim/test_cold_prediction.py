@@ -1,4 +1,4 @@
-"""Predicted TTFT where requests with one prefix meet instances of which at most one has it."""
+"""Predicts TTFT if requests with one prefix meet instances of which at most one has the prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
 
 BLOCK = 64
-COST = FittedCost(  # of a small model on one core
+COST = FittedCost(  # the times of a small model on one core
     prefill=(0.0126, 0.00326, 2.6e-7, 5e-7),
     decode=(0.028, 0.00125, 3.6e-6),
     mixed=(0.0039, 6.4e-6),
@@ -31,8 +31,8 @@ CLUSTERS = [
 
 
 def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
-    """Twelve requests with a common prefix of 31 blocks arrive at once. `warm`: this many had it
-    before."""
+    """Plays twelve requests with a common prefix of 31 blocks that arrive at once. `warm` is the
+    number of instances that had the prefix before."""
     tables: dict[str, Any] = {
         "cluster": cluster,
         "engine": {"chunk_tokens": 512, "max_sequences": 128},
@@ -54,7 +54,7 @@ def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
 @pytest.mark.parametrize("warm", [0, 1])
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_predicted_ttft_is_near_the_real_one(cluster: dict[str, int], warm: int) -> None:
-    """What a request has waited for room is part of both."""
+    """Both times include what a request has waited for room."""
     records = meet(cluster, warm)
     assert len(records) == 12 and {record.outcome for record in records} == {"stop"}
     predicted = [record.expected_ttft_s or 0.0 for record in records]
@@ -69,8 +69,8 @@ def test_the_predicted_ttft_is_near_the_real_one(cluster: dict[str, int], warm: 
 def test_a_cold_cluster_of_a_slow_machine_is_known_by_its_first_prompts(
     cluster: dict[str, int], slower: float
 ) -> None:
-    """It computes prompts two or three times slower than its profile says. Twelve of them come one
-    by one. Until then each of them was predicted as the profile has it."""
+    """An instance computes prompts two or three times slower than its profile says. Twelve prompts
+    come one by one. Without the correction, the prediction for each would follow the profile."""
     tables: dict[str, Any] = {"cluster": cluster, "pool": {"block_tokens": BLOCK}}
     config = parse_config("", tables)
     records: list[RequestRecord] = []

@@ -1,4 +1,4 @@
-"""Drains and restarts of simulated instances."""
+"""Tests drains and restarts of simulated instances."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ RESTART_S = 100.0
 
 
 def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
-    """Each goes on after all the others have had a turn; they share their first blocks."""
+    """Makes conversations: each continues after all the others have had a turn, and they share
+    their first blocks."""
     shared = private_keys(9999, 20 * BLOCK, BLOCK)
     made = []
     for turn in range(turns):
@@ -32,7 +33,7 @@ def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
 def simulate(
     requests: list[Arrival], **departures: dict[str, float]
 ) -> tuple[Simulation, list[tuple[float, str]]]:
-    """And when which prefill instance was chosen."""
+    """Records also when which prefill instance was chosen."""
     settings = config(cluster=CLUSTER)
     simulation = Simulation(
         settings,
@@ -54,7 +55,7 @@ def simulate(
 
 @pytest.mark.long
 def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
-    requests = sessions(500, 8, 0.05)  # more than all of them can do
+    requests = sessions(500, 8, 0.05)  # more than all instances can do
     simulation, placed = simulate(requests, restart={"prefill-1": RESTART_S})
     assert simulation.conductor.drains.num_left == 1
     left_s = next(at_s for at_s, text in simulation.announced if "has left" in text)

@@ -1,4 +1,5 @@
-"""Whole simulations with a draft model: no gain without right guesses, the expected one with."""
+"""Runs whole simulations with a draft model: no gain without right guesses, the expected gain with
+right guesses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ DRAFTS = {"method": "draft_model", "model": "llama3.2-1b"}
 
 
 def config(acceptance: float | None, engine: Any = None, **tables: Any) -> Config:
-    """`acceptance`: None for plain decoding."""
+    """`acceptance` is None for plain decoding."""
     tables = {"cluster": {"prefill": 1, "decode": 1}} | tables
     if acceptance is not None:
         engine = (engine or {}) | {"speculative_config": DRAFTS}
@@ -52,12 +53,13 @@ def test_guesses_that_are_never_right_never_make_it_faster(gap_s: float) -> None
     assert wrong["speculation"]["accepted_draft_tokens"] == 0
     assert wrong["simulated_s"] >= plain["simulated_s"]
     assert wrong["tbt_s"]["mean"] > plain["tbt_s"]["mean"]
-    # It learns that they do not pay, so they cost little.
+    # The instance learns that drafts do not pay, so drafts cost little.
     assert wrong["tbt_s"]["mean"] < 1.05 * plain["tbt_s"]["mean"]
 
 
 def test_guesses_that_are_always_right_bring_what_their_steps_promise() -> None:
-    """One request at a time: five tokens in the time of a step of five rows and four rounds."""
+    """Whether one request at a time gets five tokens in the time of a step of five rows and four
+    rounds."""
     settings, requests = config(1.0), arrivals(5, 60.0, answer=401)
     found = run(settings, requests)
     node = build_hardware(settings).decode

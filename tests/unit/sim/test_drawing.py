@@ -1,4 +1,4 @@
-"""The chart module: axes, series, numbers as text, and SVG."""
+"""Tests the chart module: axes, series, numbers as text, and SVG."""
 
 from __future__ import annotations
 

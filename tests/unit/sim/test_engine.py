@@ -1,4 +1,4 @@
-"""The simulated engine: ground-truth step times, decodes advanced together, pipelines."""
+"""Tests the simulated engine: ground-truth step times, decodes advanced together, pipelines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pipeline(stages: int) -> StepCost:
 
 
 class Bench:
-    """An engine, and what it posted when."""
+    """Holds an engine, and its events with their times."""
 
     def __init__(self, outputs: dict[str, int], stages: int = 1) -> None:
         self.clock = Clock()
@@ -193,7 +193,7 @@ def test_busy_time_of_a_pipeline_is_that_of_its_first_stage() -> None:
 
 @pytest.mark.parametrize("arrives", [0.5, 3.0])
 def test_a_step_that_waits_ends_a_layer_after_what_it_waited_for(arrives: float) -> None:
-    """It ends when it is computed, if that is later."""
+    """Whether the request ends when it is computed, if that is later."""
     bench = Bench({"a": 5})
     computed_s = COST.prefill_s(1000, 100)
     bench.engine.submit(RunStep((prefill("a", 100, 900),)), held_layers=10)

@@ -1,4 +1,4 @@
-"""Learned cost corrections in whole simulations, and replayed records of a live cluster."""
+"""Tests learned cost corrections in whole simulations, and replayed records of a live cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moonpool.types import InstanceId, Role
 
 BLOCK = 256
 PROFILE = FittedCost(prefill=(0.01, 1e-4, 0.0, 0.0), decode=(0.02, 0.001, 0.0))
-EXACT = CALIBRATED  # as a measured profile, it is the Conductor's estimate too
+EXACT = CALIBRATED  # as a measured profile, this is also the Conductor's estimate
 
 
 def config(learning: bool = True, **overrides: dict[str, Any]) -> Config:
@@ -70,7 +70,7 @@ def test_a_straggler_is_avoided() -> None:
     given = simulation.nodes[name].engine.figures.prefill_tokens
     assert given < 0.8 * other.nodes[name].engine.figures.prefill_tokens
     assert figures["ttft_s"]["p90"] < 0.9 * stubborn["ttft_s"]["p90"]
-    # Its first prompt tells enough: it gets no more while the others have room.
+    # Its first prompt tells enough: the instance gets no more prompts while the others have room.
     assert 1.9 < simulation.conductor.instances[name].prefill_factor.value < 3.1
 
 
@@ -82,8 +82,8 @@ def test_a_belief_that_is_right_stays() -> None:
 
 
 def test_a_decode_instances_own_check_learns_too() -> None:
-    """The slow instance itself refuses a request that was placed before anybody knew of its
-    speed."""
+    """Whether the slow instance itself refuses a request that was placed before its speed was
+    known."""
     found = {}
     for learning in (True, False):
         settings = config(
@@ -132,5 +132,5 @@ def test_records_are_used_again_for_more_instances() -> None:
         for number in range(4)
     ]
     assert factors == [1.0, 3.0, 1.0, 3.0]
-    # Of a role that was not recorded, any.
+    # If the role was not recorded, any role counts.
     assert wrongness.step_factor(InstanceId("m"), Role.MIXED, 2, rng)(True, False) == 3.0

@@ -1,4 +1,4 @@
-"""What a simulation keeps of a request that has ended: nothing, once its bounded pasts are full."""
+"""A simulation keeps nothing of an ended request, once its bounded histories are full."""
 
 from __future__ import annotations
 

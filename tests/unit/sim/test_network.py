@@ -1,4 +1,4 @@
-"""Shared links: against an exact textbook reference, and the cases one would try by hand."""
+"""Tests shared links: against an exact textbook reference, and small cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.network import Flow, FlowState, Link, Network
 
 NEVER = Fraction(10**30)
-# (time, kind, whom, number, number, path, closed); times no flow ends at by chance
+# Each is (time, kind, whom, number, number, path, closed); no flow ends at these times by chance.
 Change = tuple[Fraction, str, int, int, int, tuple[int, ...]]
 
 
@@ -34,7 +34,7 @@ class RefFlow:
 
 @dataclass
 class Reference:
-    """All flows shared out anew at each change, in exact fractions."""
+    """Shares all flows again at each change, in exact fractions."""
 
     capacity: list[Fraction]
     now: Fraction = Fraction(0)
@@ -121,7 +121,8 @@ class Subject:
 
 
 def check_fair(links: list[Link], flows: list[Flow]) -> None:
-    """Feasible, and each flow at its limit or among the fastest on a full link."""
+    """Asserts that the rates are feasible, and each flow is at its limit or among the fastest on a
+    full link."""
     moving = [flow for flow in flows if flow.state is FlowState.MOVING]
     rates = {id(flow): flow.rate_bytes_per_s for flow in moving}
     total = {id(link): 0.0 for link in links}
@@ -170,7 +171,7 @@ def changes(draw: st.DrawFn) -> list[Change]:
 @pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
-@example(  # nothing to send, and given up before it would have begun
+@example(  # without bytes to send, and given up before its start
     [1] * NUM_LINKS,
     [
         (Fraction(0), "start", 1, 0, 0, (0,)),
@@ -211,7 +212,7 @@ def test_as_the_textbook_has_it(capacity: list[int], made: list[Change]) -> None
 
 
 class Bench:
-    """A network, and when flows ended."""
+    """Holds a network, and the end times of flows."""
 
     def __init__(self, **bytes_per_s: float) -> None:
         self.clock = Clock()
@@ -376,7 +377,7 @@ def test_many_starts_and_ends_at_one_instant_are_shared_out_once() -> None:
 
 
 def test_thousands_of_rerates_do_not_drift() -> None:
-    """Beside one long flow 10,000 short ones come and go; the sum over a link stays exact."""
+    """Runs 10,000 short flows beside a long flow; the sum over a link stays exact."""
     bench = Bench(out=1e9, near=0.7e9)
     rng = random.Random(4)
     long_bytes = 10**14
@@ -408,7 +409,7 @@ def test_thousands_of_rerates_do_not_drift() -> None:
     assert bench.link["near"].bytes_carried == long_bytes
     assert bench.link["out"].bytes_carried == total
     assert bench.network.num_rerated > 20_000 and company_s > 1000
-    # The long flow alone fills `near`; with the others it fills `out`.
+    # The long flow alone fills `near`; with the other flows it fills `out`.
     assert 0.7e9 * alone_s + 1e9 * company_s == pytest.approx(total, rel=1e-12)
 
 

@@ -1,4 +1,5 @@
-"""The report page: well-formed, self-contained, in agreement with the figures, reproducible."""
+"""Tests the report page: well-formed, self-contained, in agreement with the figures,
+reproducible."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def ordinary() -> tuple[Simulation, dict[str, Any], str]:
 
 @cache
 def overloaded() -> tuple[Simulation, dict[str, Any], str]:
-    """Some are refused, with a tight limit."""
+    """Plays requests of which some are refused, with a tight limit."""
     simulation, figures = simulated(gap_s=0.1, slo={"ttft_s": 3.0})
     return simulation, figures, drawn(simulation, figures)
 
@@ -206,7 +207,7 @@ def test_changed_settings_stand_out() -> None:
     assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # 8 by default
     assert "<dt>block_tokens</dt><dd>256</dd>" in page
     assert "seed <b>0</b>" in page
-    assert "<dt>threads</dt>" not in page  # says nothing about what was simulated
+    assert "<dt>threads</dt>" not in page  # says nothing about the simulated cluster
 
 
 @pytest.mark.parametrize("hash_seed", ["1", pytest.param("77", marks=pytest.mark.long)])

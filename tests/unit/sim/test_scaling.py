@@ -1,4 +1,4 @@
-"""Simulated instances are started and ended as autoscale wants; none of their requests is lost."""
+"""Simulated instances are started and ended by autoscale, and no request is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole simulations: reproducible by seed, no leaks, correct figures."""
+"""Tests whole simulations: reproducible by seed, without leaks, with correct figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def config(**overrides: dict[str, Any]) -> Config:
 
 
 def arrivals(number: int, gap_s: float = 0.5, shared_blocks: int = 8) -> list[Arrival]:
-    """Prompts of growing length; every other one shares its first blocks with all such."""
+    """Makes prompts of growing length; every second prompt shares its first blocks with the others
+    of this kind."""
     shared = tuple(BlockKey(b"shared" + bytes([i])) for i in range(shared_blocks))
     made = []
     for n in range(number):
@@ -63,7 +64,7 @@ def assert_nothing_left(simulation: Simulation) -> None:
 
 
 def conversations(number: int, turns: int, gap_s: float = 0.4) -> list[Arrival]:
-    """Each goes on after all the others have had a turn."""
+    """Makes conversations that each continue after all the others have had a turn."""
     made = []
     for turn in range(turns):
         for who in range(number):
@@ -101,7 +102,8 @@ def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
 
 
 def test_the_last_copy_in_dram_is_evicted_last() -> None:
-    """A handover leaves two copies of each prompt; of both pools' DRAM, one copy is enough."""
+    """Whether one copy in both pools' DRAM is enough: a handover leaves two copies of each
+    prompt."""
     requests = conversations(40, 4)
     _, blind = run(
         config(pool={"dram_tokens_per_instance": 60_000}, conductor={"spare_copies_first": False}),
@@ -142,7 +144,8 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     truth = simulation.hardware.prefill.ground_truth
     layout = simulation.hardware.layout
     prefill_s = prompt_s(truth, 2000, 0, settings.engine.chunk_tokens)
-    # The first token is seen when the second can follow: all KVCache is loaded for the decode.
+    # The first token is visible when the second token can follow: the decode has loaded all
+    # KVCache.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s
     hops_s = 3 * CONTROL_LATENCY_S  # command, last bytes, report
@@ -271,7 +274,7 @@ def test_a_silent_year_costs_next_to_nothing() -> None:
     for settings, outcome in ((config(), "completed"), (late, "failed")):
         simulation, figures = run(settings, [first, last])
         assert figures[outcome] == 2
-        # Deadlines are looked at as if there had been no silence: at the next whole second.
+        # Deadlines are checked as if there had been no silence: at the next whole second.
         if outcome == "failed":
             assert simulation.last_end_s == year_s + 1.0
         assert simulation.clock.num_run < 20_000

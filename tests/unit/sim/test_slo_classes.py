@@ -1,4 +1,4 @@
-"""Classes of service levels: rows name them, the configuration has their levels."""
+"""Tests classes of service levels: rows name them, and the configuration has their levels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ tbt_s = 0.1
 
 
 def rows() -> list[TraceRow]:
-    """A third of the rows has no class, a third names one, and a third has a tenant with one."""
+    """Makes rows: a third has no class, a third names a class, and a third has a tenant with a
+    class."""
     named = ({}, {"slo_class": "chat", "tenant": "never"}, {"tenant": "never"})
     return [TraceRow(2.0 * i, 4000, 20, **named[i % 3]) for i in range(30)]  # type: ignore[arg-type]
 
@@ -68,8 +69,8 @@ def test_each_class_is_held_to_its_own_levels(tmp_path: Path) -> None:
 
 
 def test_a_plan_keeps_the_levels_of_every_class() -> None:
-    """90 % of all requests would keep their SLOs without the small class, which needs a second
-    instance."""
+    """Whether the small class counts: 90 % of all requests would keep their SLOs without the small
+    class, which needs a second instance."""
     base = {"slo": {"ttft_s": 60.0, "tbt_s": 0.5}}
     own = {"slo": base["slo"] | {"classes": [{"name": "chat", "ttft_s": 0.8, "tbt_s": 0.5}]}}
     few = [TraceRow(0.5 * i, 6144, 4, slo_class="chat" if i % 20 == 19 else "") for i in range(80)]

@@ -1,4 +1,5 @@
-"""Simulated tenants: shares hold for as long as answers run, in clusters of several shapes."""
+"""Tests simulated tenants: shares hold for as long as answers run, in clusters of several
+shapes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ COST = FittedCost(
     control_latency_s=0.0005,
 )
 CHUNK_S = 0.11
-"""A step that computes a chunk of 512 tokens beside some answers."""
+"""Is the time of a step that computes a chunk of 512 tokens beside some answers."""
 SEPARATE: dict[str, int] = {"prefill": 2, "decode": 2}
 MIXED: dict[str, int] = {"prefill": 0, "decode": 0, "mixed": 2}
 STATED = {"ttft_s": 30.0, "tbt_s": 0.5}
@@ -45,7 +46,7 @@ def asks(
     prompt_tokens: int = 24,
     priority: int = 0,
 ) -> list[Arrival]:
-    """Requests for answers of `num_tokens`. No prompt has a prefix of another."""
+    """Makes requests for answers of `num_tokens`. No prompt has a prefix of another."""
     start = sum(tenant.encode()) * 1_000_000 + int(first_s * 1000) * 100
     keys = [private_keys(start + n, prompt_tokens, BLOCK) for n in range(number)]
     return [
@@ -55,14 +56,14 @@ def asks(
 
 
 def flood(tenant: str, first_s: float = 0.0, **known: Any) -> list[Arrival]:
-    """More long answers than the pool holds, all at once."""
+    """Makes more long answers than the pool holds, all at once."""
     values = {"number": 60, "gap_s": 0.01, "num_tokens": 7000} | known
     return asks(tenant, first_s=first_s, **values)
 
 
 class Found(NamedTuple):
     records: dict[str, list[RequestRecord]]  # by tenant, in order of arrival
-    tokens: list[tuple[float, str, int]]  # when they came, whose they are, and how many
+    tokens: list[tuple[float, str, int]]  # arrival time, tenant, and number of requests
     num_pauses: int
 
     def ttfts(self, tenant: str) -> list[float]:
@@ -72,7 +73,7 @@ class Found(NamedTuple):
         return [record.ttft_s or 0.0 for record in self.records[tenant]]
 
     def shares(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """Each tenant's part of the tokens of a time."""
+        """Returns each tenant's part of the tokens of a time."""
         found = Counter[str]()
         for at_s, tenant, number in self.tokens:
             if begin_s <= at_s < end_s:
@@ -88,7 +89,7 @@ def run(
     slo: dict[str, float] | None = None,
     timeout_s: float = 600.0,
 ) -> Found:
-    """Two instances that decode have 8192 tokens of KVCache each. Without `slo` nobody states a
+    """Makes two decode instances of 8192 tokens of KVCache each. Without `slo`, no request states a
     service level."""
     tables: dict[str, Any] = {
         "cluster": cluster,
@@ -139,8 +140,8 @@ def run(
 def test_long_answers_of_one_tenant_leave_another_its_short_ones(
     cluster: dict[str, int], admission: str, slo: dict[str, float] | None
 ) -> None:
-    """Every one is answered, about as soon as without the others. None of the long answers ends
-    with an error before its time is up."""
+    """Whether every short request is answered, about as soon as without the long answers, and no
+    long answer ends with an error before its deadline."""
     small = asks("small", 75, 1.0, 8, first_s=5.0)
     known: dict[str, Any] = {"cluster": cluster, "admission": admission, "slo": slo}
     alone = mean(run(small, **known).ttfts("small"))
@@ -197,7 +198,8 @@ def test_a_tenant_alone_uses_all_and_one_that_returns_has_its_share(
 
 @pytest.mark.long
 def test_no_answer_gives_way_to_a_less_urgent_one() -> None:
-    """A request of a better or equal priority comes at once, one of a worse priority waits."""
+    """Whether a request of a better or equal priority starts at once, and a request of a worse
+    priority waits."""
     parts = [asks(f"p{p}", 20, 1.0, 8, 5.0 + p / 10, priority=p) for p in (-1, 0, 1)]
     found = run(flood("flood"), *parts, admission="none")
     alone = mean(run(parts[0]).ttfts("p-1"))
@@ -207,7 +209,7 @@ def test_no_answer_gives_way_to_a_less_urgent_one() -> None:
 
 
 def test_a_long_prompt_waits_for_part_of_its_time_at_most() -> None:
-    """It needs more than half of what is its tenant's share."""
+    """The request needs more than half of its tenant's share."""
     large = asks("large", 20, 3.0, 8, first_s=5.0, prompt_tokens=4000)
     found = run(flood("flood"), large, slo=STATED)
     assert max(found.ttfts("large")) < 30.0 / 4

@@ -1,4 +1,4 @@
-"""Prefill on one kind of node, decode on another."""
+"""Runs prefill on one kind of node and decode on another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(admission: str = "early", **hardware: Any) -> Config:
 
 
 def sizes(node: NodeHardware) -> tuple[object, ...]:
-    """All of it but the ground truth, which the estimate is fitted to."""
+    """Returns the configuration without the ground truth, to which the estimate is fitted."""
     return (node.estimate, node.nic_bytes_per_s, node.pcie_bytes_per_s, node.engine_tokens)
 
 
@@ -49,7 +49,7 @@ def test_groups_are_of_prefill_nodes_only() -> None:
 
 
 def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() -> None:
-    """What `[engine]` says of a live instance makes the group that `[hardware]` would."""
+    """Whether `[engine]` of a live instance makes the same group as `[hardware]`."""
     engine = {"pipeline_parallel_size": 2, "decode_pipeline_parallel_size": 3}
     hardware = {"cost": "roofline", "device": "H100-SXM"}
     staged_config = parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS)
@@ -68,7 +68,8 @@ def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() ->
 
 
 def test_ranks_are_nodes_that_share_out_every_layer() -> None:
-    """The same keys as of a live instance; what they send each other is in every step."""
+    """Whether the keys equal the keys of a live instance; every step includes what instances send
+    each other."""
     engine = {"tensor_parallel_size": 4, "decode_tensor_parallel_size": 2}
     hardware = {"cost": "roofline", "device": "H100-SXM"}
     sharded = build_hardware(parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS))

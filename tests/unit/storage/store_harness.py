@@ -1,4 +1,4 @@
-"""A store over a small arena, whose block contents follow from their keys."""
+"""Runs a store over a small arena, whose block contents follow from their keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 def make_layout(slice_bytes: int = 256, num_layers: int = 3, model: str = "tiny") -> BlockLayout:
-    """Blocks with slices of 4,096 bytes bypass the page cache; with 256 bytes they do not."""
+    """Returns a layout. Blocks with slices of 4,096 bytes bypass the page cache; blocks with 256
+    bytes do not."""
     return BlockLayout(
         model_fingerprint=model,
         dtype="float32",
@@ -39,7 +40,7 @@ def content_of(key: BlockKey, num_bytes: int) -> bytes:
 
 
 class Bench:
-    """One store and its events. `open` may be called again after `close`."""
+    """Holds one store and its events. `open` may be called again after `close`."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Bench:
         return bytes(self.arena.buffer[block * size : (block + 1) * size]) == content_of(key, size)
 
     def put(self, pairs: dict[int, int]) -> StoreEnded:
-        """Stores blocks. `pairs`: slot -> key number."""
+        """Stores blocks. `pairs` maps slots to key numbers."""
         keys = tuple(map(key_of, pairs.values()))
         blocks = tuple(map(BlockId, range(len(pairs))))
         for block, key in zip(blocks, keys, strict=True):

@@ -1,4 +1,4 @@
-"""Memory that outlives its process: what the next process believes of it, and what not."""
+"""Memory outlives its process: the tests say which of its blocks the next process believes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def content(number: int) -> bytes:
 
 
 class Process:
-    """An instance's arena and ledger, as one process has them."""
+    """Holds an instance's arena and ledger, like one process."""
 
     def __init__(self, memory: KeptMemory, layout: BlockLayout = LAYOUT) -> None:
         fd, ledger = memory.prepare(layout, NUM_BLOCKS)
@@ -83,7 +83,7 @@ def test_the_next_process_finds_the_blocks_that_still_have_a_key(folder: Path) -
     process = open_process(folder)
     for block in range(6):
         process.fill(block, 100 + block)
-    process.ledger.note([(BlockId(2), None)])  # about to be overwritten
+    process.ledger.note([(BlockId(2), None)])  # the block is about to be overwritten
     process.ledger.note([(BlockId(3), None)])
     process.fill(3, 200)
     process.end()
@@ -160,7 +160,7 @@ def test_a_smaller_arena_leaves_the_old_one_to_those_who_have_it_mapped(
         fd, ledger = open_in_folder(folder, "mixed-0").prepare(LAYOUT, NUM_BLOCKS // 4)
         assert path.stat().st_size < len(mapped) == os.fstat(file.fileno()).st_size
         assert os.fstat(file.fileno()).st_blocks == 0, "it keeps no memory"
-        assert mapped[-1] == 0  # else: SIGBUS
+        assert mapped[-1] == 0  # otherwise: SIGBUS
         with pytest.raises(StoreError, match="in use"):
             open_in_folder(folder, "mixed-0")
         os.close(fd)
@@ -248,7 +248,7 @@ for number in itertools.count(int(sys.argv[2])):
 
 @pytest.mark.long
 def test_a_process_may_be_killed_at_any_moment(folder: Path) -> None:
-    """The bytes of every block that is found are those of its key (`recovered`)."""
+    """Whether the bytes of every block that is found are the bytes of its key (`recovered`)."""
     num_found = 0
     rng = random.Random(3)
     for round_ in range(8):

@@ -1,5 +1,5 @@
-"""The SSD store: a stored block is loaded or is a miss, each operation ends once, and a folder is
-reopened with its blocks."""
+"""Tests the SSD store: a load of a stored block succeeds or is a miss, each operation ends once,
+and a folder is reopened with its blocks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_restart_finds_blocks_in_order_of_use(bench: Bench) -> None:
     bench.put({1: 1})
     bench.get({4: 4})
     bench.store.close()
-    for _ in range(2):  # also from the index that the first restart wrote
+    for _ in range(2):  # including the index that the first restart wrote
         assert [slot for slot, _ in bench.open().stored] == [2, 3, 1, 4]
         assert dict(bench.stored) == {s: key_of(s) for s in (1, 2, 3, 4)}
         bench.store.close()
@@ -109,7 +109,7 @@ def test_a_restart_finds_blocks_in_order_of_use(bench: Bench) -> None:
 def test_a_forgotten_block_is_not_found_again(bench: Bench) -> None:
     bench.put({slot: slot for slot in range(6)})
     bench.store.forget([0, 4])
-    bench.put({4: 40})  # after it was forgotten
+    bench.put({4: 40})  # after the key was forgotten
     bench.store.forget([5])
     bench.store.close()
     bench.open()
@@ -119,7 +119,7 @@ def test_a_forgotten_block_is_not_found_again(bench: Bench) -> None:
 def test_a_block_that_changed_in_memory_is_detected_when_it_is_read_back(bench: Bench) -> None:
     bench.put({0: 7, 1: 8})
     assert bench.get({0: 7, 1: 8}).num_blocks == 2
-    bench.arena.buffer[1] ^= 16  # in block 0, whose sums are known since it was read
+    bench.arena.buffer[1] ^= 16  # in block 0, whose sums are known since its last load
     bench.store.store("s", (key_of(7), key_of(8)), (BlockId(0), BlockId(1)), (4, 5))
     assert bench.event(StoreEnded).num_blocks == 2
     ended = bench.get({5: 8, 4: 7}, first_block=2)
@@ -199,7 +199,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     bench.open()
     for number in range(12):
         bench.store.store(f"s{number}", (key_of(0),), (BlockId(0),), (number,))
-        if number < 2:  # one for each thread
+        if number < 2:  # one operation for each thread
             assert entered.acquire(timeout=60)
     refused = []
     while not bench.events.empty():
@@ -209,7 +209,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     threading.Timer(0.2, gate.set).start()
     bench.store.close()
     rest = [bench.event(StoreEnded) for _ in range(6)]
-    assert sum(e.num_blocks for e in rest) == 2  # those under way; close() ended the others
+    assert sum(e.num_blocks for e in rest) == 2  # operations under way; close() ended the others
     assert sum("closed" in e.error for e in rest) == 4
     assert bench.events.empty()
 
@@ -289,7 +289,7 @@ def test_verify_finds_every_damaged_block(bench: Bench) -> None:
     good = verify_folder(bench.store.folder)
     assert (good.blocks, good.bad_blocks, good.bad_slices, good.index) == (16, 0, 0, "read")
     assert good.fingerprint == bench.arena.layout.fingerprint.hex()
-    flip(bench, 3, 40)  # in the header
+    flip(bench, 3, 40)  # in the header of the slot
     flip(bench, 9, geometry.header_bytes + geometry.slice_bytes + 1)
     found = verify_folder(bench.store.folder)
     assert (found.bad_blocks, found.bad_slices, found.bad_slots) == (2, 2, (3, 9))

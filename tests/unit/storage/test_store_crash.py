@@ -1,5 +1,5 @@
-"""An SSD folder truncated or damaged at any byte, and processes killed at any moment: each block is
-right or a miss, never wrong."""
+"""An SSD folder is truncated or damaged at any byte, and processes are killed at any moment: each
+block is right or a miss, never wrong."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_index_damaged_at_any_byte_names_no_wrong_block(bench: Bench, damage:
     bench.store.close()
     folder, geometry = bench.store.folder, bench.store.geometry
     right = {0: key_of(0), 2: key_of(2)}
-    stale = {**right, 1: key_of(1)}  # what a lost record leaves: true on disk, only unwanted
+    stale = {**right, 1: key_of(1)}  # a lost record leaves true content on disk, only unwanted
     path = folder / INDEX_NAME
     whole = path.read_bytes()
     assert len(whole) > INDEX_HEAD_BYTES + 4 * RECORD_BYTES
@@ -127,7 +127,7 @@ def test_an_index_damaged_at_any_byte_names_no_wrong_block(bench: Bench, damage:
         if head_lost:
             assert found == stale
         elif damage == "flip":
-            assert len(set(right) ^ set(found)) <= 1  # one record is lost, not those after it
+            assert len(set(right) ^ set(found)) <= 1  # one record is lost, but no later record
         index.close()
         again, rebuilt = open_index(folder, geometry, 3)
         assert not rebuilt
@@ -180,7 +180,8 @@ def test_a_writer_killed_at_any_moment_leaves_only_right_blocks(
 def run_and_kill(
     root: Path, slice_bytes: int, seed: int, live_s: float
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns, by slot, the keys that the writer stored and the keys it last began to store."""
+    """Returns, by slot, the keys that the writer stored and the keys that it last began to
+    store."""
     log = root.parent / "log"
     with log.open("w") as out:
         process = ForkedCommand(

@@ -1,4 +1,5 @@
-"""What an operator learns of a disk that returns damaged blocks: a line, a count, the file."""
+"""An operator learns of a disk that returns damaged blocks by a log line, a count, and the file's
+name."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PAIRS = {slot: slot for slot in range(NUM_BLOCKS)}
 
 
 class LayeredBench(Bench):
-    """Its loads bring layer after layer."""
+    """Makes the store's loads bring layer after layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def flip_all(path: Path) -> None:
-    """Flips a bit in each 4 KiB after the first, which may be a header."""
+    """Flips a bit in each 4 KiB after the first 4 KiB, which may be a header."""
     with path.open("r+b") as file:
         for offset in range(4096 + 50, path.stat().st_size, 4096):
             file.seek(offset)
@@ -98,7 +99,8 @@ def test_damage_is_said_once_with_its_file_and_counted(
     assert 1 <= counts.damaged_blocks <= NUM_BLOCKS
     assert counts.damaged_blocks == sum(int(line.split()[0]) for line in told)
     assert counts.failed_operations == 0, "the disk did what it was told"
-    # Slots that were found damaged are void. A load that ended at the first one left others.
+    # Slots that were found damaged are void. A load that ended at the first damaged slot left the
+    # others.
     for _ in PAIRS:
         load(bench)
     assert bench.store.counts().damaged_blocks <= NUM_BLOCKS, "each is counted once"

@@ -27,7 +27,7 @@ def run(folder: Path, name: str, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the trace that the examples' page makes."""
+    """Makes a working directory with the trace that the examples' page makes."""
     folder = tmp_path_factory.mktemp("examples")
     (command,) = re.findall(r"^moonpool (trace .*)$", (EXAMPLES / "README.md").read_text(), re.M)
     run_command(*command.split(), folder=folder, timeout_s=300).check_returncode()

@@ -1,4 +1,4 @@
-"""Policies and trace formats that an installed package names, or that stand in a module."""
+"""Tests policies and trace formats that an installed package names, or that a module has."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ rows = own_things:Rows
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like site-packages, with a package that names its things as entry points."""
+    """Makes a folder like site-packages, with a package that names its classes as entry points."""
     folder = tmp_path_factory.mktemp("installed")
     (folder / "own_things.py").write_text(POLICIES)
     info = folder / "own_things-1.0.dist-info"

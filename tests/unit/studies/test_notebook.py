@@ -1,4 +1,4 @@
-"""What notebooks show, and that the documentation's notebook has what its cells give."""
+"""Tests what notebooks show, and that the documentation's notebook has the output of its cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [moonpool.TraceRow(2.0 * i, 2048, 8) for i in range(20)]
 
 
 def test_the_notebook_has_what_its_cells_give() -> None:
-    """`make notebook` writes it again."""
+    """Whether the notebook is current; `make notebook` writes it again."""
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text())
         assert text_of(executed(notebook)) == path.read_text(), f"run make notebook for {path.name}"

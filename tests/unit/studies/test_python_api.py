@@ -1,4 +1,4 @@
-"""The public Python API: it gives what the commands give, and imports nothing that it need not."""
+"""The public Python API gives the results of the commands, and imports only what it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small traces for tests, and where the real ones are on a machine that has them."""
+"""Makes small traces for tests, and finds the real traces on a machine that has them."""
 
 from __future__ import annotations
 

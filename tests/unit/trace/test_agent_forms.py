@@ -1,4 +1,5 @@
-"""Odd but legal rows of agents, in all forms: what they count as, and what waits for what."""
+"""Reads odd but legal rows of agents, in all forms: how they count, and which call waits for
+which."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def opened(folder: Path, *lines: Any) -> Trace:
 
 
 def read(folder: Path, *lines: Any) -> dict[str, TraceRow]:
-    """The rows by their calls, after a look at the order that players rely on."""
+    """Returns the rows by their calls, after a check of the order that players rely on."""
     rows = list(opened(folder, *lines))
     seen: set[str] = set()
     for before, row in pairwise(rows):
@@ -39,7 +40,7 @@ def read(folder: Path, *lines: Any) -> dict[str, TraceRow]:
     return {row.call: row for row in rows}
 
 
-# AIPerf's rows
+# Rows of AIPerf:
 
 
 def chat(*texts: str) -> list[dict[str, str]]:
@@ -151,7 +152,7 @@ def test_conversations_of_turns(tmp_path: Path) -> None:
     assert timed[1].after == (timed[0].call,) and timed[1].delay_s == 2.0
 
 
-# Dynamo's rows
+# Rows of Dynamo:
 
 
 def test_a_call_may_wait_for_later_lines(tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ def test_graphs_of_dynamo(tmp_path: Path) -> None:
     assert rows["o"].hash_ids[0] not in rows["a"].hash_ids
 
 
-# Corpora
+# Corpora:
 
 
 def weka(name: str, *requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -343,7 +344,7 @@ def test_wrong_tokens_of_a_span_are_named(tmp_path: Path, value: Any) -> None:
         opened(tmp_path, {"trace_id": "t", "spans": [span(0, 1, value)]})
 
 
-# Order
+# Order:
 
 
 @st.composite
@@ -374,7 +375,7 @@ def test_no_row_comes_before_those_it_waits_for(rows: list[ParsedRow]) -> None:
     assert roots == sorted(roots)
 
 
-# Plain rows of Mooncake's
+# Plain rows of Mooncake:
 
 
 def test_plain_rows_may_have_float_lengths_nulls_and_dates(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Forms whose lines belong together: graphs of sessions, request traces, exports of spans.
-
-And plain prompts.
+"""Reads forms whose lines belong together: graphs of sessions, request traces, exports of spans,
+and also plain prompts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of programs whose contents are unusual, and legal: what is left out is counted."""
+"""Reads files of programs whose contents are unusual and legal: omitted lines are counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NAME = "Grüße 日本語 \u2028\0x"
 
 
 def opened(folder: Path, *lines: Any) -> Trace:
-    """A file as some programs write it: with a mark at its start, CRLF, and plain Unicode."""
+    """Writes a file like some programs: with a byte-order mark at its start, CRLF, and plain
+    Unicode."""
     path = folder / "trace.jsonl"
     text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
     path.write_bytes(text.encode("utf-8-sig"))
@@ -67,7 +68,8 @@ def test_times_of_two_clocks_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_stands_before_the_messages_is_shared(tmp_path: Path) -> None:
-    """In the semantic conventions, instructions and tools have attributes of their own."""
+    """Whether instructions and tools are read, which have separate attributes in the semantic
+    conventions."""
     blocks = []
     for name in ("a", "b"):
         one = span(0, 1, input=1024, output=9)

@@ -1,4 +1,4 @@
-"""Traces of agents: which call waits for which, in all forms that are read."""
+"""Reads traces of agents: which call waits for which, in all forms that moonpool reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws of a trace: bursts and sharing of prefixes stay, and what is drawn differs."""
+"""Draws samples of a trace: bursts and sharing of prefixes stay, and the draws differ."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_equal_names_are_equal_prefixes(rows: list[TraceRow]) -> None:
 
 
 def test_bursts_stay() -> None:
-    """The variance of arrivals in ten seconds over their mean, of a trace with strong bursts."""
+    """Returns the variance of arrivals in ten seconds over their mean, for a trace with strong
+    bursts."""
     bursty = msgspec.structs.replace(BUILT_IN["conversation"], burst_short_cv2=4.0)
     rows = list(generate(bursty, num_requests=2000, seed=2))
 
@@ -79,7 +80,8 @@ def test_bursts_stay() -> None:
 
 
 def test_copies_share_common_blocks_only() -> None:
-    """Block 0 is everybody's; each turn of a minute is continued half a minute later."""
+    """Makes a trace in which all prompts share block 0; each turn of a minute continues half a
+    minute later."""
     rows = []
     for i in range(200):
         rows.append(TraceRow(60.0 * i, 1024, 1, (0, 2 * i + 1)))

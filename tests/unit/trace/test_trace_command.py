@@ -1,4 +1,4 @@
-"""The command `moonpool trace`."""
+"""Tests the command `moonpool trace`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Downloads over real sockets: checked, resumed, refused, interrupted."""
+"""Tests downloads over real sockets: checked, resumed, refused, interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUM = hashlib.sha256(CONTENT).hexdigest()
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serves CONTENT; keeps the ranges asked for."""
+    """Serves CONTENT; keeps the requested ranges."""
 
     daemon_threads = True
 

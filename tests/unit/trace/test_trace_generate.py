@@ -1,4 +1,5 @@
-"""Generated workloads: well-formed, reproducible, and similar to the trace they are fitted to."""
+"""Generated workloads are well-formed, reproducible, and similar to the trace to which they are
+fitted."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_every_built_in_workload_is_a_well_formed_trace(name: str) -> None:
         assert round(row.arrived_s * 1000) / 1000 == row.arrived_s
         parent = -1
         for place, block in enumerate(row.hash_ids):
-            assert seen.setdefault(block, parent) == parent  # equal id, equal prefix
+            assert seen.setdefault(block, parent) == parent  # equal ids mean equal prefixes
             parent = block
             if block == expected_next:
                 expected_next += 1
@@ -155,7 +156,7 @@ def test_bursts_spread_counts_and_poisson_does_not() -> None:
     wild_s = [row.arrived_s for row in generate(wild, duration_s=20_000)]
     assert dispersion(calm_s, 10) == pytest.approx(1.0, abs=0.15)
     assert dispersion(calm_s, 60) == pytest.approx(1.0, abs=0.25)
-    # 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3): the windows are the stretches of one rate
+    # The count is 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3): each window has one rate.
     assert dispersion(wild_s, 10) == pytest.approx(81, rel=0.2)
     assert dispersion(wild_s, 300) == pytest.approx(1 + 5 * (10 * 1.3 + 300 * 0.3), rel=0.4)
     assert len(wild_s) / 20_000 == pytest.approx(5.0, rel=0.2)

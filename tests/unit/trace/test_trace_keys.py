@@ -1,4 +1,5 @@
-"""Block keys from a trace's hashes: as many as full blocks, equal exactly where prefixes are."""
+"""Makes block keys from a trace's hashes: as many as full blocks, equal exactly where prefixes are
+equal."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def test_one_key_per_full_block(block_tokens: int) -> None:
 def test_keys_are_equal_exactly_where_prefixes_are(
     a: list[int], b: list[int], block_tokens: int
 ) -> None:
-    """Prompts of whole trace blocks; an id names the prefix up to its block, as in a trace."""
+    """Makes prompts of whole trace blocks; an id names the prefix up to its block, as in a
+    trace."""
     names: dict[tuple[int, ...], int] = {}
 
     def ids(prompt: list[int]) -> list[int]:

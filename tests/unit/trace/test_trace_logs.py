@@ -1,4 +1,4 @@
-"""Logs as JSON lines, and vLLM's own, are read as traces, or refused with the reason."""
+"""Logs as JSON lines, and vLLM's own logs, are read as traces, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_common_log_is_a_trace(form: str, tmp_path: Path) -> None:
 
 
 def own_line(arrived_s: float, finished_s: float, tenant: str = "") -> str:
-    """A line as `serve --log-requests --log-format json` writes it."""
+    """Returns a line in the form of `serve --log-requests --log-format json`."""
     record = RequestRecord(
         request_id="r", arrived_s=arrived_s, num_prompt_tokens=40, slo=Slo(ttft_s=1, tbt_s=1)
     )
@@ -227,7 +227,7 @@ def test_times_of_two_kinds_and_damaged_lines_are_named(tmp_path: Path) -> None:
     assert "`jq -c . FILE`" in error_of(tmp_path, "{", '"timestamp": 1', "}")
 
 
-# vLLM
+# Logs of vLLM:
 
 ASKED = "Received request %s: prompt: %r, params: SamplingParams(n=1), prompt_token_ids: %s, x."
 ANSWERED = "Generated response %s: output: %r, output_token_ids: %s, finish_reason: stop"
@@ -274,7 +274,7 @@ def test_vllms_log_without_token_ids_says_what_to_do(tmp_path: Path) -> None:
     assert "--log-requests --log-format json" in text
 
 
-# Anything at all
+# Any text at all:
 
 NAMES = st.sampled_from(["usage", "time", "created", "prompt_tokens", "completion_tokens", "a\nb"])
 VALUES = st.recursive(

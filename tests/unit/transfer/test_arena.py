@@ -1,4 +1,4 @@
-"""The arena: its limits, its seals and its write protection."""
+"""Tests the arena: its limits, its seals and its write protection."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_late_arena_takes_memory_for_blocks_in_use_and_gives_it_back() -> None
     while taken() < AHEAD_BYTES + layout.block_bytes and time.monotonic() < until_s:
         time.sleep(0.01)
     assert AHEAD_BYTES + layout.block_bytes <= taken() < arena.num_bytes
-    arena.slice(arena.num_blocks - 1, 0)[:2] = b"xy"  # far from what was announced
+    arena.slice(arena.num_blocks - 1, 0)[:2] = b"xy"  # far from the announced size
     assert arena.slice(arena.num_blocks - 1, 0)[:2] == b"xy"
     arena.forget_content()
     while taken() and time.monotonic() < until_s:  # the other thread may still take what it began
@@ -78,7 +78,7 @@ def test_a_late_arena_takes_memory_for_blocks_in_use_and_gives_it_back() -> None
     assert taken() == 0
     arena.seal()
     arena.slice(0, 0)[:1] = b"z"
-    arena.forget_content()  # a sealed arena stays as it is
+    arena.forget_content()  # a sealed arena does not change
     assert arena.slice(0, 0)[:1] == b"z"
     arena.reach(arena.num_blocks)
     arena.close()
@@ -134,7 +134,7 @@ def test_only_mappings_from_before_the_seal_can_write() -> None:
 @pytest.mark.long
 def test_a_peer_is_mapped_once_and_until_its_last_release(arena: Arena) -> None:
     peers = PeerArenas()
-    gc.collect()  # what tests before this one left behind
+    gc.collect()  # memory that earlier tests left behind
     before = len(os.listdir("/proc/self/fd"))
     mapped = mappings()
     first, name = peers.adopt(os.dup(arena.fd), LAYOUT)
@@ -173,7 +173,7 @@ def test_a_file_that_is_not_a_sealed_memfd_is_refused(tmp_path: Path) -> None:
         PeerArenas().adopt(file, LAYOUT)
     for fd in (plain, file):
         with pytest.raises(OSError):
-            os.fstat(fd)  # closed: it was handed over
+            os.fstat(fd)  # closed, because it was handed over
     read_end, write_end = os.pipe()
     os.close(write_end)
     with pytest.raises(ArenaError, match="not a memory file"):
@@ -191,7 +191,7 @@ def test_close_is_safe_while_a_tensor_uses_the_memory(arena: Arena) -> None:
 
 
 def memory_files() -> int:
-    """Descriptors of files in memory; threads of other tests may open sockets meanwhile."""
+    """Returns descriptors of files in memory; threads of other tests may open sockets meanwhile."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -200,7 +200,7 @@ def memory_files() -> int:
 
 
 def test_close_frees_the_memory_and_every_descriptor() -> None:
-    gc.collect()  # what tests before this one left
+    gc.collect()  # memory that earlier tests left
     before, mapped_before = memory_files(), mappings()
     Arena(LAYOUT, 8).close()
     gc.collect()

@@ -11,7 +11,7 @@ from moonpool_engine.transfer.connection_pool import PooledConnection
 
 
 class QueueingConnection:
-    """A connection with one queued message."""
+    """Makes a connection with one queued message."""
 
     closed = False
 
@@ -34,11 +34,11 @@ def test_a_late_wake_up_does_not_delay_the_last_message() -> None:
     pooled = PooledConnection(PeerAddress(InstanceId("peer"), "", "", "127.0.0.1", 1))
     connection = QueueingConnection()
     pooled.set_connection(connection, False)  # type: ignore[arg-type]
-    os.eventfd_write(pooled.wake_fd, 1)  # of the operation that has ended
+    os.eventfd_write(pooled.wake_fd, 1)  # a wake-up of the operation that has ended
     pooled.flush_queued(linger=True)
     assert not connection.has_queued
     connection.has_queued = True
-    pooled.operation = lambda _: lambda: None  # this wake-up is of the next: they go out together
+    pooled.operation = lambda _: lambda: None  # the next wake-up: both go out together
     pooled.flush_queued(linger=True)
     assert connection.has_queued
     pooled.close()

@@ -1,4 +1,4 @@
-"""Frames over TLS: both directions at once, and an end that another thread closes."""
+"""Tests frames over TLS: both directions at once, and an end that another thread closes."""
 
 from __future__ import annotations
 

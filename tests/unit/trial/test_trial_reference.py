@@ -1,4 +1,4 @@
-"""Each kind of difference is found for what it is, and near-ties are no wrong answers."""
+"""Each kind of difference is found as its kind, and near-ties are not wrong answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tally proves, and what it must not call proven."""
+"""Tests what a tally proves, and what it must not call proven."""
 
 from __future__ import annotations
 

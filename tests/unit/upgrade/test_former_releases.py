@@ -1,4 +1,5 @@
-"""What former releases left on a machine, as docs/operating.md promises for an upgrade.
+"""Reads the files that former releases left on a machine, as docs/operating.md promises for an
+upgrade.
 
 The archives hold a config file, step times and an SSD folder, each made by the code of that
 release: 0.1.0's by that of commit 7437cd67. `python -m tests.unit.upgrade.record` makes later ones.
@@ -31,7 +32,8 @@ THIS = "this release"
 
 @pytest.fixture(params=[*sorted(path.name for path in HERE.glob("*.tar.gz")), THIS])
 def left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with what a release left; of this one, recorded now as the next will find it."""
+    """Returns the folder with the files of a release; those of this release are recorded now, as
+    the next release will find them."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     archive = HERE / request.param
     if request.param == THIS:

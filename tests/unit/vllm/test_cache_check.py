@@ -1,4 +1,5 @@
-"""The words for KV events that are of no use, and the comparison with the server's own counts."""
+"""Tests the messages for KV events that are of no use, and the comparison with the server's own
+counts."""
 
 from __future__ import annotations
 

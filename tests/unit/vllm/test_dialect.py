@@ -1,4 +1,5 @@
-"""vLLM's words: requests as it reads them, answers and facts as it says them."""
+"""Tests vLLM's formats: requests in the form that vLLM reads, answers and facts in the form that it
+sends."""
 
 from __future__ import annotations
 
@@ -75,9 +76,10 @@ def test_a_temperature_near_0_is_greedy(given: float, sent: float) -> None:
 
 
 def test_an_answer_within_a_bad_word_does_not_continue_after_a_fault() -> None:
-    """vLLM looks for bad words in the tokens of its own request."""
+    """Whether bad words are found as in vLLM, which looks for them in the tokens of its own
+    request."""
     sampling = SamplingParams(bad_words=(BadWord("no", ((7,), (1, 2, 9))),))
-    for done in (0, 1, 2):  # the answer so far: nothing, (0,), (0, 1)
+    for done in (0, 1, 2):  # the answer so far: (), (0,), (0, 1)
         asked = SubmitRequest(work(sampling, done=done))
         if done < 2:
             assert body(asked)["bad_words"] == ["no"]

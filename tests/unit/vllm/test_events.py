@@ -1,4 +1,5 @@
-"""KV events as vLLM publishes them: of a real one (golden), of older releases, and damaged."""
+"""Reads KV events as vLLM publishes them: events of a real vLLM (golden), of older releases, and
+damaged events."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_batches_of_rubbish_hold_no_events(events: list[Any]) -> None:
 
 
 class Publisher:
-    """Publishes and repeats as vLLM does, on ports of its own."""
+    """Publishes and repeats events like vLLM, on ports of its own."""
 
     def __init__(self, zmq: Any) -> None:
         context = zmq.asyncio.Context.instance()
@@ -171,7 +172,7 @@ def follow(
         publisher = Publisher(zmq)
         repeating = asyncio.create_task(publisher.repeat())
         reader = EventReader(publisher.events, publisher.replay if replay else "")
-        await scenario(publisher, lambda n: None)  # before the reader comes
+        await scenario(publisher, lambda n: None)  # published before the reader comes
         following = asyncio.create_task(reader.run(told.append))
 
         async def wait_for(count: int, last: int | None = None) -> None:
@@ -194,7 +195,7 @@ def follow(
 
 
 def words(told: list[CacheEventsReceived]) -> list[int | str]:
-    """The hashes told of, in order, and where all was to be forgotten."""
+    """Returns the announced hashes in order, and the places where all were to be forgotten."""
     found: list[int | str] = []
     for each in told:
         found += ["lost"] if each.lost else []

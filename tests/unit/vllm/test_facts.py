@@ -1,4 +1,4 @@
-"""What a vLLM server tells about itself, and what no vLLM server tells."""
+"""Tests what a vLLM server reports about itself, and reports that no vLLM server makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another engine's blocks by our names, from what it tells of them, or by what is assumed."""
+"""Names another engine's blocks by moonpool's keys, by its reports, or by assumptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keys_of(tokens: tuple[int, ...], tenant: str = "") -> list[BlockKey]:
 def stored(
     first: int, last: int, salt: str | None = None, medium: str = "GPU"
 ) -> ExternalBlocksStored:
-    """Blocks first ... last - 1 of TOKENS, called by their numbers."""
+    """Returns blocks first ... last - 1 of TOKENS, named by their numbers."""
     return ExternalBlocksStored(
         hashes=tuple(range(first, last)),
         parent=first - 1 if first else None,
@@ -56,7 +56,7 @@ def test_what_continues_an_unknown_block_has_no_name() -> None:
     held.hear(stored(2, 4))
     assert len(held) == 0
     held.hear(stored(0, 2))
-    held.hear(stored(2, 4))  # told again, when a prompt used it again
+    held.hear(stored(2, 4))  # reported again, when a prompt used the block again
     assert held.keys == tuple(keys_of(TOKENS)[:4])
 
 

@@ -1,4 +1,5 @@
-"""What a vLLM server is believed to cache: its events while they are right, and an assumption."""
+"""Tests what a vLLM server is believed to cache: its events while they are right, and an assumption
+otherwise."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def stored(number: int, block_tokens: int = 4) -> ExternalBlocksStored:
 
 
 class Server:
-    """A cache that is followed, and what its follower has told the head."""
+    """Holds a cache that is followed, and what its follower has told the head."""
 
     def __init__(self, publishes_events: bool = True, caches: bool = True) -> None:
         self.cache = KnownCache(LAYOUT, 64, publishes_events, caches)
@@ -42,7 +43,7 @@ class Server:
         self.now = 0.0
 
     def compute(self, number: int, events: tuple[ForeignEvent, ...] | None = None) -> None:
-        """A prompt is computed; with its events, unless they are given."""
+        """Computes a prompt, with its events unless the test gives others."""
         if events is None:
             events = (stored(number),)
         if events:
@@ -130,8 +131,8 @@ def test_a_late_event_is_no_missing_one() -> None:
 
 
 def test_prompts_that_no_event_names_do_not_count() -> None:
-    """These are prompts of adapters, prompts computed elsewhere, and all prompts of a server
-    without a prefix cache."""
+    """Whether such prompts are ignored: prompts of adapters, prompts computed elsewhere, and all
+    prompts of a server without a prefix cache."""
     server = Server()
     for number in range(LEAST_JUDGED):
         server.cache.note_computed(keys(number), server.now, False)

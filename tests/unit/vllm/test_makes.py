@@ -1,4 +1,5 @@
-"""Servers of other makes: found by asking, and read. Each answers here as its documents say."""
+"""Finds servers of other makes by questions, and reads them. Each stub answers as its documents
+say."""
 
 from __future__ import annotations
 

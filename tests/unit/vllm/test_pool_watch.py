@@ -1,4 +1,4 @@
-"""The watch over a host's pool ends with its worker, whatever it does just then."""
+"""The watch over a host's pool ends with its worker, whatever the watch does then."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from moonpool.vllm.pool_watch import PoolWatch
 
 MOST_TURNS = 12
-"""Turns of the loop after which it certainly waits for the next look."""
+"""Is the number of turns of the loop after which the watch certainly waits for the next look."""
 
 
 @pytest.mark.parametrize("turns", range(MOST_TURNS))
 def test_it_ends_when_it_is_cancelled_in_any_turn(tmp_path: Path, turns: int) -> None:
-    """Also in the turn in which the connection to a pool that is not there fails."""
+    """Whether this holds also in the turn in which the connection to a missing pool fails."""
 
     async def cancelled() -> bool:
         watch = PoolWatch(tmp_path / "none", "m", 16, lambda _: None, lambda *_: None)

@@ -1,5 +1,5 @@
-"""A server that listens and does not answer is busy, as one on a full machine is: `serve` goes on,
-and its worker asks again. `serve` ends immediately if no server listens."""
+"""A server that listens and does not answer is busy, like a server on a full machine: `serve` goes
+on, and its worker asks again. `serve` ends immediately if no server listens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that `serve` would serve with."""
+    """Holds the configurations with which `serve` would serve."""
     found: list[Any] = []
     monkeypatch.setattr("moonpool.cli.serve._run", lambda config, **_: found.append(config))
     return found

@@ -1,4 +1,4 @@
-"""The folder of saved slots: what is damaged, foreign or too much is a miss."""
+"""Tests the folder of saved slots: a damaged or foreign slot, or a slot too many, is a miss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def held(seed: int = 0, identity: bytes = MODEL) -> Held:
 
 
 def put(folder: SlotFolder, one: Held, content: bytes = b"state" * 100) -> Path:
-    """Saves a slot as a server does."""
+    """Saves a slot like a server."""
     path = folder.path / folder.file_name(one.name)
     content = b"ggsq" + array("I", one.token_ids).tobytes() + content
     path.write_bytes(content)
@@ -112,7 +112,7 @@ def folder_held(one: Held) -> Held:
 
 
 def folder_intact(folder: SlotFolder, one: Held, right: bytes) -> bool:
-    """Looks without deleting for good."""
+    """Checks slots without a final deletion."""
     data = folder.path / folder.file_name(one.name)
     content = data.read_bytes()
     is_intact = folder.is_intact(one)
@@ -152,7 +152,7 @@ def test_the_folder_is_bounded_by_last_use(tmp_path: Path) -> None:
         for each in (path, path.with_suffix(".note")):
             os.utime(each, (1000 + number, 1000 + number))
     assert folder.bound() == (files[0].name,)  # each has a note of 1.3 kB
-    assert folder.is_intact(folder_held(files[1]))  # used
+    assert folder.is_intact(folder_held(files[1]))  # used slots
     put(folder, held(50), bytes(2000))
     assert folder.bound() == (files[2].name,)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
@@ -194,7 +194,7 @@ def test_a_model_is_its_weights_and_what_it_computes(tmp_path: Path) -> None:
     one = identity_of(tmp_path, digest, likely)
     noisy = {number: logprob + 0.01 for number, logprob in likely.items()}
     assert identity_of(tmp_path, digest, noisy) == one
-    noisy[99] = noisy.pop(15)  # the least likely may be another
+    noisy[99] = noisy.pop(15)  # the least likely slot may be another
     assert identity_of(tmp_path, digest, noisy) == one
     changed = {**likely, 3: -4.2}
     other = identity_of(tmp_path, digest, changed)

@@ -1,4 +1,4 @@
-"""Slots of a llama-server: which one computes a request, and what is saved and restored."""
+"""Tests slots of a llama-server: which slot computes a request, and what is saved and restored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def turned(tokens: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def compute(table: SlotTable, asked: Prompt, answer: Sequence[int] = (7, 8)) -> int:
-    """One whole request. Returns its slot."""
+    """Runs one whole request. Returns its slot."""
     plan = table.begin(asked)
     assert plan is not None
     if plan.save is not None:
@@ -99,7 +99,7 @@ def test_a_longer_file_makes_a_shorter_one_needless() -> None:
     assert list(table.files) == [longer.name]
     assert table.keys == longer.keys
     compute(table, prompt(LONG))
-    assert table.unsaved() is None  # the longer one has it
+    assert table.unsaved() is None  # the longer prompt has it
 
 
 def test_tenants_never_use_what_is_anothers() -> None:
@@ -137,8 +137,8 @@ def test_prompts_outside_the_cache_leave_nothing() -> None:
 steps = st.lists(
     st.tuples(
         st.sampled_from(("begin", "end", "idle", "drop", "forget")),
-        st.integers(0, 5),  # which conversation, or which open request
-        st.integers(1, 30),  # length in blocks
+        st.integers(0, 5),  # the conversation, or the open request
+        st.integers(1, 30),  # the length in blocks
         st.sampled_from(("", "one", "other")),
     ),
     max_size=60,
@@ -150,7 +150,7 @@ steps = st.lists(
 def test_any_order(done: list[tuple[str, int, int, str]]) -> None:
     table = SlotTable(3, BLOCK, saves=True)
     told: set[BlockKey] = set()
-    inside: dict[int, Held | None] = dict.fromkeys(range(3))  # what the server has
+    inside: dict[int, Held | None] = dict.fromkeys(range(3))  # the slots of the server
     busy: dict[int, Prompt] = {}
     roots: set[BlockKey] = set()
     for what, number, blocks, tenant in done:

@@ -1,4 +1,5 @@
-"""An instance whose engine is somebody else's: what it asks, and what it tells the head."""
+"""Tests an instance whose engine is another project's server: what it asks, and what it tells the
+head."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def piece(
 
 
 class Bench:
-    """An instance, what it was last answered, and a clock."""
+    """Holds an instance, its last answers, and a clock."""
 
     def __init__(
         self, role: Role = Role.MIXED, publishes_events: bool = False, context_tokens: int = 0
@@ -108,7 +109,7 @@ class Bench:
         return [action for event in events for action in self.instance.handle(event, self.now)]
 
     def step(self, *pieces: EngineOutput, after_s: float = 0.1) -> list[VllmAction]:
-        """They come together."""
+        """The tokens come together."""
         self.now += after_s
         return self.handle(*pieces, EngineStepEnded())
 
@@ -139,8 +140,8 @@ def test_an_answer_from_begin_to_end() -> None:
 
 
 def outgrowing(max_tokens: int) -> list[VllmAction]:
-    """What an instance of 14 tokens of context does with a prompt of 12 after two tokens, of which
-    the second is the last that fits."""
+    """Returns what an instance with 14 tokens of context does with a prompt of 12 tokens after two
+    tokens, of which the second is the last that fits."""
     bench = Bench(context_tokens=14)
     bench.handle(StartPrefill(attempt=work("a", max_tokens=max_tokens)))
     bench.step(piece("a", 1))
@@ -172,12 +173,12 @@ def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode()
     assert len(step.attempts) == 2
     assert step.gap_s == pytest.approx(0.25)
     (step,) = told(bench.step(piece("a", 3), after_s=0.1), StepTokens)
-    assert step.gap_s == 0.0  # "b" had no token: this was not a step of them all
+    assert step.gap_s == 0.0  # "b" had no token: this step did not have them all
     bench.handle(StartPrefill(attempt=work("c")))
     (step,) = told(bench.step(piece("a", 4), piece("b", 3)), StepTokens)
-    assert step.gap_s == 0.0  # a prompt is being computed beside them
+    assert step.gap_s == 0.0  # a prompt is computed beside them
     (step,) = told(bench.step(piece("a", 5), piece("b", 4), piece("c", 1)), StepTokens)
-    assert step.gap_s == 0.0  # it ended in this step
+    assert step.gap_s == 0.0  # the answer ended in this step
     (step,) = told(bench.step(piece("a", 6), piece("b", 5), piece("c", 2)), StepTokens)
     assert step.gap_s == pytest.approx(0.1)
 
@@ -197,7 +198,7 @@ def test_prompts_begin_one_after_the_other_as_far_as_can_be_seen() -> None:
     assert not told(bench.handle(StartPrefill(attempt=work("c"))), PrefillStarted)
     begun = told(bench.handle(piece("a", 1)), PrefillStarted)
     assert [report.attempt_id for report in begun] == ["b"]
-    # "c" overtakes "b": it began at the latest now, and "b" is not told twice.
+    # "c" overtakes "b": so "b" began at the latest now, and is not announced twice.
     assert [r.attempt_id for r in told(bench.handle(piece("c", 1)), PrefillStarted)] == ["c"]
     assert not told(bench.handle(piece("b", 1)), PrefillStarted)
 
@@ -275,7 +276,7 @@ def test_what_the_engine_says_of_its_cache_is_passed_on_under_our_names() -> Non
     assert change.stored == keys()
     (started,) = told(bench.handle(StartPrefill(attempt=work("a"))), PrefillStarted)
     assert started.cached_tokens == 8
-    assert not told(bench.step(piece("a", 1)), BlocksChanged)  # only its own word counts
+    assert not told(bench.step(piece("a", 1)), BlocksChanged)  # only the server's own word counts
     gone = ExternalBlocksRemoved(hashes=(9,), medium="GPU")
     (change,) = told(bench.handle(CacheEventsReceived((gone,))), BlocksChanged)
     assert change.removed == (keys()[2],)
@@ -360,7 +361,7 @@ def test_a_failed_work_is_told_once_and_frees_its_place() -> None:
     failed = bench.handle(SubmitFailed(AttemptId("a"), "it broke"))
     assert told(failed, AttemptFailed)[0].message == "it broke"
     assert not bench.handle(SubmitFailed(AttemptId("a"), "it broke"))
-    assert not told(bench.handle(EngineStepEnded()), StepTokens)  # nothing of it comes afterwards
+    assert not told(bench.handle(EngineStepEnded()), StepTokens)  # no later event counts
 
 
 def test_what_it_cannot_do_it_says() -> None:
@@ -380,7 +381,7 @@ def test_a_lost_head_ends_everything() -> None:
 
 
 class Guests(RuleBasedStateMachine):
-    """In whatever order events come, sums balance and every attempt ends at most once."""
+    """Whether sums balance and every attempt ends at most once, in any order of events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,7 +446,7 @@ class Guests(RuleBasedStateMachine):
         assert load.held_blocks + load.free_blocks == load.num_blocks
         assert sum(load.owners.values()) >= load.held_blocks
         assert set(load.owners) == {f"work:{name}" for name in self.open}
-        # Whoever is first in line has begun: somebody is always being computed.
+        # The first request in line has begun, because the server always computes some request.
         if load.num_waiting:
             assert any(name in self.started for name in self.open)
 

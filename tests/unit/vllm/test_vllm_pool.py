@@ -1,4 +1,5 @@
-"""An instance whose vLLM shares the pool of its host: what it tells the head, and what waits."""
+"""Tests an instance whose vLLM shares the pool of its host: what it tells the head, and what
+waits."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_a_request_that_ended_waits_for_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("dsrv-")), max_size=40))
 def test_the_head_knows_what_is_reachable(steps: list[tuple[int, str]]) -> None:
-    """Whatever changes in the pool and in vLLM, the sum of all reports is the truth."""
+    """Whether the sum of all reports is right, whatever changes in the pool and in vLLM."""
     pool, cached = PooledBlocks(address("own")), set[BlockKey]()
     told: dict[BlockKey, str] = {}
     truth: dict[BlockKey, str] = {}

@@ -1,4 +1,4 @@
-"""KVCache tensors as vLLM's workers make them, in each of its physical layouts."""
+"""Makes KVCache tensors like vLLM's workers, in each of its physical layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The fields of vLLM's specs that are read."""
+    """Holds the fields of vLLM's specs that the layout reads."""
 
     block_size: int
     num_kv_heads: int
@@ -53,7 +53,7 @@ ORDERS = {  # physical orders of (layer, block, head, token, content), as vLLM n
 
 @dataclass
 class Worker:
-    """The interface that vLLM gives a connector."""
+    """Holds the interface that vLLM gives a connector."""
 
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     config: Any = None
@@ -70,7 +70,7 @@ def one_group(
     dtype: torch.dtype = torch.bfloat16,
     placed: bool = True,
 ) -> Worker:
-    """A model with full attention: `content` elements of a token and head."""
+    """Makes a model with full attention: `content` elements of a token and head."""
     item = dtype.itemsize
     spec = FullAttentionSpec(tokens, heads, content * item, dtype)
     kernel = kernel_tokens or tokens
@@ -98,7 +98,8 @@ def one_group(
 
 
 def two_groups(blocks: int = 8) -> Worker:
-    """A hybrid model: layers of both groups lie on each other, a block belongs to one group."""
+    """Makes a hybrid model: layers of both groups share memory, and a block belongs to one
+    group."""
     full, window = FullAttentionSpec(32, 2, 256), SlidingWindowSpec(32, 2, 256)
     raw = torch.randint(0, 250, (2, blocks, 2, 32, 256), dtype=torch.uint8).view(torch.bfloat16)
     names = [[f"{kind}.{i}" for i in range(2)] for kind in ("full", "window")]
@@ -115,7 +116,7 @@ def two_groups(blocks: int = 8) -> Worker:
 
 
 def key_and_value_apart(blocks: int = 5) -> Worker:
-    """(2, blocks, tokens, heads, size): K and V are the outer axis, as earlier vLLMs have it."""
+    """Makes (2, blocks, tokens, heads, size): K and V are the outer axis, as in earlier vLLMs."""
     spec = FullAttentionSpec(16, 2, 2 * 64 * 2)
     tensors = {
         f"layers.{i}": torch.randn(2, blocks, 16, 2, 64).to(torch.bfloat16) for i in range(2)
@@ -129,6 +130,7 @@ def key_and_value_apart(blocks: int = 5) -> Worker:
 
 
 def all_orders() -> list[tuple[str, int]]:
-    """Each order, and how many kernel blocks a block has: where blocks are dense, several."""
+    """Yields each order, and the number of kernel blocks of a block: several where blocks are
+    dense."""
     whole = [(order, 1) for order in ORDERS]
     return [*whole, *itertools.product(("LBHNC", "LBNHC"), (2, 4))]

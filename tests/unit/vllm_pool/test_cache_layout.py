@@ -1,4 +1,5 @@
-"""Which bytes belong to which block: moved there, a block is what it was, and no other changes."""
+"""Tests which bytes belong to which block: a block keeps its content when these bytes move, and no
+other block changes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def read(worker: Worker) -> CacheLayout:
 
 
 def blocks_of(worker: Worker, layer: str, axis: int = 0) -> torch.Tensor:
-    """The layer's bytes with manager blocks as the first axis."""
+    """Returns the layer's bytes with manager blocks as the first axis."""
     tensor = worker.kv_caches[layer].movedim(axis, 0)
     found = tensor.unflatten(0, (worker.config.num_blocks, -1)).contiguous()
     return found.view(torch.uint8).clone()
@@ -206,7 +207,7 @@ def test_tensors_that_are_elsewhere_are_refused() -> None:
 
 def test_axes_that_could_both_count_blocks_are_refused() -> None:
     refused(one_group(blocks=3, heads=3, placed=False), "two axes of .* may count the 3 blocks")
-    read(one_group(blocks=3, heads=3))  # vLLM says which
+    read(one_group(blocks=3, heads=3))  # vLLM names the axis
 
 
 def test_an_unknown_interface_is_one_line() -> None:

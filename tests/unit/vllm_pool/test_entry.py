@@ -1,4 +1,4 @@
-"""A vLLM whose modules, classes or objects are otherwise is refused in one line and serves on."""
+"""A vLLM with other modules, classes or objects is refused in one line, and serves on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request_class(names: frozenset[str] = REQUEST) -> Any:
 
 
 def modules_of_vllm() -> dict[str, dict[str, Any]]:
-    """What the connector takes from vLLM, by module."""
+    """Lists what the connector takes from vLLM, by module."""
     base = base_class(__init__=begin, bind_kv_cache_manager=bind)
     base.__module__ = BASE
     metadata = {f"KVConnector{name}": Metadata for name in ("Metadata", "WorkerMetadata")}
@@ -105,21 +105,21 @@ def without(modules: dict[str, dict[str, Any]], module: str, name: str = "") -> 
 
 
 def moved(modules: dict[str, dict[str, Any]]) -> None:
-    """The module of connectors has another name."""
+    """Gives the module of connectors another name."""
     name = "vllm.kv_connectors.base"
     modules[name] = modules.pop(BASE)
     modules[name]["KVConnectorBase_V1"].__module__ = name
 
 
 def renamed(modules: dict[str, dict[str, Any]]) -> None:
-    """The class of connectors, too."""
+    """Gives the class of connectors another name, too."""
     moved(modules)
     content = modules["vllm.kv_connectors.base"]
     content["KVConnectorBase"] = content.pop("KVConnectorBase_V1")
 
 
 def one_more(modules: dict[str, dict[str, Any]]) -> None:
-    """Connectors get one more argument."""
+    """Gives connectors one more argument."""
 
     def begin_with(
         self: Any, vllm_config: Any, role: Any, kv_cache_config: Any, ranks: Any
@@ -246,7 +246,7 @@ def scheduler_of(kind: Any, ready: Any = None, **changes: Any) -> Any:
 
 
 def serves_on(scheduler: Any) -> bool:
-    """Without the pool."""
+    """Runs without the pool."""
     request = SimpleNamespace(request_id="r", num_tokens=40, all_token_ids=[0] * 40)
     scheduler.on_new_request(request)
     nothing = scheduler.get_num_new_matched_tokens(request, 0) == (0, False)

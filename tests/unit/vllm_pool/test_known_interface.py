@@ -1,4 +1,4 @@
-"""A vLLM that is not known is refused in one line, and serves without the pool."""
+"""The connector refuses an unknown vLLM in one line, and vLLM serves without the pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Role(enum.Enum):
 
 
 def base_class(**changes: Any) -> Any:
-    """A class of connectors as vLLM's own, with other methods where `changes` has them."""
+    """Makes a class of connectors like vLLM's own, with other methods where `changes` has them."""
     methods = {name: method(parameters) for name, parameters in METHODS.items()}
     for name in ABSTRACT:
         methods[name].__isabstractmethod__ = True
@@ -97,7 +97,7 @@ def test_all_methods_that_the_connector_takes_over_are_looked_at() -> None:
     (connector,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef))
     own = {f.name for f in connector.body if isinstance(f, ast.FunctionDef)}
     private = {name for name in own if name.startswith("_") and name != "__init__"}
-    # A property; of SupportsHMA; from 0.33 on.
+    # It is a property of SupportsHMA, from 0.33 on.
     apart = {"requires_kv_delivery", "request_finished_all_groups", "unregister_kv_caches"}
     assert own - private - apart <= METHODS.keys()
 

@@ -1,4 +1,4 @@
-"""Prompts of a proof: distinct blocks, mixed and in no order."""
+"""Tests prompts of a proof: distinct blocks, mixed and in no order."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ def test_differences_of_log_probabilities() -> None:
     one = [{1: -0.5, 2: -1.0}]
     assert difference(one, [dict(one[0])]) == 0.0
     assert difference(one, [{1: -0.75, 2: -1.0}]) == 0.25
-    assert difference(one, [{1: -0.5, 3: -1.5}]) == 0.5  # unlikelier than the last of the others
+    assert difference(one, [{1: -0.5, 3: -1.5}]) == 0.5  # less likely than the last of the others
     assert difference(one, [{1: float("nan"), 2: -1.0}]) == float("inf")
     assert difference([{}], [{}]) == 0.0  # a rank without the last layer

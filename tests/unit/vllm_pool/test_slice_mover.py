@@ -1,4 +1,4 @@
-"""The compiled mover and the plain one do the same."""
+"""The compiled mover and the plain mover do the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if why_unavailable() is None:
 
 
 def memory(size: int, seed: int | None) -> np.ndarray:
-    """Allocates at a multiple of 64."""
+    """Allocates memory at a multiple of 64."""
     raw = np.zeros(size + 64, np.uint8)
     if seed is not None:
         raw[:] = np.random.default_rng(seed).integers(0, 256, size + 64, dtype=np.uint8)
@@ -90,7 +90,7 @@ def test_what_cannot_be_moved_is_an_error(name: str) -> None:
 
 
 def test_slices_on_a_device_are_copied_by_address() -> None:
-    """On tensors in the host's memory: the device's own copies are torch's."""
+    """Whether this holds for tensors in the host's memory: a device's own copies are torch's."""
     tensor = torch.arange(4096, dtype=torch.int32)
     mover = DeviceSliceMover({"layer": tensor})
     host = np.zeros(1024 + 64, np.uint8)

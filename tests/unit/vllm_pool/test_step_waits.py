@@ -1,4 +1,4 @@
-"""What vLLM's steps wait for the pool is bounded and counted."""
+"""The time that vLLM's steps wait for the pool is bounded and counted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from moonpool_engine.vllm.worker_side import IDLE_S
 
 T = TypeVar("T")
 MOST_S = 0.05
-"""What a step may wait for a dead pool, in the scheduler and in a worker together."""
+"""Is the time that a step may wait for a dead pool, in the scheduler and in a worker together."""
 
 BLOCKING = {"wait", "wait_for", "result", "sendall", "recv", "connect", "acquire", "join", "read"}
-# Each call that may block, by module and function, and why no step waits for the pool there.
+# These are the calls that may block, by module and function, with the reason why no step waits for
+# the pool there.
 KNOWN: dict[str, dict[str, str]] = {
     "block_copier": {
         "DeviceCopier.wait": "of the device: streams wait, not the thread",
@@ -48,7 +49,7 @@ KNOWN: dict[str, dict[str, str]] = {
 
 
 def blocking_calls(path: Path) -> set[str]:
-    """The functions of a module, as Class.name, that call what may block."""
+    """Returns the functions of a module, as Class.name, that call what may block."""
     found = set()
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     for kind in classes:
@@ -56,7 +57,7 @@ def blocking_calls(path: Path) -> set[str]:
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 called = call.func
                 if not isinstance(called, ast.Attribute) or isinstance(called.value, ast.Constant):
-                    continue  # a text's join
+                    continue  # the join of a text
                 if called.attr in BLOCKING:
                     found.add(f"{kind.name}.{function.name}")
     return found
@@ -73,7 +74,7 @@ def test_the_waits_of_all_processes_fit_into_a_step() -> None:
 
 
 class Clock:
-    """Time passes only while a condition waits."""
+    """Lets time pass only while a condition waits."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -83,7 +84,7 @@ class Clock:
 
 
 class SlowCondition(threading.Condition):
-    """Waits take `factor` times as long as they should, as on a busy machine."""
+    """Makes waits take `factor` times as long as they should, as on a busy machine."""
 
     def __init__(self, clock: Clock, factor: float = 1.0) -> None:
         super().__init__()

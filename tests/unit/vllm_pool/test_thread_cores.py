@@ -1,4 +1,4 @@
-"""Threads that copy leave the core that vLLM has bound their maker to."""
+"""Threads that copy leave the core to which vLLM has bound the thread that made them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two cores")
 
 
 def cores_of_a_thread(bound_to: int) -> set[int]:
-    """The cores of a thread that was bound to one, and has left it."""
+    """Returns the cores of a thread that was bound to one core, and has left it."""
     found: list[set[int]] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The site as `make docs` builds it, in a folder of a test."""
+"""Builds the site like `make docs`, in a folder of a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_sources(folder: Path) -> Callable[[], subprocess.CompletedProcess[str]]:
-    """Writes the sources into `folder`/source; what is returned builds `folder`/site of them."""
+    """Writes the sources into `folder`/source; the returned function builds `folder`/site from
+    them."""
     mkdocs = _mkdocs(folder / "venv")
     written = CliRunner().invoke(main, [str(folder / "source")])
     assert written.exit_code == 0, written.output
@@ -28,7 +29,7 @@ def write_sources(folder: Path) -> Callable[[], subprocess.CompletedProcess[str]
 
 
 def _mkdocs(folder: Path) -> Path:
-    """Returns MkDocs as locked: that of `make docs`, or one installed into `folder`."""
+    """Returns the locked MkDocs: MkDocs of `make docs`, or an installation in `folder`."""
     lock = ROOT / "requirements-docs.lock"
     installed = ROOT / ".venv-docs" / ".installed"
     if installed.exists() and installed.stat().st_mtime >= lock.stat().st_mtime:

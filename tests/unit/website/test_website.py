@@ -1,5 +1,5 @@
-"""The documentation site: its pages are complete, its links lead on, nothing comes from
-elsewhere."""
+"""Tests the documentation site: its pages are complete, its links lead on, and no file comes from
+another site."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A planted fault: what a load copies is not compared with its checksums. vLLM calls `register` in
-each of its processes, as a plugin of `planted-0.dist-info`."""
+"""Plants a fault: a load does not compare the copied bytes with their checksums. vLLM calls
+`register` in each of its processes, as a plugin of `planted-0.dist-info`."""
 
 from __future__ import annotations
 

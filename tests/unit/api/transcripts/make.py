@@ -51,7 +51,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class Family(NamedTuple):
-    """A template, vLLM's parsers for it, and what the template can write of the turn."""
+    """Holds a template, vLLM's parsers for it, and what the template can write of the turn."""
 
     name: str
     file: str
@@ -60,7 +60,7 @@ class Family(NamedTuple):
     source: str = LLAMA_CPP
     num_calls: int = 2
     has_content: bool = True
-    begin: str = ""  # the answer begins behind this
+    begin: str = ""  # the answer begins behind this text
     end: str = "<|im_end|>\n"
     arguments: Mapping[str, Any] = MappingProxyType({})
     calls: list[tuple[str, dict[str, Any]]] = CALLS
@@ -106,7 +106,7 @@ FAMILIES = (
 
 
 class Written(NamedTuple):
-    """A family whose template does not write its calls: the form that vLLM's tests show."""
+    """Is a family whose template does not write its calls: its form comes from vLLM's tests."""
 
     name: str
     file: str
@@ -146,7 +146,7 @@ WRITTEN = (
 
 
 def render(family: Family, template: ChatTemplate) -> tuple[str, str]:
-    """Returns the prompt and what the model adds. Raises ChatTemplateError."""
+    """Returns the prompt and the model's part. Raises ChatTemplateError."""
     calls = [
         {
             "id": f"functions.{name}:{i}" if family.name == "Kimi K2" else f"abcdefgh{i}",
@@ -173,7 +173,7 @@ def render(family: Family, template: ChatTemplate) -> tuple[str, str]:
 
 
 def marks_of(source: str) -> list[str]:
-    """Returns the marks that a template has, by which its format is known."""
+    """Returns the marks of a template, which identify its format."""
     marks = [mark for form in FORMATS for mark in form.template_marks]
     for tags in ALL_TAGS:
         marks += [*tags.opens, *tags.closes, *(tags.answer or ())]

@@ -1,4 +1,4 @@
-"""What vLLM's own parsers find in a text. Needs vLLM."""
+"""Prints what vLLM's own parsers find in a text. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def found_by_vllm(
     text: str,
     tools: list[dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """Returns content, reasoning and calls; None for harmony, whose vocabulary is a download."""
+    """Returns content, reasoning and calls, or None for harmony, whose vocabulary is a download."""
     if tool_parser == "openai":
         return None
     tokenizer = tokenizer_of_bytes(" ".join([*marks, "<|python_tag|>", prompt, text]))

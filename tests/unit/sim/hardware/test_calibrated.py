@@ -1,4 +1,4 @@
-"""The calibrated cost against the figures in Mooncake's papers."""
+"""Compares the calibrated cost with the figures in Mooncake's papers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_batch_16_takes_a_quarter_more_than_one() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_the_roofline_of_the_same_node_comes_near_without_being_fitted_to_it(batch: int) -> None:
-    """An A100's constants with 2/3 of its NVLink: prefill +2 to +8 %, decode -6 to -16 %."""
+    """Whether an A100's constants with 2/3 of its NVLink change prefill by +2 to +8 % and decode by
+    -6 to -16 %."""
     roofline = RooflineCost(BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b"), 8)
     for num_tokens in LENGTHS:
         measured = CALIBRATED.prefill_s(num_tokens, 0)

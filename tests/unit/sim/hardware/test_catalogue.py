@@ -1,4 +1,4 @@
-"""The catalogue: built in, changed and extended by configuration, with clear errors."""
+"""Tests the catalogue: built in, changed and extended by configuration, with clear errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_unknown_names_get_the_nearest_known() -> None:
 
 
 def test_the_built_in_figures_are_exact() -> None:
-    """The last bit counts: simulated figures follow from these."""
+    """The last bit counts: simulated figures follow from these values."""
     assert [device.name for device in BUILT_IN.devices[:3]] == ["A100-SXM", "A100-PCIE", "A800-SXM"]
     assert len(BUILT_IN.devices) == 16 and len(BUILT_IN.shapes) == 27
     a800 = BUILT_IN.device("A800-SXM")

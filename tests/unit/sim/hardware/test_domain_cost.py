@@ -1,4 +1,5 @@
-"""A measured cost inside its domain, the roofline outside, and nothing jumps at the border."""
+"""A measured cost holds inside its domain, the roofline outside, and no time jumps at the
+border."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_far_outside_the_roofline_alone_remains(num_tokens: int, hit: float) -> 
 @pytest.mark.parametrize("hit", HITS)
 @pytest.mark.parametrize("border", [4096, 8192, 131_072, 262_144])
 def test_there_is_no_cliff_at_a_border_of_the_prompts(border: int, hit: float) -> None:
-    """Beyond those of the roofline itself, at the ends of tiles and of steps."""
+    """Is the jump beyond the jumps of the roofline itself, at the ends of tiles and of steps."""
     for one, next_one in ((border - 1, border), (border, border + 1)):
         times_s = [alone_s(n, int(hit * n)) for n in (one, next_one)]
         roofline_s = [alone_s(n, int(hit * n), ROOFLINE) for n in (one, next_one)]
@@ -82,7 +83,7 @@ def test_a_longer_prompt_costs_more(hit: float) -> None:
     lengths = [*range(16, 9000, 37), *range(9000, 300_000, 4999)]
     times_s = [alone_s(n, int(hit * n)) for n in lengths]
     steps_s = [after - before for before, after in pairwise(times_s)]
-    # Rounding the cached tokens down can take away a token of the computed ones.
+    # Rounding the cached tokens down can remove a token from the computed tokens.
     assert min(steps_s) > -2e-4
 
 

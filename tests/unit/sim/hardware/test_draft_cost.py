@@ -1,4 +1,4 @@
-"""The draft model of simulated hardware: its time, its memory, and what is refused."""
+"""Tests the draft model of simulated hardware: its time, its memory, and what is refused."""
 
 from __future__ import annotations
 

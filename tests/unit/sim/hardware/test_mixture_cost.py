@@ -1,4 +1,4 @@
-"""The roofline of mixtures, latents and windows."""
+"""Tests the roofline of mixtures, latents and windows."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_fp8_kvcache_has_the_blocks_of_the_engine(shape: str) -> None:
 
 
 def test_weights_in_four_and_eight_bits() -> None:
-    """A decode reads fewer bytes; a prefill is faster only where the device multiplies in FP8."""
+    """Whether a decode reads fewer bytes, and a prefill is faster only if the device multiplies in
+    FP8."""
     shape, chunk = BUILT_IN.shape("llama3-70b"), Chunk(8192, 0, 0, True)
 
     def steps(device: str, quantization: Quantization) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Nodes from a configuration: the default is Mooncake's, and mistakes get one line."""
+"""Reads nodes from a configuration: the default is Mooncake's node, and mistakes get one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_default_is_mooncakes_node() -> None:
     assert node.dram_tokens == 3_000_000
     assert node.network_bytes_per_s == pytest.approx(87e9)
     assert node.host_bytes_per_s == 99e9
-    # .9 of 8 x 80 GiB, less 141 GB of weights
+    # The memory is .9 of 8 x 80 GiB, less 141 GB of weights.
     assert node.kv_capacity_tokens == int((0.9 * 8 * 80 * 2**30 - 2 * 70_552_387_584) / 327_680)
 
 
@@ -84,8 +84,9 @@ def test_mistakes_get_one_line(hardware: HardwareConfig, said: str) -> None:
 
 
 def test_capacity_is_what_the_papers_fit_into_it() -> None:
-    """SARATHI's largest batches of 1024 tokens: 18 of LLaMA-13B on an A6000, 10 of LLaMA-33B on an
-    A100. Its engine kept more and less aside than vLLM's tenth."""
+    """SARATHI's largest batches of 1024 tokens are 18 for LLaMA-13B on an A6000 and 10 for
+    LLaMA-33B on an A100. Its engine reserved once more, once less than the tenth that vLLM
+    reserves."""
     a6000 = kv_capacity_tokens(BUILT_IN.device("A6000"), BUILT_IN.shape("llama2-13b"), 1) // 1024
     a100 = kv_capacity_tokens(BUILT_IN.device("A100-PCIE"), BUILT_IN.shape("llama-33b"), 1) // 1024
     assert (a6000, a100) == (24, 7)

@@ -1,4 +1,4 @@
-"""A decode step whose attention runs on other devices."""
+"""Tests a decode step whose attention runs on other devices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_query_first_hides_keys_and_values() -> None:
     )
     kv_bytes = 200 * 2 * LLAMA3.kv_heads * LLAMA3.head_dim * 2
     assert late.network_s - early.network_s == pytest.approx(kv_bytes / (2 * 50e9 * 0.71))
-    # Nothing to hide behind where there is no context.
+    # Without context, there is no attention to hide behind.
     none = offloaded(1).layer_times(2000, 0).network_s
     assert none > offloaded(1).layer_times(2000, 2000 * 4096).network_s
 

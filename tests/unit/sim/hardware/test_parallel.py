@@ -1,4 +1,4 @@
-"""Costs of parallelism over nodes agree with the arguments of the papers."""
+"""The costs of parallelism over nodes agree with the arguments of the papers."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_chunked_pipelines_shorten_long_prompts_and_plain_ones_do_not(
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_a_chunked_pipeline_costs_short_inputs_nothing(base: str, nodes: int) -> None:
-    """Its nodes' time for a prompt of one chunk is that of one node, where tensor parallelism's and
-    (taken apart) sequence parallelism's is much more."""
+    """In a chunked pipeline, all nodes together take the time of one node for a prompt of one
+    chunk. Tensor parallelism and (separately) sequence parallelism take much more."""
     alone_s = node_s(base, "cpp", 1, CHUNK_TOKENS)
     assert node_s(base, "cpp", nodes, CHUNK_TOKENS) <= 1.10 * alone_s
     assert node_s(base, "tp", nodes, CHUNK_TOKENS) > 1.4 * alone_s
@@ -78,7 +78,8 @@ def test_it_sends_least(nodes: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_tensor_parallelism_over_nics_gains_little(base: str) -> None:
-    """Four nodes, 32k tokens: less than half of what a chunked pipeline gains."""
+    """Whether the gain with four nodes and 32k tokens is less than half of a chunked pipeline's
+    gain."""
     one = latency_s(base, "tp", 1, 32768)
     assert one / latency_s(base, "tp", 4, 32768) < 2
     assert one / latency_s(base, "cpp", 4, 32768) > 3
@@ -96,7 +97,7 @@ def test_a_slow_network_hurts_the_parallelism_that_sends_much(base: str) -> None
 
     assert slowdown("cpp") == 1.0, "hops overlap with the next chunk"
     assert slowdown("tp+sp") > 1.1
-    if base == "calibrated":  # the roofline takes its device's NICs
+    if base == "calibrated":  # the roofline uses its device's NICs
         assert slowdown("tp") > 2
 
 
@@ -149,14 +150,14 @@ def test_what_a_prompt_alone_costs_each_kind_of_group(
     sent = {kind: group_nic_bytes(SHAPE, nodes, kind, num_tokens) for kind in KINDS}
     for kind in KINDS:
         assert alone_s / nodes <= lasts_s[kind] and alone_s <= busy_s[kind] * 1.001
-    # All nodes work on each layer; in a pipeline the others are free for other prompts.
+    # All nodes compute each layer; in a pipeline the other nodes are free for other prompts.
     assert busy_s["tp"] == pytest.approx(nodes * lasts_s["tp"])
     assert busy_s["tp+sp"] == pytest.approx(nodes * lasts_s["tp+sp"])
     assert busy_s["pp"] == pytest.approx(alone_s, rel=0.1)
     assert lasts_s["tp+sp"] < lasts_s["tp"] and lasts_s["tp+sp"] < lasts_s["pp"]
     in_chunks = num_tokens > CHUNK_TOKENS
     assert (lasts_s["cpp"] < 0.7 * lasts_s["pp"]) == in_chunks
-    assert busy_s["cpp"] == pytest.approx(alone_s, rel=0.2)  # chunks cost a little
+    assert busy_s["cpp"] == pytest.approx(alone_s, rel=0.2)  # chunks take a little time
     assert sent["tp"] > sent["tp+sp"] > sent["cpp"] == sent["pp"] > 0
-    once = group_nic_bytes(SHAPE, 2, "pp", num_tokens)  # from each stage to the next
+    once = group_nic_bytes(SHAPE, 2, "pp", num_tokens)  # a transfer from each stage to the next
     assert sent["pp"] == pytest.approx((nodes - 1) * once)

@@ -1,4 +1,4 @@
-"""Prices: the catalogue's, a buyer's own, and one line for every mistake."""
+"""Tests prices: the catalogue's, a buyer's own, and one line for every mistake."""
 
 from __future__ import annotations
 

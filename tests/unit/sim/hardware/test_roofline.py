@@ -1,5 +1,5 @@
-"""The roofline: never faster than physics, tiles show, and how near it comes to what others
-measured. Run with -s to see the errors."""
+"""Tests the roofline: it is never faster than physics, shows tiles, and comes near to published
+measurements. Run with -s to see the errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prompt(num_tokens: int) -> tuple[Chunk, ...]:
 
 
 def linear_flops(shape: ModelShape, num_tokens: int, logit_rows: int) -> int:
-    """Two for each weight and token; the embedding is looked up."""
+    """Counts two operations for each weight and token; the embedding is looked up."""
     per_token = 2 * shape.layers * shape.params_per_layer
     return num_tokens * per_token + 2 * logit_rows * shape.hidden * shape.vocab
 
@@ -144,7 +144,7 @@ def test_tiles_show() -> None:
 
 
 def test_riding_along_is_cheap() -> None:
-    """SARATHI: a decode beside a chunk costs a tenth of a decode step of its own."""
+    """Whether a decode beside a chunk costs a tenth of a separate decode step, as in SARATHI."""
     cost = build("A6000", "llama2-13b")
     chunk = Chunk(1021, 0, 0, True)
     alone_s = cost.step_s((), 3, 3 * 1024) / 3
@@ -188,11 +188,11 @@ def test_as_a_cost_model() -> None:
 # -- beside what others measured
 
 EAGER_S = 0.018
-"""The time that a step of the engines of 2023 and 2024 costs by itself: 15 to 25 ms."""
+"""Is the time that a step of the engines of 2023 and 2024 costs alone: 15 to 25 ms."""
 
 
 def layer_s(device: str, shape: str, devices: int, tokens: int) -> float:
-    """All layers' work on the devices, without communication and engine."""
+    """Returns the time of all layers on the devices, without communication and engine."""
     parts = build(device, shape, devices, 0.0).step_parts((Chunk(tokens, 0, 0, False),), 0, 0)
     return parts.step_s - parts.communication_s
 
@@ -218,7 +218,7 @@ def mbu(device: str, shape: str, devices: int, overhead_s: float) -> float:
 
 
 def linear_ms(batch: int, tokens: int) -> float:
-    """SARATHI's "linear" of LLaMA-13B on an A6000."""
+    """Returns the time that SARATHI calls "linear" for LLaMA-13B on an A6000."""
     cost = build("A6000", "llama2-13b", 1, 0.0)
     parts = cost.step_parts(prompt(tokens) if tokens else (), batch, batch * 1024).parts
     return 1e3 * sum(parts[name] for name in ("qkv", "output", "gate_up", "down", "lm_head"))
@@ -234,7 +234,7 @@ def sarathi_table_2() -> dict[str, tuple[float, float, float]]:
         "SARATHI T2 prefill attention ms": (10.0, 1e3 * prefill["attention_prefill"], 0.05),
         "SARATHI T2 decode b=4 linear ms": (44.28, linear_ms(4, 0), 0.06),
         "SARATHI T2 decode b=4 attention ms": (5.68, 1e3 * decode["attention_decode"], 0.02),
-        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),  # theirs leaves out what is < 5 %
+        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),  # theirs omits parts below 5 %
         "SARATHI T2 marginal decode ms": (1.2, 1e3 * marginal_s / 3, 0.25),
     }
 
@@ -242,7 +242,7 @@ def sarathi_table_2() -> dict[str, tuple[float, float, float]]:
 # The A6000's attention, elementwise share and sharpness were chosen by these very rows (its linear
 # figures were not), and the A100-SXM's FLOPs share with an eye on DistServe's; all others are
 # predictions.
-OBSERVED: dict[str, tuple[float, float, float]] = {  # measured, ours, tolerance
+OBSERVED: dict[str, tuple[float, float, float]] = {  # measured, this model's, tolerance
     "Yi-34B TP2 A100-PCIE 512 ms": (
         106,
         1e3 * whole_s("A100-PCIE", "yi-34b", 2, 512, EAGER_S),
@@ -340,7 +340,8 @@ def test_comes_near_what_was_measured(what: str) -> None:
 def test_what_is_not_divided_among_devices_takes_its_share(
     device: str, shape: str, devices: int, least: float, most: float
 ) -> None:
-    """Norms and other elementwise work take 4 to 30 % of the time of the matrix products."""
+    """Whether norms and other elementwise work take 4 to 30 % of the time of the matrix
+    products."""
     parts = build(device, shape, devices, 0.0).step_parts(prompt(2048), 0, 0).parts
     products = sum(parts[name] for name in ("qkv", "output", "gate_up", "down"))
     assert least <= parts["elementwise"] / products <= most

@@ -41,8 +41,8 @@ KV_BYTES_PER_TOKEN = {
 }
 
 
-# Billions of parameters in total and per token, gigabytes as published checkpoints have them, and
-# bytes of KVCache per token.
+# The columns are billions of parameters in total and per token, gigabytes as published checkpoints
+# have them, and bytes of KVCache per token.
 MIXTURES = {
     "deepseek-v3": (671, 37, 671, 70_272),
     "kimi-k2": (1026, 32.5, 1026, 70_272),
@@ -55,8 +55,8 @@ MIXTURES = {
 }
 
 
-# By hand, from the published configurations: bytes of the weights that a token passes, and of its
-# KVCache in FP8, whose scale takes a byte per head, K and V.
+# Computed by hand from the published configurations: bytes of the weights that a token passes, and
+# of its KVCache in FP8, whose scale takes a byte per head, K and V.
 ACTIVE_AND_FP8_BYTES = {
     "deepseek-v3": (37_551_276_032, 61 * 577),
     "kimi-k2": (32_860_471_296, 61 * 577),
@@ -83,13 +83,13 @@ def test_active_bytes_and_fp8_kvcache(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "quantization", "active"),
     [
-        # Linears in 5, 8.125 and 8 bits; embedding and LM head as they are.
+        # The linears have 5, 8.125 and 8 bits; embedding and LM head keep their format.
         ("qwen3-30b-a3b", "int4", 0.625 * 2_730_491_904 + 2 * 622_329_856),
         ("qwen3-30b-a3b", "int8", (1 + 1 / 64) * 2_730_491_904 + 2 * 622_329_856),
         ("llama3-70b", "fp8", 68_451_041_280 + 2 * 2_101_346_304),
         ("deepseek-v3", "fp8", 37_551_276_032),
         ("deepseek-v3", "int4", 0.625 * 35_697_917_952 + 1_853_358_080),
-        # MXFP4 experts stay.
+        # MXFP4 experts keep their format.
         (
             "gpt-oss-120b",
             "int4",
@@ -131,9 +131,9 @@ def test_kv_bytes(name: str) -> None:
 
 
 def unseen_share(name: str, context_tokens: int) -> float:
-    """The share of a request's KVCache that no later token sees: what lies before the window, of
-    the layers that have one. Blocks hold the KVCache of all layers as long as one layer sees all
-    tokens."""
+    """Computes the share of a request's KVCache that no later token sees: the part before the
+    window, in layers with a window. Blocks hold the KVCache of all layers as long as one layer sees
+    all tokens."""
     shape = BUILT_IN.shape(name)
     return shape.windowed_share * max(1.0 - shape.window / context_tokens, 0.0)
 
@@ -150,6 +150,6 @@ def unseen_share(name: str, context_tokens: int) -> float:
     ],
 )
 def test_what_whole_blocks_hold_in_vain(name: str, shares: tuple[float, ...]) -> None:
-    """The figures behind the decision on eviction."""
+    """These figures are behind the decision on eviction."""
     found = [unseen_share(name, context) for context in (4096, 16_384, 131_072)]
     assert found == pytest.approx(shares, abs=0.01)
