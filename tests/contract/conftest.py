@@ -29,7 +29,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["plain", "native"])
 def slice_copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Is the implementation that copies and hashes slices."""
+    """The implementation that copies and hashes slices."""
     monkeypatch.setattr(copiers, "FEW_SLICES", 0)
     if request.param == "native" and open_slices() is None:
         pytest.skip("the kernels are not built here")

@@ -195,7 +195,7 @@ def test_the_next_transport_continues_at_the_first_incomplete_layer(
 
 
 class NoCopyConnection:
-    """Is a connection whose slices are already in the arena."""
+    """A connection whose slices are already in the arena."""
 
     transport = "none"
     defers_checksums = False

@@ -49,7 +49,7 @@ class Container:
 
     @property
     def stays_beside(self) -> bool:
-        """Is an init container that keeps running: it ends after the others."""
+        """An init container that keeps running: it ends after the others."""
         return self.spec.get("restartPolicy") == "Always"
 
     def said(self) -> str:

@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Liar:
-    """Is a checksum that is wrong for one slice in seven, so that the receiver takes these bytes
+    """A checksum that is wrong for one slice in seven, so that the receiver takes these bytes
     for damaged."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Liar:
 
 
 class Leaver:
-    """Is a checksum during whose n-th call the messenger ends, as if its process had died."""
+    """A checksum during whose n-th call the messenger ends, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after

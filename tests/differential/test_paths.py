@@ -79,7 +79,7 @@ class Lab:
 KINDS = [(o, d) for o in ("reference", "native") for d in ("float32", "bfloat16")]
 KINDS.append(("native-int8", "bfloat16"))
 LINEAR = "qwen3.5"
-"""Is a case whose blocks hold states of linear attention."""
+"""A case whose blocks hold states of linear attention."""
 VARIANTS = [pytest.param((*kind, FEW_PROMPTS, ""), id="-".join(kind)) for kind in KINDS]
 VARIANTS += [
     pytest.param(("native", "float32", FEW_PROMPTS, LINEAR), id=f"native-float32-{LINEAR}"),

@@ -1,4 +1,4 @@
-"""Is the process that forks commands. `tests.forked.commands` runs it."""
+"""The process that forks commands. `tests.forked.commands` runs it."""
 
 from __future__ import annotations
 

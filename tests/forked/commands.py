@@ -21,7 +21,7 @@ from moonpool_lab.demo import local_server
 
 ROOT = Path(__file__).parents[2]
 STOP_S = 120.0
-"""Is the time within which each server ends, even on a slow and busy machine."""
+"""The time within which each server ends, even on a slow and busy machine."""
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 

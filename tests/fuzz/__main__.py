@@ -19,7 +19,7 @@ from tests.fuzz.figures import Figures
 from tests.fuzz.readers import READERS
 
 ROUND_INPUTS = 20_000
-"""Is the number of inputs of one process, so that growing memory is seen and a crash loses
+"""The number of inputs of one process, so that growing memory is seen and a crash loses
 little."""
 FIRST_ROUND_INPUTS = 300
 ROUND_S = 20.0

@@ -24,13 +24,13 @@ HANG_S = 1.0
 GIVE_UP_S = 20.0
 CPU_TIME = " s of CPU"
 INPUT_BYTES = 1 << 20
-"""Is the largest input that is drawn; longer inputs are cut."""
+"""The largest input that is drawn; longer inputs are cut."""
 MAX_INPUT_MEMORY = 256 << 20
 MAX_GROWTH = 48 << 20
 WARM_UP_SHARE = 0.3
 MAX_FINDINGS = 10
 BATCH_INPUTS = 64
-"""Is the number of inputs for which the peak of memory is read once, because a read takes longer
+"""The number of inputs for which the peak of memory is read once, because a read takes longer
 than most inputs."""
 
 
@@ -48,7 +48,7 @@ class Finding:
 
 
 class LastInput:
-    """Is a file that holds the present input, so that the input outlives the process."""
+    """A file that holds the present input, so that the input outlives the process."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(INPUT_BYTES + 4))

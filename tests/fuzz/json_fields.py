@@ -21,7 +21,7 @@ VALUES: tuple[Any, ...] = (
     *({}, {"": None}, {"a": {"b": []}}, {"type": "Sequence"}, {"Regex": "(a+)+$"}, {"String": ""}),
 )
 RAW_SHARE = 0.05
-"""Is the share of inputs whose bytes are mutated, so that some are not JSON."""
+"""The share of inputs whose bytes are mutated, so that some are not JSON."""
 
 
 class FieldMutator:

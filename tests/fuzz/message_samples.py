@@ -20,7 +20,7 @@ def samples_of(kind: Any, seed: int, count: int = 40) -> list[bytes]:
 
 
 MAX_DEPTH = 5
-"""Is the largest number of nested structs."""
+"""The largest number of nested structs."""
 
 
 class _Draw:

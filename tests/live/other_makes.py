@@ -137,7 +137,7 @@ class TensorRtStub(ServerStub):
 
 
 PREFILL_S_PER_TOKEN = 1e-3
-"""Is the stubs' time per prompt token. A server that computes prompts in no time would
+"""The stubs' time per prompt token. A server that computes prompts in no time would
 give the router no reason for that."""
 
 

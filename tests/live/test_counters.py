@@ -22,7 +22,7 @@ from tests.live.waiting import WAIT_S, wait_until
 PROMPT_TOKENS = 4000
 CORRUPT = "moonpool:corrupt_slices_total"
 BEATS_S = 2.5
-"""Is the time within which an instance that has something to do reports its counters."""
+"""The time within which an instance that has something to do reports its counters."""
 
 
 def counters(client: httpx.Client) -> dict[str, float]:

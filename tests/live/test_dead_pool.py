@@ -25,7 +25,7 @@ from tests.live.host_pool import GROUP, Engine, Pool
 from tests.live.waiting import wait_until
 
 LONG_S = 300.0
-"""Is the time that the pool has for an answer. The time is long, so that a caller that waits is
+"""The time that the pool has for an answer. The time is long, so that a caller that waits is
 noticed even on a busy machine."""
 MOST_S = 0.05
 

@@ -12,7 +12,7 @@ from tests.live.test_ssd import NUM_PROMPTS, Talk, plant_profile, serve
 
 pytestmark = pytest.mark.long
 PERIOD_S = 3.4
-"""Is the time between turns of a session. Its blocks leave DRAM about two seconds after a turn."""
+"""The time between turns of a session. Its blocks leave DRAM about two seconds after a turn."""
 GIVE_UP_S = 300.0
 
 

@@ -115,7 +115,7 @@ def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
 def test_a_lost_node_cuts_no_stream(
     served: OnRay, nodes: RayNodes, expected: list[str], whole_node: bool
 ) -> None:
-    others = list(nodes.cluster.worker_nodes)  # one role may have no instance just now
+    others = list(nodes.cluster.worker_nodes)  # a node may have no instance just now
     lost = max(
         others, key=lambda node: (_has(nodes, node, "--role decode"), _has(nodes, node, "--role"))
     )

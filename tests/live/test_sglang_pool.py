@@ -92,7 +92,7 @@ def test_a_pool_that_dies_is_a_miss(pool: Pool) -> None:
 
 
 class InterruptedMover(PlainSliceMover):
-    """Is a mover whose first copy outlasts the pool: the client uses another pool when the first
+    """A mover whose first copy outlasts the pool: the client uses another pool when the first
     ends."""
 
     def __init__(self, pool: Pool, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,7 +183,7 @@ def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
 def test_an_engine_that_is_killed_costs_no_answer_and_comes_back(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    """Is the last test that uses these engines."""
+    """The last test that uses these engines."""
     prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 11)]
     long = {"max_tokens": 1500}
     expected = [tokens(complete(engines[0].url, prompt=p, **long)) for p in prompts]

@@ -20,11 +20,11 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 POOLING = ("/v1/embeddings", "/pooling", "/score", "/v1/rerank")
 Body = dict[str, Any]
 SILENT_S = 300.0
-"""Is the longest time that the stub waits for a test to let it speak or die."""
+"""The longest time that the stub waits for a test to let it speak or die."""
 
 
 def picture(seed: int = 0) -> dict[str, Any]:
-    """Is a part of a message with an image."""
+    """A part of a message with an image."""
     data = base64.b64encode(bytes([seed]) * 64).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 

@@ -12,7 +12,7 @@ Callback = Callable[[], object]
 
 
 class Clock:
-    """Is the simulator's clock without priorities: events of the same time run in the order in
+    """The simulator's clock without priorities: events of the same time run in the order in
     which they were scheduled. All randomness of a run comes from `rng`."""
 
     def __init__(self, seed: int) -> None:

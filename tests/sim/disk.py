@@ -1,4 +1,4 @@
-"""Is a fake SSD: it keeps block contents when its instance dies, and it is slow and has faults.
+"""A fake SSD: it keeps block contents when its instance dies, and it is slow and has faults.
 
 It follows the contract of `moonpool.scheduler.actions` exactly. Each store and load ends with one
 event and touches blocks at random times until then. It asserts that a slot is forgotten before it

@@ -1,4 +1,4 @@
-"""Is a fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
+"""A fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
 
 It follows the contract of `moonpool.scheduler.actions` exactly. It reads a layer of an arriving
 block only when that layer is present. An entry that misses a layer is garbage from there on.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 FOLDING = 0.05
-"""Is the part by which a level may differ from a level that decays at each token."""
+"""The part by which a level may differ from a level that decays at each token."""
 
 
 class Fairness:

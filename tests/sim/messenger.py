@@ -1,4 +1,4 @@
-"""Is a fake messenger: moves block contents between arenas, late, out of order and with faults.
+"""A fake messenger: moves block contents between arenas, late, out of order and with faults.
 
 It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of the
 contract's freedom: it reads and writes blocks at random times until the terminal event, even after

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PAUSES_S = (0.5, 3.0, 10.0, 20.0, 40.0)
 SLACK_S = 4.0
-"""Is the time between the end of an instance's silence and the moment when the head must notice
+"""The time between the end of an instance's silence and the moment when the head must notice
 it."""
 
 

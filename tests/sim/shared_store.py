@@ -1,4 +1,4 @@
-"""Is a fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
+"""A fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
 
 Like `disk`, it follows the contract of `moonpool.scheduler.actions` exactly. It may hold blocks
 that an instance does not know of, and may have dropped blocks that an instance stored.

@@ -13,7 +13,7 @@ from tests.cli_runner import succeed
 
 OTHERS = ("none", "baseline", "early")
 MOST_LOST = 0.7
-"""Is the least share of the best other policy's figure at a single load."""
+"""The least share of the best other policy's figure at a single load."""
 
 
 def trace(folder: Path, profile: str, requests: int, seed: int) -> Path:

@@ -87,7 +87,7 @@ from tests.sim.timed_routers import (
 LAYOUT = BlockLayout("m", "float32", EngineSize().block_tokens, 1, 1, 64)
 TICK_S = 0.1
 HOP_S = 0.001
-"""Is the time of a message in either direction."""
+"""The time of a message in either direction."""
 
 
 class _Vllm:

@@ -15,7 +15,7 @@ from moonpool.types import BlockKey, FinishReason, Request, SamplingParams
 VOCABULARY = 97
 EOS = 0
 OTHER = 8
-"""Is a token that ends no answer."""
+"""A token that ends no answer."""
 
 Content = tuple[int, int]
 """Is (layer, number of the prefix) of one layer slice of a block."""

@@ -1,4 +1,4 @@
-"""Is a fake vLLM server with its own queue, batches, blocks and prefix cache, behind vLLM's
+"""A fake vLLM server with its own queue, batches, blocks and prefix cache, behind vLLM's
 formats.
 
 It answers bodies of `/v1/completions` with JSON and publishes numbered batches of KV events. Its
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 HOLD_S = 20.0
-"""Is the time for which a prefill's blocks wait for the decode server that fetches them."""
+"""The time for which a prefill's blocks wait for the decode server that fetches them."""
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Served:
 
 
 class VllmServer:
-    """Is the process at one address. `generation` counts its starts."""
+    """The process at one address. `generation` counts its starts."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world

@@ -68,7 +68,7 @@ MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
 TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
-"""Is a cost with which a tile of 32 tokens takes longer, and a decode does not."""
+"""A cost with which a tile of 32 tokens takes longer, and a decode does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 

@@ -1,4 +1,4 @@
-"""Is an engine without computation. The engine checks every byte of its input and writes the bytes
+"""An engine without computation. The engine checks every byte of its input and writes the bytes
 that a real engine would compute. Like a real engine, it runs in its own thread."""
 
 from __future__ import annotations

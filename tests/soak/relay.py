@@ -14,7 +14,7 @@ import time
 CHUNK_BYTES = 32 << 10
 HEAD_BYTES = 400
 FRESH_FACTOR = 3
-"""Is the smallest chunk that gets a flip. Smaller chunks are messages beside the blocks, which are
+"""The smallest chunk that gets a flip. Smaller chunks are messages beside the blocks, which are
 few of all bytes."""
 MAX_CONNECTIONS = 512
 

@@ -23,10 +23,10 @@ from tests.soak.traffic import Traffic
 NUM_BLOCKS = 320
 NUM_SLOTS = 640
 IN_FLIGHT = 5
-"""Is the number of requests under way per instance."""
+"""The number of requests under way per instance."""
 CHECKPOINTS = 10
 MORE_CHECKPOINTS = 30
-"""Is the largest number of further operations while a figure is lacking."""
+"""The largest number of further operations while a figure is lacking."""
 KILLS = 12
 FILLS = 8
 HANGS = 6
@@ -41,7 +41,7 @@ IDLE_S = 120.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20
 WIRE_FLIP_RATE = 0.05
-"""Is the share of chunks that are flipped while this fault lasts."""
+"""The share of chunks that are flipped while this fault lasts."""
 _MOVED = ("fetched_bytes", "received_bytes")
 _COUNTED = ("put", "get", "left", "stored_blocks", "loaded_blocks")
 

@@ -35,7 +35,7 @@ class Block(NamedTuple):
     path: str
     line: int
     name: str
-    """Is the described part: a class, a function, an attribute; empty for comments and pages."""
+    """The described part: a class, a function, an attribute; empty for comments and pages."""
     text: str
 
     def sentences(self) -> list[str]:

@@ -25,7 +25,7 @@ COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
 EXTRAS = {"vllm": r"--vllm=", "epp": r"- epp\n"}
 """Maps an extra that a process of the chart needs to the pattern that shows the need."""
 DRAIN_S = 25
-"""Is the default of `--drain-seconds`: a program that stops a process must wait for longer."""
+"""The default of `--drain-seconds`: a program that stops a process must wait for longer."""
 
 
 def parse(words: list[str]) -> click.Context:

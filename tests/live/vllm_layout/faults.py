@@ -15,7 +15,7 @@ Change = Callable[[Any, Any], Any]
 
 
 class ChangedImport:
-    """Is a mover that changes the bytes of every second copy, the copy into vLLM's blocks: `change`
+    """A mover that changes the bytes of every second copy, the copy into vLLM's blocks: `change`
     gets the bytes as (slices, slice_bytes), and the layout's form."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)

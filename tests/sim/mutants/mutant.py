@@ -51,7 +51,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Finding:
-    """Is the first case of a check that fails under a mutant."""
+    """The first case of a check that fails under a mutant."""
 
     case: int
     num_cases: int  # cases tried, including this one

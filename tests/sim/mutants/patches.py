@@ -12,7 +12,7 @@ Method = Callable[..., Any]
 
 
 def nothing(original: Method) -> Method:
-    """Is a method that does nothing."""
+    """A method that does nothing."""
     return lambda *args, **kwargs: None
 
 

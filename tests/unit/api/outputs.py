@@ -39,7 +39,7 @@ MARKS = sorted(
 
 
 class MarkTokenizer(ByteTokenizer):
-    """Is a tokenizer with bytes, and with a special token for each mark."""
+    """A tokenizer with bytes, and with a special token for each mark."""
 
     def __init__(self, template: str, marks: list[str]) -> None:
         super().__init__()

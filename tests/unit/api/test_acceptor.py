@@ -58,7 +58,7 @@ def test_a_connection_is_held_before_its_protocol_hears_of_it(
 
 
 class Scarce(socket.socket):
-    """Is a listener that finds no file descriptor for the first connections."""
+    """A listener that finds no file descriptor for the first connections."""
 
     num_failures = 2
 

@@ -573,7 +573,7 @@ def test_an_answer_the_server_gave_up_is_no_answer() -> None:
 
 
 class BareOutputs:
-    """Is an iterator that cannot be closed."""
+    """An iterator that cannot be closed."""
 
     def __aiter__(self) -> BareOutputs:
         return self

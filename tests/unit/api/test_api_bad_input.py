@@ -130,7 +130,7 @@ def test_a_body_that_is_missing_is_said_to_be() -> None:
 
 
 class Richer(ByteTokenizer):
-    """Is a tokenizer with one token more than the model."""
+    """A tokenizer with one token more than the model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class Keeper:
-    """Is a supervisor that counts."""
+    """A supervisor that counts."""
 
     def __init__(self) -> None:
         self.num_kept = self.num_bytes = 0

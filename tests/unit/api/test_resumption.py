@@ -42,7 +42,7 @@ PATHS = [*CALLS]
 
 
 PERIOD_S = 0.004
-"""Is the time between two checks of a silent stream."""
+"""The time between two checks of a silent stream."""
 
 
 class SometimesSilent(ScriptedHead):
@@ -50,7 +50,7 @@ class SometimesSilent(ScriptedHead):
 
 
 def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> SometimesSilent:
-    """Is a head that sends the text in increments of this many tokens, from the client's position.
+    """A head that sends the text in increments of this many tokens, from the client's position.
     Before some increments, the head is silent."""
 
     def script(_: Request) -> list[Step]:

@@ -35,7 +35,7 @@ REFUSED = RequestRefused(429, "slo_ttft", "too late", 3.0)
 
 
 class Gated:
-    """Is a head that is silent before and within its answer, until the test opens the gates."""
+    """A head that is silent before and within its answer, until the test opens the gates."""
 
     def __init__(self, *steps: Step) -> None:
         self.first, self.second = threading.Event(), threading.Event()

@@ -176,7 +176,7 @@ def test_latencies_of_first_and_later_turns_are_apart() -> None:
 
 
 class _WebPool(Pool):
-    """Is a process that listens, in place of a pool."""
+    """A process that listens, in place of a pool."""
 
     def __init__(self, place: PoolPlace, command: Sequence[str] = ()) -> None:
         super().__init__(place)
@@ -345,7 +345,7 @@ def test_a_page_without_marks_is_refused() -> None:
 
 
 class _ListeningVllm(GroupedVllm):
-    """Is a process with a child in its group, in place of a vLLM."""
+    """A process with a child in its group, in place of a vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self._child = folder / "child"

@@ -19,7 +19,7 @@ SMALL = ("--slo-ttft", "6", "--seeds", "3", "--layout", "disaggregated")
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Is a trace so even that a few draws of it suffice: prompts of two lengths, the longer ones
+    """A trace so even that a few draws of it suffice: prompts of two lengths, the longer ones
     with a cached prefix."""
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
     rows = []

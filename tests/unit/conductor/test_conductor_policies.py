@@ -24,7 +24,7 @@ from moonpool.types import BlockKey, FinishReason, InstanceId, RequestId, Slo, T
 
 
 class Unread(Sequence[int]):
-    """Is a list of token ids of which the Conductor may read only the length."""
+    """A list of token ids of which the Conductor may read only the length."""
 
     def __init__(self, count: int) -> None:
         self.count = count

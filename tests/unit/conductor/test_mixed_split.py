@@ -22,7 +22,7 @@ from tests.unit.conductor.conductor_desk import Desk, of, sent
 
 TIGHT = Slo(ttft_s=30.0, tbt_s=0.03)
 TILED = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.01, 0.001, 0.0), tile_tokens=32)
-"""Is a cost: a decode takes 11 ms, and a tile with a chunk of 31 tokens beside it 32 ms."""
+"""A cost: a decode takes 11 ms, and a tile with a chunk of 31 tokens beside it 32 ms."""
 
 
 def desk(*names: str, tbt_s: float = TIGHT.tbt_s, cost: FittedCost = TILED, **config: Any) -> Desk:

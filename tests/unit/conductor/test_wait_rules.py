@@ -21,7 +21,7 @@ from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 ADMISSIONS = ["none", "baseline", "early", "predictive", "goodput"]
 ROOM = {"token_ids": tuple(range(16)), "max_tokens": 9}
-"""Is a size at which two requests do not fit at once."""
+"""A size at which two requests do not fit at once."""
 
 
 def full_desk(**config: Any) -> Desk:

@@ -1,4 +1,4 @@
-"""Is an event loop with a clock of its own, which jumps to the next timer when nothing is ready.
+"""An event loop with a clock of its own, which jumps to the next timer when nothing is ready.
 
 Client and server run in the loop with real sockets between them, so no result depends on how busy
 the machine is.
@@ -11,7 +11,7 @@ import selectors
 from typing import Any
 
 REAL_WAIT_S = 0.0005
-"""Is the real time that bytes on the loopback may take to arrive."""
+"""The real time that bytes on the loopback may take to arrive."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -24,7 +24,7 @@ def key(name: int) -> BlockKey:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Is a model with only the owners of blocks, the key of each block, and the order of
+    """A model with only the owners of blocks, the key of each block, and the order of
     releases."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def test_objects_of_the_package_come_back() -> None:
 
 
 def test_who_watches_a_conductor_is_not_stored() -> None:
-    """Is an observer that belongs to the process, and cannot be stored; a process that reads the
+    """An observer that belongs to the process, and cannot be stored; a process that reads the
     state has none."""
     conductor = Conductor(ConductorConfig())
     seen: list[object] = []
@@ -96,7 +96,7 @@ def test_an_index_stays_valid() -> None:
 
 
 class Stranger:
-    """Is a class of a module that is not allowed."""
+    """A class of a module that is not allowed."""
 
 
 def test_strangers_are_refused() -> None:

@@ -66,7 +66,7 @@ prefill begins without any cached token."""
 
 
 class PlayedInstance:
-    """Is the connection of an instance, as the head sees it. Answers commands by the play."""
+    """The connection of an instance, as the head sees it. Answers commands by the play."""
 
     def __init__(
         self,

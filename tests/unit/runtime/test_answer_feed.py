@@ -27,7 +27,7 @@ _DECODER = msgspec.msgpack.Decoder(DownFrame)
 
 
 class Wire:
-    """Is the channel to a standby, which may be slow."""
+    """The channel to a standby, which may be slow."""
 
     def __init__(self, copies: AnswerCopies) -> None:
         self.copies = copies

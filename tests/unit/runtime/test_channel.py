@@ -55,7 +55,7 @@ def make(handshake: Handshake, **options: Any) -> tuple[Channel[Word, Word], Ear
 
 
 class Meeting:
-    """Is a listening server channel, with clients of any kind."""
+    """A listening server channel, with clients of any kind."""
 
     async def __aenter__(self) -> Meeting:
         self.server, self.ear = make(ServerHandshake(SECRET, identity("s")), handshake_s=0.3)

@@ -50,7 +50,7 @@ KILL, CRASH = -signal.SIGKILL, -signal.SIGSEGV
 
 @contextmanager
 def head_at(culprits: Culprits, number: int | None) -> Iterator[WorkMark]:
-    """Is a head that processes this call."""
+    """A head that processes this call."""
     fd = WorkMark.make_memory()
     mark = WorkMark(os.dup(fd))
     culprits.watch(fd)

@@ -34,7 +34,7 @@ PEER = PeerAddress(InstanceId("p"), "host", "", "127.0.0.1", 1)
 
 
 class Recorder:
-    """Is an engine and its mirror: records its calls."""
+    """An engine and its mirror: records its calls."""
 
     def __init__(self, mirrored: bool) -> None:
         self.heard: list[Any] = []

@@ -86,7 +86,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
 
 
 class InDevice:
-    """Is a process in a device call that does not return: it cannot be killed."""
+    """A process in a device call that does not return: it cannot be killed."""
 
     pid, returncode, was_killed = 4242, None, False
 

@@ -32,7 +32,7 @@ NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=
 
 
 class CountingEngine:
-    """Is an engine that counts its steps, and says that each token takes `token_s`."""
+    """An engine that counts its steps, and says that each token takes `token_s`."""
 
     def __init__(self, token_s: float) -> None:
         model = open_model(NAME, "float32")

@@ -30,7 +30,7 @@ BY_MODEL = SpeculativeConfig(
 )
 """Disables the lookups, so that all drafts come from the model."""
 TENTH = FittedCost(prefill=(0.0, 0.0001, 0.0, 0.0), decode=(0.01, 0.0001, 0.0))
-"""Is a tenth of the price of `CHEAP_ROWS`."""
+"""A tenth of the price of `CHEAP_ROWS`."""
 HALF = FittedCost(prefill=(0.0, 0.0005, 0.0, 0.0), decode=(0.05, 0.0005, 0.0))
 
 

@@ -30,7 +30,7 @@ def key(name: int) -> BlockKey:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Is a driver whose arena and disk hold, as content, the key that each block should have."""
+    """A driver whose arena and disk hold, as content, the key that each block should have."""
 
     @initialize(
         eviction=st.sampled_from(("lru", "lfu", "length-aware", "predictive")),

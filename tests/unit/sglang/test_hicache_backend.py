@@ -34,7 +34,7 @@ EXTRA = {
 
 
 class Blocks:
-    """Is a pool in this process."""
+    """A pool in this process."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}

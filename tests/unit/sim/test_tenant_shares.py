@@ -27,7 +27,7 @@ COST = FittedCost(
     control_latency_s=0.0005,
 )
 CHUNK_S = 0.11
-"""Is the time of a step that computes a chunk of 512 tokens beside some answers."""
+"""The time of a step that computes a chunk of 512 tokens beside some answers."""
 SEPARATE: dict[str, int] = {"prefill": 2, "decode": 2}
 MIXED: dict[str, int] = {"prefill": 0, "decode": 0, "mixed": 2}
 STATED = {"ttft_s": 30.0, "tbt_s": 0.5}

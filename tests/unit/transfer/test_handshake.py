@@ -156,7 +156,7 @@ def test_both_sides_use_the_newest_version_that_both_speak(
 
 
 def without_statement(hello: Hello) -> Hello:
-    """Is the hello of protocol 10: all of its nonce is random."""
+    """The hello of protocol 10: all of its nonce is random."""
     return msgspec.structs.replace(hello, nonce=secrets.token_bytes(32))
 
 

@@ -1,4 +1,4 @@
-"""Is the engine whose step times are recorded: small, on plain numpy, the same on every machine."""
+"""The engine whose step times are recorded: small, on plain numpy, the same on every machine."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 from moonpool.vllm.pool_watch import PoolWatch
 
 MOST_TURNS = 12
-"""Is the number of turns of the loop after which the watch certainly waits for the next look."""
+"""The number of turns of the loop after which the watch certainly waits for the next look."""
 
 
 @pytest.mark.parametrize("turns", range(MOST_TURNS))

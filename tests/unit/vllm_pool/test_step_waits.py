@@ -17,7 +17,7 @@ from moonpool_engine.vllm.worker_side import IDLE_S
 
 T = TypeVar("T")
 MOST_S = 0.05
-"""Is the time that a step may wait for a dead pool, in the scheduler and in a worker together."""
+"""The time that a step may wait for a dead pool, in the scheduler and in a worker together."""
 
 BLOCKING = {"wait", "wait_for", "result", "sendall", "recv", "connect", "acquire", "join", "read"}
 # These are the calls that may block, by module and function, with the reason why no step waits for

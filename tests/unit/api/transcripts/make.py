@@ -106,7 +106,7 @@ FAMILIES = (
 
 
 class Written(NamedTuple):
-    """Is a family whose template does not write its calls: its form comes from vLLM's tests."""
+    """A family whose template does not write its calls: its form comes from vLLM's tests."""
 
     name: str
     file: str

@@ -188,7 +188,7 @@ def test_as_a_cost_model() -> None:
 # -- beside what others measured
 
 EAGER_S = 0.018
-"""Is the time that a step of the engines of 2023 and 2024 costs alone: 15 to 25 ms."""
+"""The time that a step of the engines of 2023 and 2024 costs alone: 15 to 25 ms."""
 
 
 def layer_s(device: str, shape: str, devices: int, tokens: int) -> float:
