@@ -79,7 +79,8 @@ class PoolWorkload:
             turns[number] += 1
 
     def last_calls(self) -> list[PoolCall]:
-        """The last call of each session. After a run, a pool holds nearly all of its prompt."""
+        """Returns the last call of each session. After a run, a pool holds nearly all of the
+        call's prompt."""
         return [call for call in self.calls if call.turn == self.shape.turns - 1]
 
 

@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 
 
 class RouterPlan(Struct, frozen=True):
-    """What to run. `again`: runs that the file has, too."""
+    """What to run. `again`: whether to repeat runs that are already in the file."""
 
     fleet: EngineFleet
     pythons: FrontPythons

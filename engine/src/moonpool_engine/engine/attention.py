@@ -61,8 +61,8 @@ class HeadsAttention:
         return torch.cat((q[:, self._own_q], k[:, self._own_k], v), dim=1)
 
     def store(self, qkv: Tensor, rope: RopeTable, args: AttendArgs) -> Tensor:
-        """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim]. Gates
-        follow as heads of their own."""
+        """Rotates q and k, writes k and v into their blocks, returns q [T, heads, head_dim]. If
+        the layer has gates, these follow the heads of q in the same dimension."""
         if not self._gated:
             return self._ops.rope_store(qkv, rope, self.qk_norm, args)
         width = sum(self._widths)

@@ -21,7 +21,7 @@ _CHECKED_HEADER = struct.Struct(">II")  # length, and the lower half of the body
 _MAX_BUFFERS = 512  # the kernel's limit per call is 1024 buffers
 _READ_AHEAD_BYTES = 16 << 10
 _TIMEVAL = struct.Struct("ll")
-# Setting a timeout costs a system call: a long one is set to this, and rarely renewed.
+# A socket's timeout costs a system call, so a long wait uses this one, which is rarely set again.
 TICK_S = 1.0
 TICK_SLACK_S = 0.005
 

@@ -54,7 +54,7 @@ class AnswerFeed:
         """Whether the feed has begun; bytes sent earlier do not count."""
         return not self._is_first
 
-    # Methods by which it follows the answers
+    # Methods that `KeptAnswers` calls on a follower
 
     def changed(self, kept: KeptStream) -> None:
         self._changed[kept.number] = kept

@@ -1,4 +1,5 @@
-"""One instance's blocks in several arenas, where a sequence may lie in many: each segment in one.
+"""Keeps account of one instance's blocks in several arenas. A sequence may lie in many of them, but
+each of its segments lies in one.
 
 Attention over a segment is computed in the arena that holds it, so a long sequence has the memory
 and the bandwidth of all arenas. A segment is the run of tokens after which attention starts a new

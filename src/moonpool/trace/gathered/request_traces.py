@@ -173,7 +173,7 @@ class _Sessions:
         return row._replace(time=UNTIMED, after=names, delay_s=delay_s)
 
     def _joined(self, session: str, begun: float) -> list[_Answer]:
-        """The last requests of sub-agents that have ended, once."""
+        """Returns the last requests of the sub-agents that have ended, each of them once."""
         children = self._children.get(session, set())
         ended = sorted(one for one in children if self._last[one].ended <= begun)
         children.difference_update(ended)
