@@ -6,11 +6,11 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from msgspec.structs import replace as replace_struct
+from msgspec.structs import replace
 
 from benchmarks.errors import BenchError
 from benchmarks.suite.pool.layers_remote import SECRET, TIMEOUT_S, fill_with_floats
@@ -139,7 +139,7 @@ class LayerwiseInstance:
         """Adds a tier below DRAM."""
         self._store = open_it(self.arena, self._inbox.put)
         rate = self._store.read_bytes_per_s
-        self.cost = replace_struct(self.cost, ssd_read_bytes_per_s=rate)
+        self.cost = replace(self.cost, ssd_read_bytes_per_s=rate)
 
     def put(self, tokens: Sequence[int]) -> None:
         """Puts the KVCache of these tokens, and nothing else, into the tier below DRAM."""
