@@ -89,7 +89,7 @@ def _section(forecast: Entry, outcomes: list[Entry]) -> str:
 
 
 def _drift(forecast: Entry) -> str:
-    drift = forecast.get("measured", {}).get("drift", 1.0)
+    drift = forecast["measured"].get("drift", 1.0)
     if 1 / MOST_DRIFT <= drift <= MOST_DRIFT:
         return ""
     return f" **Not steady**: a prompt took {drift:.2g} times as long when its measurement ended."

@@ -27,7 +27,7 @@ def stream():
 def tools():
     session = of_chats()
     session.register_tool(weather)
-    check(str(session.chat("Call weather for Paris.", echo="none")) is not None, "no end")
+    session.chat("Call weather for Paris.", echo="none")  # raises what the server refuses
     return "the tool is offered; the model decides whether it calls it"
 
 

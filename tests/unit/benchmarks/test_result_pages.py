@@ -32,6 +32,7 @@ def table(path: Path, *, outcome: bool) -> Path:
         "slo": {"ttft_s": 1.0, "tbt_s": 0.1},
         "trace": {"trace": "t.jsonl", "trace_sha256": "12", "scale_tokens": "1"},
         "capacity_rps": 3.0,
+        "measured": {"drift": 2.0},
         "loads": [{"load": 0.5, "speed": 1.0, "rows": 10, "figures": figures(0.11)}],
         "origin": ORIGIN,
     }
@@ -46,6 +47,7 @@ def table(path: Path, *, outcome: bool) -> Path:
 def test_a_forecast_stands_beside_what_came(tmp_path: Path) -> None:
     page = forecasts_page.current(table(tmp_path / "t.jsonl", outcome=True))
     assert "1 loads tried: median error of latencies 10.0%, worst of a P99 10%." in page
+    assert "**Not steady**: a prompt took 2 times as long" in page
     assert "| 0.5 | forecast | 0.11 s | 0.22 s | 0.33 s |" in page
     assert "|  | measured | 0.1 s | 0.2 s | 0.3 s |" in page
     assert "|  | error | +10% | +10% | +10% |" in page
