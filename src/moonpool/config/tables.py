@@ -134,7 +134,11 @@ class ModelConfig(Struct, frozen=True):
         "moonpool/induction"
     )
     dtype: Annotated[
-        Dtype, about("Number format of weights and KVCache; auto takes the model's own.")
+        Dtype,
+        about(
+            "Number format of weights and KVCache; auto takes bfloat16 where the CPU or GPU has it, "
+            "else float32."
+        ),
     ] = "auto"
     quantization: Annotated[
         Quantization, about("Quantize the weights while they are loaded; fp8 is simulated only.")
