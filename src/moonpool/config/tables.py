@@ -136,8 +136,8 @@ class ModelConfig(Struct, frozen=True):
     dtype: Annotated[
         Dtype,
         about(
-            "Number format of weights and KVCache; auto takes bfloat16 where the CPU or GPU has it, "
-            "else float32."
+            "Number format of weights and KVCache; auto takes bfloat16 where the CPU or GPU has it,"
+            " else float32."
         ),
     ] = "auto"
     quantization: Annotated[
