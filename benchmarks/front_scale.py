@@ -2,11 +2,11 @@
 
     python -m benchmarks.front_scale --streams 256 --tokens 64 [--router-python PATH] [--json FILE]
 
-The same load goes, one after another, to one of the servers directly, to moonpool with one process
-(`--fronts 1`), to moonpool with fronts, and to vllm-router: many streams of many tokens, then short
-calls. The kernel gives the CPU time of each kind of process, so the load that more fronts on more
-cores could carry can be computed: a front's share falls with their number, and the Conductor's does
-not. Load and stubs take CPU of the same machine.
+The same load (many long streams, then short calls) goes in turn to one of the servers directly, to
+moonpool with one process (`--fronts 1`), to moonpool with fronts, and to vllm-router. The CPU time
+of each kind of process tells the load that more fronts on more cores could carry: each front's CPU
+time falls with their number, and the Conductor's does not. Load and stubs take CPU of the same
+machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """CPU time of the HTTP layer: per request and per streamed token, over a real socket.
 
-The answers come from a head that knows them in advance, one token per turn of the event loop, so
-only the API is measured: parsing, tokenising, detokenising, chunks, uvicorn. The same client then
-asks a bare Starlette application that streams fixed bytes: what no Python server can avoid.
+The answers come from a stub of the head, one token per turn of the event loop, so only the API is
+measured: parsing, tokenising, detokenising, chunks, uvicorn. The same client then asks a bare
+Starlette application that streams fixed bytes: what no Python server can avoid.
 
     python benchmarks/head.py [--tokens 200] [--requests 400] [--json FILE]
 """

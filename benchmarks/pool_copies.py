@@ -1,14 +1,14 @@
-"""How fast blocks come from the pool inside vLLM, beside what the machine could do.
+"""Measures how fast vLLM loads blocks from the pool, compared with the limits of the machine.
 
     python -m benchmarks.pool_copies [--mib 256] [--json F]
     python -m benchmarks.pool_copies --vllm VENV/bin/python --model FOLDER [--json F]
 
-Loads and stores of the connector beside a plain copy of as many bytes, on one core each, in turns;
-blocks that come from the SSD, right after stores and once these are written, beside plain reads of
-the pool's own files with O_DIRECT, with the pool's CPU seconds per GB.
+It compares loads and stores of the connector with a plain copy of the same number of bytes, in
+turns, each on one core. It compares loads from the SSD, right after stores and after these are
+written, with plain O_DIRECT reads of the pool's files, and reports the pool's CPU seconds per GB.
 
-With `--vllm`, it measures what a miss costs instead: two vLLMs are asked in turns, one over a pool
-that never has a prompt and stores them all, one without a connector.
+With `--vllm`, it measures the cost of misses instead, with two vLLMs in turns: one uses a pool that
+never has a prompt and stores them all, the other has no connector.
 """
 
 from __future__ import annotations

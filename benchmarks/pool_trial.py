@@ -140,8 +140,8 @@ class PoolTrial:
         self.done[f"kills of the {kind}"] += 1
 
     def _find_again(self, cluster: TrialCluster, load: TrialLoad) -> None:
-        """Kills all processes once more, repeats the last questions, and returns what is still
-        found."""
+        """Kills all processes once more, repeats the last questions, and returns how many of their
+        blocks are still found."""
         if not self._kinds:
             return
         time.sleep(SETTLE_S)

@@ -86,8 +86,8 @@ def _trace_folders() -> tuple[Path, ...]:
 def _run_all(
     console: Console, names: list[str], options: Options, plot: Path | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Figures of those that ran, and what the others lack. One alone that lacks its trace raises
-    MissingTraceError."""
+    """Returns the figures of the experiments that ran, and what the others lack. One alone that
+    lacks its trace raises MissingTraceError."""
     found: list[dict[str, Any]] = []
     missing: list[str] = []
     screen = Console(stderr=True)

@@ -28,13 +28,13 @@ PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "pool": {**DEFAULTS.get("pool", {}), "eviction": "lru"},
 }
-"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
-the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. The
+"""The papers' schedulers use formulas that were fitted beforehand, so learning is off. v3 names the
+inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. The
 schedulers of both papers evict neither by what other instances hold nor by predicted reuse."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
-"""Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:
-counting the same memory twice would let preemption into experiments that had none."""
+"""If a paper gives the batch size that its memory allowed, the number of sequences is limited, not
+the blocks. Limiting both would cause preemption in experiments that had none."""
 
 WORKLOAD_BATCHES = 40
 """Requests of a closed workload, in batches. SARATHI does not say; its gains are steady-state ones,
@@ -128,8 +128,9 @@ VLLM_SEQUENCES = 256
 longest prompt), and sequences at a time. The paper names the version and no setting."""
 
 MOONCAKE_SPEEDS, MOONCAKE_QUICK_SPEEDS = (1.0, 1.2, 1.4), (1.0,)
-"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 prints its
-load, so the trace's own speed is the one to quote, and the others show what hangs on it."""
+"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 states its
+load. So the result at the trace's own speed is quoted, and the other speeds show how it depends on
+the load."""
 
 MOONCAKE_BUSY_SPEED = 1.5
 """The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""

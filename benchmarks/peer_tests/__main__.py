@@ -98,8 +98,9 @@ def _run(
 
 
 def _tell(suite: Suite, results: list[FileResult], left_out: list[str]) -> bool:
-    """Prints what must be repaired; returns whether something must. `left_out`: files that were not
-    run, empty after a run of some files: then only the skips of these files' tests are compared."""
+    """Prints what must be repaired; returns whether something must. `left_out`: the files that were
+    not run. It is empty after a run of chosen files, and then only the skips in these files are
+    compared."""
     endings = {test: ending for r in results for test, ending in r.endings.items()}
     for test, ending in endings.items():
         if ending == "passed" and suite.skip(test):

@@ -27,7 +27,7 @@ LONG = 16384
 
 class FileResult(NamedTuple):
     """How the tests of a file ended. `skipped`: number of skipped tests by reason. `failed`: the
-    remark on each failed test. `endings`: how each test ended."""
+    remark on each failed test. `endings`: the outcome of each test."""
 
     file: str
     passed: int

@@ -1,8 +1,8 @@
 """Is the cluster that `plan` names the cheapest? An exhaustive search up to a number of nodes.
 
-A candidate is an arrangement of prefill, decode and mixed instances with a chunk size, a cache, an
-SSD and an eviction policy of the constants below, from which the plan chooses too. All candidates
-that cost at least 3 % less than the named cluster are decided. A candidate is out if
+A candidate is an arrangement of prefill, decode and mixed instances, with a chunk size, a cache
+size, an SSD and an eviction policy from the constants below. The plan chooses from the same values.
+All candidates that cost at least 3 % less than the named cluster are decided. A candidate is out if
 
     arithmetic   a bound on what the hardware can do excludes its arrangement (plan/bounds.py),
     clear        the same arrangement and chunk size with the most cache and SSD of these prices

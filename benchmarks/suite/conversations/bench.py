@@ -1,7 +1,7 @@
 """Runs conversations on arrangements of one machine, and keeps all runs in one file.
 
-Runs may be made in parts: a row replaces the earlier one of the same model, workload, arrangement,
-load and client, and the basis of a model and workload is measured once.
+A run may be divided into parts. A new row replaces the earlier row with the same model, workload,
+arrangement, load and client, and the basis of a model and workload is measured only once.
 """
 
 from __future__ import annotations

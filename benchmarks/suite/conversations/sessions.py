@@ -114,8 +114,8 @@ def reusable_share(shape: SessionShape, sessions: Sequence[Session]) -> float:
 def trace_rows(
     shape: SessionShape, sessions: Sequence[Session], ttft_s: float, tbt_s: float
 ) -> list[TraceRow]:
-    """The sessions as a trace in blocks of TRACE_BLOCK_TOKENS, as if every answer took this TTFT
-    and this time between tokens: what is known before anything has been served."""
+    """Returns the sessions as a trace in blocks of TRACE_BLOCK_TOKENS, as if every answer had this
+    TTFT and this TBT. It can be computed before any request is served."""
     rows = []
     names = _BlockNames(shape.shared_tokens // TRACE_BLOCK_TOKENS)
     for number, session in enumerate(sessions):

@@ -1,10 +1,9 @@
-"""How long a long prompt holds KVCache where it is prefilled (Mooncake v3 section 5): inlined in
-decode batches, on a prefill instance that stores it when it is done, and on one that streams each
-layer as it is computed.
+"""Measures how long a long prompt occupies KVCache on the instance that prefills it (Mooncake v3
+section 5): inlined in decode batches, on a prefill instance that stores it at the end, and on one
+that streams each layer when it is computed.
 
 It is measured on an instance with engine and messenger, whose peer is a separate process that
-receives what is stored over TCP, and also by the simulator, with costs and rates that were measured
-before.
+receives the blocks over TCP, and also in the simulator, with the measured costs and rates.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One GGUF file by moonpool, llama.cpp and ik_llama.cpp: prefill, decode and perplexity.
 
-All engines run in turns in each round, so a machine whose speed changes treats them alike. The
+All engines run in turns in each round, so changes of the machine's speed affect them equally. The
 ratios are medians of the rounds' ratios. moonpool runs in this process, llama.cpp in a process of
 its own (`gguf_peer.py`) that waits while moonpool computes, ik_llama.cpp in one for each timing.
 

@@ -1,10 +1,10 @@
 """Measures what 8-bit weights cost in quality and bring in speed, compared with the same model in
 bfloat16.
 
-Quality: bfloat16 answers prompts, and each of its tokens is given to both, so that their
-distributions can be set beside each other position by position (KL divergence, likeliest token,
-perplexity of a text drawn from bfloat16); then each answers greedily on its own. Speed: decode and
-prefill beside the bytes each must read. One thread.
+Quality: both models get the answers of the bfloat16 model as input, so that their distributions can
+be compared at each position (KL divergence, likeliest token, perplexity of a text drawn from
+bfloat16). Then each model answers greedily alone. Speed: decode and prefill beside the bytes each
+must read. One thread.
 """
 
 from __future__ import annotations

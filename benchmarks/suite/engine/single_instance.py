@@ -66,8 +66,8 @@ class SoloInstance:
         drafter: Drafter | None = None,
         draft_model: DraftModelPlace | None = None,
     ) -> SoloInstance:
-        """An instance like this one, with the same weights and blocks of its own, whose decodes
-        have drafts, also of a draft model if one is given."""
+        """Returns an instance with the same weights and with separate blocks, whose decodes have
+        drafts, also from a draft model if one is given."""
         other = copy(self)
         cache = empty_cache(self.layout, self._instance.pool.num_blocks)
         other.engine = copy(self.engine)

@@ -1,5 +1,5 @@
-"""What ranks gain, and what adding up costs them: one process, one process that computes all shards
-(as instances of degree 1 do beside others), and one process per shard.
+"""Measures the gain of ranks and the cost of their sums, with one process, one process that
+computes all shards (like instances of degree 1 beside others), and one process per shard.
 
 The engines take turns with prompts alone and with batches of decodes, and the best time of each
 counts. The sums' share is the time that the first rank spends adding up and waiting for the others.

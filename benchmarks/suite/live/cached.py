@@ -1,8 +1,8 @@
 """What the KVCache pool saves: time to first token of a long prompt, computed and fetched.
 
 One prefill and one decode instance. The prompt is computed once, so the decode instance holds its
-blocks; then the prefill instance is killed, and its successor, which has nothing, must fetch them
-from the other process's memory.
+blocks; then the prefill instance is killed, and its successor, which has no blocks, must fetch them
+from the decode instance's memory.
 """
 
 from __future__ import annotations

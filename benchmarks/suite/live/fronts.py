@@ -2,9 +2,9 @@
 under way, vLLM's own router by two of its policies, and moonpool.
 
 Several users hold conversations at once, and each turn repeats the conversation so far. The vLLMs
-run all the time, with one core each. The fronts take turns with different words each time, and the
-vLLMs forget their prefixes in between, so no cache helps the next one. Hit ratios are those that
-the vLLMs report.
+run all the time, with one core each. The fronts take turns with different prompts, and the vLLMs
+drop their prefixes in between, so no cache helps the next front. Hit ratios are those that the
+vLLMs report.
 """
 
 from __future__ import annotations

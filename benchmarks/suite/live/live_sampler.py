@@ -1,7 +1,7 @@
 """Watches a live cluster while it is loaded: both pools' load, queues, memory; twice a second.
 
-A thread of its own, so that the replay's loop is not held up; asks `/metrics`, which the head
-answers from what it knows, and reads the processes' memory from the kernel.
+Samples in a separate thread, so that the replay's loop is not delayed: reads `/metrics`, and the
+processes' memory from the kernel.
 """
 
 from __future__ import annotations

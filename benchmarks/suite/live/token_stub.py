@@ -114,7 +114,7 @@ class _Connection(asyncio.Protocol):
             self._stub.streams.add(self)
 
     def step(self) -> bool:
-        """Sends a token. Returns whether it was the last."""
+        """Sends a token. Returns whether this token was the answer's last."""
         self.left -= 1
         self.transport.write(_MORE[self.path] if self.left else _LAST[self.path])
         return not self.left

@@ -1,9 +1,9 @@
 """`moonpool bench attention`: what it costs to have attention done by other processes.
 
-The same decode steps by an engine with its own KVCache and by one whose blocks lie at attention
-workers, with the query sent early and not, as one batch and as two that take turns; and where the
-time of each went. Every step is the best of several runs, in turns but for those on all threads.
-With several workers, each way to share the KVCache out to them is measured too.
+Measures the same decode steps on an engine with its own KVCache and on one whose blocks are at
+attention workers, with and without early queries, as one batch and as two staggered batches. The
+report divides the time of each step. Every step is the best of several runs, in turns but for those
+on all threads. With several workers, each way to share the KVCache out to them is measured too.
 """
 
 from __future__ import annotations

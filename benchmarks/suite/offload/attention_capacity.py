@@ -2,10 +2,10 @@
 attention workers hold their KVCache.
 
 An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many,
-as the memory of a device for attention does. There is a curve with the workers' memory alone, and
-one with the instance's own memory too; each ends where the memory is full. A point is the faster of
-one batch and two that take turns. The same rounds measure the instance's own full memory, because a
-machine's speed drifts more than the two differ.
+as the memory of a device for attention does. There is one curve with only the workers' memory, and
+one that also uses the instance's memory. Each ends where the memory is full. A point is the faster
+of one batch and two that take turns. The same rounds measure the instance's own full memory,
+because a machine's speed drifts more than the two differ.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class AttentionCapacityPoint(Struct, frozen=True):
 
     @property
     def rest_s(self) -> float:
-        """Messages, and waiting for a core; where both sides work at once, what neither is busy."""
+        """The time of messages and of waiting for a core; if both sides work at the same time, the
+        time in which neither is busy."""
         return max(self.tbt_s - self.bound_s, 0.0)
 
     @property

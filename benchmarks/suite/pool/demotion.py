@@ -6,12 +6,12 @@ many times. A quiet phase comes before each of these:
 
 - arrivals: at a set pace, prompts arrive as if streamed from a prefill instance, and push others
   out of DRAM. The SSD tier is off.
-- demotion: the same, and what is pushed out goes to the SSD.
-- promotion: at the same pace, peers ask for what is on the SSD only.
+- demotion: the same, and evicted blocks go to the SSD.
+- promotion: at the same pace, peers request blocks that are on the SSD only.
 
-What arrives is computed nowhere and what is asked for goes to nobody: the phases differ by
-the instance's own work alone. Each is compared with the quiet time just before it.
-Drawing the rounds again (bootstrap) shows how sure the difference is.
+No process computes the blocks that arrive or receives the requested ones, so the phases differ only
+in the instance's own work. Each is compared with the quiet time just before it. Drawing the rounds
+again (bootstrap) shows how sure the difference is.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Bench:
         for _ in range(batch):
             tokens = self._draw(PROMPT_TOKENS)
             self._handle(StartPrefill(attempt=self._work(tokens, _ENDLESS)))
-        self._phase("demotion", phase_s)  # fills DRAM, and gives promotion something to read
+        self._phase("demotion", phase_s)  # fills DRAM, and the SSD for promotion
         pairs: dict[str, list[_Pair]] = {phase: [] for phase in BUSY}
         for number in range(rounds):
             first = number % len(BUSY)

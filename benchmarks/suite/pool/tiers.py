@@ -1,7 +1,7 @@
 """What each tier of the KVCache pool adds: one trace, simulated with one tier more at a time.
 
-Every run has the same cluster, requests and policies but for what its name says. Simulated figures
-do not depend on the machine.
+All runs have the same cluster, requests and policies, except for the difference that their names
+say. Simulated figures do not depend on the machine.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What each tier of the KVCache pool adds, live: one conversation workload on four clusters of real
 processes, each with one tier more than the one before.
 
-On the CPU an instance's engine computes in its own arena, so "engine memory" is a smaller arena
-than "+ DRAM": what an accelerator would hold alone. The conversations are more than all memory
+On the CPU an instance's engine computes in its own arena. So "engine memory" is a smaller arena
+than "+ DRAM", of the size of an accelerator's memory. The conversations are more than all memory
 holds, and too many are open at a time for any of them to stay there until its next turn.
 
 The clusters take turns at every step of the same schedule: while one answers, the others idle. So
-whatever else the machine does hits all of them alike, and a run that is cut short still compares
-like with like.
+other work on the machine affects all of them equally, and an interrupted run still gives a fair
+comparison.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Two vLLMs without a pool, and with each of several, under the same load.
 
 The memory of each vLLM holds a third of the prefixes, and a turn never goes to the vLLM that had
-the one before it. Every answer is compared with that of a vLLM that caches nothing and has no other
-request. The row without a pool tells the differences that batches make.
+the one before it. Every answer is compared with the answer of a vLLM without a cache and without
+other requests. The row without a pool tells the differences that batches make.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SPARE_TOKENS = 64
 TOKENS_PER_WORD = 4
 """The most tokens that a workload's word takes in any vocabulary with all bytes."""
 SETTLE_S = 20.0
-"""Seconds between the load and a kill, so that what is written behind reaches the disk."""
+"""Seconds between the load and a kill, so that delayed writes reach the disk."""
 Say = Callable[[str], None]
 Keep = Callable[[dict[str, Any]], None]
 

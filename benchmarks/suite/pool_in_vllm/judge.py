@@ -1,8 +1,8 @@
-"""Judges answers by a vLLM without a pool and without any cache, which reads them token by token.
+"""Judges answers with a vLLM without a pool or any cache, which scores each of their tokens.
 
-A greedy answer is right if each of its tokens is the likeliest one behind those before it, or as
-good as that: rounding, which differs with the batch, decides between two tokens that are nearly
-as likely. So an answer that took another way at such a place is judged to its end.
+A greedy answer is right if each of its tokens is the likeliest next token, or nearly as likely,
+because rounding, which depends on the batch, decides between tokens that are about equally likely.
+So an answer that took another way at such a place is judged to its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a miss costs: two vLLMs are asked in turns, one of them over a pool that never has a prompt.
+"""Measures the cost of a miss with two vLLMs in turns, one of which uses a pool that never has a
+prompt.
 
-The pool stores all that its vLLM computes. Each round asks both for as many new prompts, the other
-one first each time, so the figures are ratios within rounds. CPU seconds are those of all processes
-of a vLLM, and of the pool: they tell what was done more, on a machine that is not quiet, too.
+The pool stores all that its vLLM computes. Each round sends both vLLMs the same number of new
+prompts, and they alternate in going first. The figures are ratios within rounds. CPU seconds are of
+all processes of a vLLM and of the pool: they show the additional work even on a busy machine.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class VllmOffload(Pool):
 
 
 class VllmHostOffload(VllmOffload):
-    """The same with copies that need no GPU."""
+    """Like the class above, with copies that need no GPU."""
 
     extra: Mapping[str, Any] = {
         "spec_name": "HostCopySpec",

@@ -1,5 +1,5 @@
-"""A head, vLLMs of several models and one pool under them, whose processes are killed one by one,
-and whose stored bytes are changed."""
+"""A head, vLLMs of several models and one pool for them. The trial kills the processes one by one,
+and changes stored bytes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TrialPool(MoonpoolPool):
         return ((*words, "--models", str(len(self._shape.models))),)
 
     def damage(self, rng: random.Random, share: float) -> int:
-        """Changes a byte in this share of the places of all blocks, in memory and on the SSD,
-        whatever the pool does meanwhile. Returns how many."""
+        """Changes a byte in this share of all block places, in memory and on the SSD, while the
+        pool works. Returns how many."""
         arenas = self._memory.glob("*/arena") if self._memory.exists() else ()
         files = [p for p in self.disk.rglob("*") if p.is_file()] if self.disk.exists() else ()
         return sum(damage_file(path, rng, share) for path in (*arenas, *files))
@@ -108,7 +108,7 @@ class TrialCluster:
     """Starts with a `with` block. Raises ServerError, httpx.HTTPError."""
 
     def __init__(self, shape: TrialShape, pool: TrialPool | None) -> None:
-        """Without a pool: each vLLM alone, without any cache, and without a head."""
+        """Without a pool, each vLLM serves without any cache and without a head."""
         self._shape, self.pool = shape, pool
         cores = sorted(os.sched_getaffinity(0))
         sizes = shape.kv_tokens, shape.context_tokens, shape.chunk_tokens, pool is not None

@@ -1,9 +1,10 @@
-"""The same instances behind each router in turn: what each one serves within both SLOs.
+"""Puts the same instances behind each router in turn, and measures the requests that are served
+within both SLOs.
 
-SLOs are the paper's: 10 times the P90 of TTFT, and 5 times that of the time between tokens, of one
-session alone on one instance. Capacity is what all instances answer a second while users that
-never pause stay with their instance. Rows are kept in a file as they come, so a run that was ended
-goes on where it was; a router that fails has a row with its reason.
+SLOs are set as in the paper: 10 times the P90 of TTFT and 5 times the P90 of TBT of a single
+session on one instance. Capacity is what all instances answer a second while users that never pause
+stay with their instance. Rows are kept in a file as they come, so a run that was ended goes on
+where it was; a router that fails has a row with its reason.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def bench_routers(plan: RouterPlan, runs: KeptRuns[RouterBasis], say: Say) -> di
                 runs.bases[workload.name] = _measure_basis(workload, plan, engines, say)
                 runs.write()
             for number in range(plan.rounds):
-                # Each round begins with another router: none always has the same neighbours.
+                # Each round begins with another router, so that no router always follows the same
+                # one.
                 turned = number % len(plan.routers)
                 for router in plan.routers[turned:] + plan.routers[:turned]:
                     _run_router(router, workload, number, plan, engines, runs, say)

@@ -91,9 +91,9 @@ def _vllm_programs(
 
 
 def program_settings(fleet: EngineFleet) -> dict[str, Any]:
-    """One queue for all servers, their KVCache, and, of stubs, the times that its guide tells to
-    measure: means of all, because it has one model for them. The other defaults of the program
-    hold."""
+    """Returns settings with one queue for all servers, their KVCache and, for stubs, the times that
+    its guide says to measure. Times are means over the servers, because it has one model for all.
+    The other defaults of the program hold."""
     settings: dict[str, Any] = {
         "global_queue": True,
         "token_capacity_per_dp_rank": fleet.kv_tokens,

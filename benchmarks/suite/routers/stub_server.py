@@ -2,8 +2,8 @@
 
     python -m benchmarks.suite.routers.stub_server --port 8100 --model FOLDER [--factor 2]
 
-The stub stands for a vLLM on a GPU where there is none: routers see its queue, its batch and its
-cache as they would see vLLM's. Answers are token ids without meaning.
+The stub replaces a vLLM on a GPU: routers see its queue, its batch and its cache as they would see
+vLLM's. Answers are token ids without meaning.
 """
 
 from __future__ import annotations

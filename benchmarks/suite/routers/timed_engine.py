@@ -190,8 +190,8 @@ class TimedEngine:
         return -(-(request.computed + chunk) // self.size.block_tokens) - request.num_held
 
     def _make_room(self, request: TimedRequest, chunk: int) -> bool:
-        """Lets those that came last start again until this one has room; False: it is one of
-        them."""
+        """Preempts the newest requests until this one has room. Returns False if this one was
+        preempted, too."""
         while not self._has_room(request, chunk):
             last = self.running[-1]
             self._leave(last)

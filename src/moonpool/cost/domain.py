@@ -1,9 +1,9 @@
 """The prompts and decodes for which a cost was measured.
 
-A fitted formula says nothing about what was not measured. `prompt_weight` blends the measured cost
-with another source near the edge of the measured range, so that the estimate has no jump there: 1
-inside the domain, falling linearly to 0 at half the shortest and at twice the longest measured
-prompt.
+A fitted formula is not valid for sizes that were not measured. `prompt_weight` blends the measured
+cost with another source near the edge of the measured range, so that the estimate has no jump
+there: 1 inside the domain, falling linearly to 0 at half the shortest and at twice the longest
+measured prompt.
 """
 
 from __future__ import annotations

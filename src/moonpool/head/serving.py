@@ -67,7 +67,7 @@ class Calls(Protocol):
 
 
 class OwnCalls:
-    """Answers calls by the HTTP server of this process."""
+    """Answers calls with the HTTP server of this process."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ async def serve_calls(
         viewed.end_views()
         await calls.hand_over(drain_s)
         await link.flush()
-        # ends at once, because an orderly end would end the answers, which continue elsewhere
+        # exits immediately: an orderly exit would end the answers, which continue elsewhere
         os._exit(0)
 
 

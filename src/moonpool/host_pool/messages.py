@@ -283,7 +283,7 @@ def framed(message: ClientMessage | PoolMessage) -> bytes:
 
 
 async def read_message(reader: StreamReader, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    """Reads one message. Raises what the reader raises, ValueError, and the decoder's errors."""
+    """Reads one message. Raises ValueError, the errors of the reader and those of the decoder."""
     return decoder.decode(await FRAMES.read_from(reader))
 
 

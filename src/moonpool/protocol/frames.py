@@ -119,8 +119,9 @@ class ApplyStandby(Struct, frozen=True, tag=True):
 
 
 class AnswerBegun(Struct, frozen=True):
-    """An answer whose client may come back; `number` names it on this connection. `digest`: the
-    digest of its call; `seed` and the other fields: the random values drawn for it."""
+    """An answer has begun whose client may come back; `number` identifies it on this connection.
+    `digest`: the digest of its call; `seed` and the other fields: the random values drawn for
+    it."""
 
     number: int
     tenant: str

@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ActorGroup:
-    """Members that Ray places together, and on as many nodes as it can."""
+    """Members that Ray places as one group, spread over as many nodes as possible."""
 
     name: str
     members: tuple[Member, ...]
@@ -54,7 +54,7 @@ def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
 
 
 def total_of(groups: Iterable[ActorGroup]) -> Bundle:
-    """All that the members of these groups ask for together."""
+    """Returns the sum of the resources that the members of these groups request."""
     total: Bundle = {}
     for group in groups:
         for member in group.members:

@@ -1,7 +1,7 @@
 """The actors of the heads: one leads, the other one stands by on another node.
 
-No record says which one leads: the head that serves leads. A head that starts again becomes the
-standby of the head that serves, so both lead only if neither can see the other.
+There is no record of the leader: whichever head serves is the leader. A head that starts again
+becomes the standby of the head that serves, so both lead only if neither can see the other.
 """
 
 from __future__ import annotations

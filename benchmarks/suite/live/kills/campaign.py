@@ -72,8 +72,8 @@ class Campaign:
         sizes: Sequence[str] = (MODEL, *SIZES),
         only: Sequence[str] = (),
     ) -> None:
-        """`stop_s`: the shortest and the longest SIGSTOP. `only`: kinds of processes to hit; all of
-        them without any."""
+        """`stop_s`: the shortest and the longest SIGSTOP. `only`: the kinds of processes to kill;
+        () means all kinds."""
         self._only = only
         self._arguments = [*sizes[:1], *arrangement, *sizes[1:], *PATIENT]
         self._calls = calls(streams, rng.randrange(1 << 30))
@@ -118,7 +118,7 @@ class Campaign:
             self.left = _still_alive(pids)
 
     def plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
-        """Each kind in turn, from a random one on, in a random order."""
+        """Yields each kind in turn, in a random order from a random start."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]
         plans += [(kinds[n % len(kinds)], signal.SIGSTOP) for n in range(stops)]
@@ -267,8 +267,8 @@ def figures(campaign: Campaign) -> dict[str, Any]:
 
 
 def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
-    """Whether the call met the end of a head before a byte of its answer: a connection is lost
-    between its acceptance and the record of it, which is some 80 us. A head that stands still is
+    """Whether the head ended before a byte of the call's answer: a connection is lost if the head
+    dies between its acceptance and its record, within some 80 us. A head that stands still is
     killed after `REPLACED_S`, if it has not gone on before."""
     ended_s = reply.ended_s or reply.sent_s
     heads = [f for f in campaign.faults if f.kind == "head"]

@@ -92,8 +92,8 @@ class CacheLayout:
 
     A *slice* is a run of `slice_bytes` bytes. A block has `num_slices` slices over all layers, in
     the order of groups, of their layers, and of addresses in a layer. In a model with several
-    groups that many slices belong to a block's tokens, and each group has a block id of its own for
-    its part: slices `first_slice` to `first_slice + num_slices` of the group.
+    groups, each group has its own block ids, and holds slices `first_slice` to `first_slice +
+    num_slices` of a block's tokens.
     """
 
     slice_bytes: int

@@ -116,8 +116,8 @@ class CostEstimator(ClusterObserver):
 
     def learn_first_prefills(self, now: float) -> None:
         """Called before a request is placed. The first dozen prompts of an instance are too few for
-        a sample, but if one takes three times as long as predicted, those behind it will be late,
-        too. An instance is looked at again only when its factor may have changed.
+        a sample, but if one takes three times as long as predicted, the prompts behind it will be
+        late, too. An instance is looked at again only when its factor may have changed.
         """
         for name, state in list(self._beginners.items()):
             if now < state.teaches_at_s:

@@ -335,7 +335,8 @@ def _generated(record: RequestRecord) -> int:
 
 
 def _num_blocks(state: InstanceState) -> int:
-    """Returns the instance's present blocks: it may have lost those of an attention worker."""
+    """Returns the instance's present number of blocks, without those of attention workers that it
+    has lost."""
     return (0 if state.load is None else state.load.num_blocks) or state.info.num_blocks
 
 

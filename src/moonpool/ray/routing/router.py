@@ -2,8 +2,8 @@
 
     RequestRouterConfig(request_router_class="moonpool.ray.ConductorRouter")
 
-A router that cannot reach its Conductor falls back to Serve's power of two choices, says so, and
-asks again after a while.
+A router that cannot reach its Conductor falls back to Serve's power of two choices, logs that, and
+tries again after a while.
 """
 
 from __future__ import annotations

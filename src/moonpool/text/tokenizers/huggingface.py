@@ -70,7 +70,8 @@ class HfTokenizer(WithChatTemplate):
         self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
 
     def _end_tokens(self, parts: TokenizerParts) -> tuple[int, ...]:
-        """All end tokens: chat models often end a turn and a text with different tokens."""
+        """Returns all end tokens, because chat models often end a turn and a text with different
+        tokens."""
         ids = list(parts.eos_token_ids)
         token = parts.special_tokens.get("eos_token")
         named = self._tokenizer.token_to_id(token) if token else None
