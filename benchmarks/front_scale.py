@@ -123,8 +123,8 @@ def measure(run: Callable[[int, int, int], dict[str, Any]], asked: argparse.Name
 
 
 def on_paper(found: dict[str, Any], num_fronts: int) -> dict[str, float]:
-    """Returns the load that this many fronts bear, each on a core of its own, with the Conductor on
-    another one."""
+    """Returns the load that this many fronts can carry, each on its own core, with the Conductor on
+    a further core."""
     shares = {}
     for name, costs, unit in (
         ("tokens_per_s", found["cpu_us_per_token"], 1e6),

@@ -28,7 +28,7 @@ ROUNDS = 3
 OWN = "this checkout"
 
 Times = dict[str, float]
-"""CPU seconds by what was measured."""
+"""CPU seconds by the measured part."""
 
 
 def main() -> int:

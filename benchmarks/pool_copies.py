@@ -88,8 +88,8 @@ class Cache:
 
 
 def copies(num_bytes: int, rounds: int) -> dict[str, float]:
-    """Bytes a second of loads and stores, as medians, and what of a plain copy's that is.
-    `has_kernels` 0: the kernels are not built, and a third of that speed is usual."""
+    """Returns the bytes per second of loads and stores, as medians, and their shares of a plain
+    copy's. `has_kernels` 0: the kernels are not built, and a third of that speed is usual."""
     cache, mover = Cache(num_bytes), open_mover()
     copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], mover)
     memory = np.ones(cache.num_blocks * cache.block_bytes + 64, np.uint8)
@@ -169,7 +169,7 @@ class PoolClient:
         self._link.send(Commit(number=number, checksums=sums.astype("<u8").tobytes()))
 
     def find(self, owner: str, keys: Sequence[bytes]) -> tuple[Found, float]:
-        """Returns what the pool has in memory then, and the seconds until it said so."""
+        """Returns how much the pool then has in memory, and the seconds until it answered."""
         began_s = time.perf_counter()
         self._link.send(Find(owner=owner, group=GROUP, keys=tuple(keys)))
         found = self._wait(Found)
@@ -208,8 +208,8 @@ def running_pool(python: str, folder: Path, dram_bytes: int) -> Iterator[Moonpoo
 
 
 def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
-    """Four times the pool's memory is stored, then the first blocks are asked for, and after a
-    pause others. Raises ServerError."""
+    """Stores four times the pool's memory, then requests the first blocks and, after a pause,
+    others. Raises ServerError."""
     cache = Cache(num_bytes)
     blocks = cache.num_blocks
     keys = [number.to_bytes(16, "big") for number in range(1, 4 * blocks + 1)]

@@ -50,6 +50,6 @@ def run(*tries: Callable[[], str | None]) -> None:
 
 
 def check(condition: object, what: object) -> None:
-    """Raises AssertionError with what was seen instead."""
+    """Raises AssertionError that contains the unexpected value."""
     if not condition:
         raise AssertionError(f"unexpected answer: {str(what)[:200]}")

@@ -45,7 +45,7 @@ CACHES = (125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 SSDS = (0, 4_000_000)
 EVICTIONS = ("predictive", "lru")
 DRAWS = 3
-"""Further samples that the plan simulates, and as many and one fresh ones."""
+"""The number of further samples that the plan simulates; the proof draws that many and one more."""
 change = msgspec.structs.replace
 
 
@@ -158,7 +158,7 @@ class PlanProof:
                 self.found.append(one)
 
     def _evicts_nothing(self, assessor: Assessor, plain: Candidate) -> bool:
-        """Whether the whole trace was simulated with as many hits as with an endless cache."""
+        """Whether the simulation of the whole trace had as many hits as with an unlimited cache."""
         outcome = assessor.looks.get(plain)
         return (
             outcome is not None

@@ -1,4 +1,4 @@
-"""Days for the benchmark of role switching, and what each of their phases was like.
+"""Generates days for the benchmark of role switching, and the figures of each of their phases.
 
 An abrupt day has phases of ten minutes. Each phase has a different share of documents, which need
 prefill, and of chats, which need decode; the total is what six of the default nodes can serve if

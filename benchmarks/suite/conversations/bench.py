@@ -62,8 +62,8 @@ def bench_conversations(
     say: Say,
     start: Start = start_arrangement,
 ) -> dict[str, Any]:
-    """Returns all rows of the file, and the verdicts. Raises what servers raise; a vLLM that does
-    not start is left out."""
+    """Returns all rows of the file, and the verdicts. Raises the errors of the servers; a vLLM that
+    does not start is left out."""
     model = Path(machine.model).name
     for shape in plan.shapes:
         key = f"{model}/{shape.name}"
@@ -163,7 +163,7 @@ def row_words(row: dict[str, Any]) -> str:
 
 
 def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns what was announced before, what won, and how the best of moonpool compares with the
+    """Returns lines with the forecast, the winner, and a comparison of the best moonpool with the
     best vLLM."""
     lines = []
     for key, basis in bases.items():

@@ -39,7 +39,7 @@ def bench_occupation(
     model: str, prompt_tokens: int, tbt_s: float, rounds: int, say: Say
 ) -> dict[str, Any]:
     """Bytes x seconds by way, measured (medians over the rounds) and simulated. Answers under way
-    want a token every `tbt_s`. Raises ArenaError, BenchError, ValueError."""
+    need a token every `tbt_s`. Raises ArenaError, BenchError, ValueError."""
     tokens = 2 * prompt_tokens + sum(map(sum, DECODES)) + 4096
     settle_threads()
     far = LayerwisePair((model, tokens, CHUNK_TOKENS), shared_memory=False)

@@ -74,9 +74,9 @@ def bench_engine(
 
 
 def machine_limits() -> dict[str, float]:
-    """Measures one thread now. A limit that is low at one end of the run was lowered by something
-    else. The GEMM is of float32 where the CPU cannot multiply bfloat16: there kernels multiply
-    float32."""
+    """Measures one thread now. A limit that is low only at the start or the end of the run was
+    lowered by other load. The GEMM is of float32 where the CPU cannot multiply bfloat16: there
+    kernels multiply float32."""
     dtype = torch.bfloat16 if has_bf16_products() else torch.float32
     return {
         "gemm_flops_per_s": gemm_flops_per_s(dtype),

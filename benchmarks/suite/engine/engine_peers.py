@@ -1,7 +1,7 @@
-"""The engines of others on the same weights and the same rows: each runs under a Python of its own.
+"""Measures other engines on the same weights and the same rows, each under its own Python.
 
 Starts the scripts `*_peer.py` of this folder, which import nothing of moonpool except `peer_rows`,
-and reads their output. An engine that is not asked for, or does not run, is told in one line.
+and reads their output. An engine that is not asked for, or does not run, gets one line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which steps of an engine are compared, and what each must at least do: the arithmetic and the
-bytes that a machine's limits are set against."""
+"""Defines the steps that are compared between engines, and the least arithmetic and bytes of each,
+for comparison with the machine's limits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Measures what stages gain, and where they wait: one instance of several processes compared with
-one of one process.
+"""Measures the gain of pipeline stages and their waits: an instance of several processes compared
+with an instance of one process.
 
 Measures a long prompt in chunks and whole (Mooncake v3 section 5.1: X times as fast, minus the
 bubble), a short prompt that must not become slower, and prompts with decodes in micro-batches
@@ -38,7 +38,7 @@ from moonpool_engine.engine.spec import ModelSpec
 
 PARTS = ("long", "short", "mixed", "decode")
 FIT_S = 6.0
-HOPS = 100  # single tokens, of which the quickest tells what a hop takes
+HOPS = 100  # single tokens; the fastest gives the time of a hop
 SIMULATED = (1, 2, 4, 8)
 MIX_CHUNK_TOKENS, MIX_SEQUENCES = 256, 8
 MIX_JOBS, MIX_PROMPT_TOKENS, MIX_OUTPUT_TOKENS = 16, (128, 768), (16, 32)
@@ -66,7 +66,8 @@ class _Bench:
         measured: PipelinedResult | None = None,
         **config: Any,
     ) -> dict[str, Any]:
-        """Measured where there is such an instance and it was not yet, and simulated."""
+        """Simulates the case, and measures it if there is such an instance and it was not measured
+        before."""
         layout, blocks = self.one.layout, self.one.arena.num_blocks
         found: dict[str, Any] = {"stages": num_stages}
         for piped in (self.one, self.several):
@@ -89,8 +90,8 @@ def bench_pipeline(
     say: Say,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for
-    what the model cannot be, StageLostError, ArenaError."""
+    """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for an
+    unsuitable model, StageLostError, ArenaError."""
     torch.set_num_threads(1)
     mix = MIX_JOBS * (MIX_PROMPT_TOKENS[1] + MIX_OUTPUT_TOKENS[1])
     kv_tokens = max(prompt_tokens, mix) + 64 * MIX_JOBS

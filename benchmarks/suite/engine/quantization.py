@@ -84,7 +84,7 @@ def _beside(
     answer_tokens: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Both given the same tokens, which are drawn from bfloat16's distribution."""
+    """Compares both models on the same tokens, drawn from the bfloat16 model's distribution."""
     draws = torch.Generator().manual_seed(seed)
     forced = [_Forced(plain, texts), _Forced(rounded, texts)]
     divergences: list[Tensor] = []
@@ -145,7 +145,7 @@ class _Forced:
 def _greedy(
     plain: SoloInstance, rounded: SoloInstance, texts: Sequence[Sequence[int]], answer_tokens: int
 ) -> dict[str, Any]:
-    """How far answers of their own go together."""
+    """Returns after how many tokens the models' greedy answers first differ."""
     lengths = [answer_tokens] * len(texts)
     pairs = zip(
         plain.generate(texts, lengths).token_ids,

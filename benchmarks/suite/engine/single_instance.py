@@ -1,8 +1,8 @@
 """Runs one mixed instance without processes or sockets: its state machine and its engine, in a
 plain loop.
 
-What a worker does per step, without the head: so the figures hold scheduler, engine and sampler,
-as a peer's offline mode does.
+Does a worker's work per step, without the head. So the figures include scheduler, engine and
+sampler, like a peer's offline mode.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SoloInstance:
         temperature: float,
         seed: int = 0,
     ) -> Generation:
-        """Generates as `generate` does, with draws; each prompt has a seed of its own."""
+        """Like `generate`, but samples, with a separate seed for each prompt."""
         generation = Generation()
         began_s = time.perf_counter()
         steps: list[RunStep] = []

@@ -24,7 +24,8 @@ REJOIN_S = 60.0
 def bench_cached(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
     """TTFT in seconds: computed, from the own cache, fetched. Best of `repeats`, each with new
     tokens."""
-    # A promise that no step keeps: nothing is computed inline, where the blocks are already.
+    # An SLO that no step meets, so that no prompt is computed inline on the decode instance, which
+    # has the blocks.
     arguments = [model, "--prefill", "1", "--decode", "1", "--slo-ttft", "600", "--slo-tbt", "1e-6"]
     arguments += ["--admission", "none", "--keep-memory", "off"]
     arguments += ["--kv-tokens", str(4 * (prefix_tokens + 2048)), "--threads", "1"]

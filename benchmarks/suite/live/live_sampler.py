@@ -34,9 +34,9 @@ class LoadSample(Struct, frozen=True):
 
 
 class LoadSampler:
-    """`with` a running server that has nothing to do at both ends; then read `samples`,
-    `neighbours_share`: of the machine's processors, what others took meanwhile, and
-    `machine_loop_s`, its speed (`bench.machine_speed`)."""
+    """Use it as a context around the load on a running server, which must be idle at the start and
+    the end. Then read `samples`, `neighbours_share` (the share of the processors that other
+    processes used) and `machine_loop_s` (the machine's speed, see `machine_speed`)."""
 
     def __init__(self, server: LocalServer, every_s: float = SAMPLE_S) -> None:
         self.samples: list[LoadSample] = []

@@ -1,4 +1,4 @@
-"""How long `serve` takes to start, and the memory of all its processes.
+"""Measures how long `serve` takes to start, and the memory of all its processes.
 
 Seconds count from the start of the command. The model's file was read before, so it is in the
 kernel's file cache. The first token is that of a short prompt, sent as soon as `/health` is 200.

@@ -1,4 +1,5 @@
-"""One message from a model worker to an attention worker and back, beside what the machine can do.
+"""Measures one message from a model worker to an attention worker and back, compared with the
+machine's limits.
 
 Owns the ways of exchange that are compared. The bare exchanges are between two C++ threads that
 share only a flag and the bytes of a message. In one variant they poll; in the other they sleep on a
@@ -23,7 +24,7 @@ from moonpool_engine.engine.native.shared_memory import Rings, open_rings
 
 ROUNDS = 4000
 TURNS = 5
-QUICK_TURNS = 12  # in each: from C++ a turn is a millisecond, which one interruption spoils
+QUICK_TURNS = 12  # of 1 ms each from C++, which one interruption distorts
 NO_TIME = float("nan")
 
 

@@ -10,8 +10,8 @@ many times. A quiet phase comes before each of these:
 - promotion: at the same pace, peers request blocks that are on the SSD only.
 
 No process computes the blocks that arrive or receives the requested ones, so the phases differ only
-in the instance's own work. Each is compared with the quiet time just before it. Drawing the rounds
-again (bootstrap) shows how sure the difference is.
+in the instance's own work. Each is compared with the quiet time just before it. The confidence of
+the difference comes from a bootstrap over the rounds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
 MIN_STEPS = 100
 """With fewer steps, a P99 means nothing."""
 SETTLE_S = 0.3
-"""Seconds at the start of a phase that are not measured: what the last phase began ends in them."""
+"""Seconds at the start of a phase that are not measured, in which operations of the last phase
+end."""
 _ENDLESS = 1 << 20
 
 
@@ -321,8 +322,8 @@ class _Bench:
     # Load
 
     def _arrive(self) -> None:
-        """Lets a prompt's KVCache arrive. As every slice has been hashed on its way, the sums are
-        known."""
+        """Lets a prompt's KVCache arrive. The checksums are known, because every slice was hashed
+        on its way."""
         tokens = self._draw(ARRIVING_TOKENS)
         work = self._work(tokens, 1)
         self._handle(ReserveDecode(attempt=work))

@@ -1,4 +1,5 @@
-"""The Conductor's index at size: bytes a block, and microseconds to match a prompt, against limits.
+"""Measures a large prefix index of the Conductor: bytes per block, and microseconds to match a
+prompt, against limits.
 
 Memory is counted twice, each time in a process of its own: what the process grows by (resident
 set), and what Python allocated (tracemalloc, which slows everything and is never timed). The keys

@@ -81,7 +81,7 @@ def bench_layers(
 
 
 class LayerwisePair:
-    """Both processes: the instance, and the peer that takes and lends its blocks."""
+    """Both processes: the instance, and the peer that stores and serves blocks."""
 
     def __init__(self, size: tuple[str, int, int], shared_memory: bool) -> None:
         self.near = LayerwiseInstance(*size, shared_memory)

@@ -70,7 +70,7 @@ class LayerwiseTimes:
 
 @dataclass
 class _Run:
-    """One prefill that is watched, and the attempts that gave tokens during it."""
+    """One observed prefill, and the attempts that got tokens during it."""
 
     attempt_id: AttemptId
     took: LayerwiseTimes = field(default_factory=LayerwiseTimes)
@@ -185,8 +185,8 @@ class LayerwiseInstance:
     def prefill_inline(
         self, tokens: Sequence[int], decodes: Sequence[tuple[int, int]], tbt_s: float
     ) -> LayerwiseTimes:
-        """Prefills in the batches of `decodes` (prompt, tokens), which want a token every `tbt_s`.
-        Returns when all of them have ended."""
+        """Prefills inline in the batches of `decodes` (prompt, tokens), which need a token every
+        `tbt_s`. Returns when all of them have ended."""
         beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
         for work in beside:
             self._inbox.put(StartPrefill(attempt=work))

@@ -1,5 +1,5 @@
-"""The other process of `bench layers`: a peer that lends blocks of a prefix, and takes what is
-stored."""
+"""The other process of `bench layers`: a peer that serves the blocks of a prefix, and receives
+stored blocks."""
 
 from __future__ import annotations
 

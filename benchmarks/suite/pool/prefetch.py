@@ -18,7 +18,7 @@ from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 
 WORKLOADS = ("jobs", "agents", "conversation")
-"""Sessions with regular pauses, and sessions whose rate of return only falls."""
+"""Sessions with regular pauses, and sessions whose rate of return falls with time."""
 SSD_TOKENS = 20_000_000
 
 

@@ -90,8 +90,8 @@ class Row(msgspec.Struct):
 
 
 def bench_pools(plan: PoolBenchPlan, say: Say, keep: Keep) -> dict[str, Any]:
-    """Rows by workload and pool. A pool that cannot run is left out, and why is told. `keep` gets
-    what there is after each round of each pool: a run of all takes hours.
+    """Rows by workload and pool. A pool that cannot run is left out, and why is told. `keep`
+    receives the results so far after each round of each pool, because a complete run takes hours.
 
     Raises ServerError if no vLLM starts without a pool, httpx.HTTPError.
     """
@@ -214,7 +214,8 @@ def _judge(prepared: JudgedWorkload, played: Sequence[Played], tally: Tally, pha
 
 
 def run_figures(played: Sequence[Played], seconds: float, counts: CacheCounts) -> dict[str, Any]:
-    """Returns the figures of one run. A turn behind the first returns to a prefix that was seen."""
+    """Returns the figures of one run. A turn after the first returns to a prefix that was seen
+    before."""
     whole = [one for one in played if one.answer.outcome == "answered"]
     prompt_tokens = sum(one.answer.prompt_tokens for one in whole)
     told = sum(one.answer.cached_tokens for one in whole)

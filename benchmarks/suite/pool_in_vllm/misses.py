@@ -58,7 +58,8 @@ class Round(Struct, frozen=True):
 
 
 def misses(plan: MissPlan, pool: MoonpoolPool) -> dict[str, Any]:
-    """The median and standard error of what the pool adds, as ratios. Raises ServerError."""
+    """Returns the median and the standard error of the pool's additional cost, as ratios. Raises
+    ServerError."""
     context, core = plan.prompt_tokens + 64, str(min(os.sched_getaffinity(0)))
     options = cpu_sizes(2 * CONCURRENCY * context, context, STEP_TOKENS)
     told = ["--enforce-eager", "--kv-transfer-config", json.dumps(pool.connector())]

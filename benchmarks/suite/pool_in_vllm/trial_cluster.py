@@ -156,7 +156,8 @@ class TrialCluster:
                 raise ServerError(f"the vLLM of {model} says: {line[line.index('vLLM serves') :]}")
 
     def kill_pool(self, rng: random.Random, damage_share: float) -> int:
-        """`kill -9`, damage to what it left, and its start. Returns the places damaged."""
+        """Kills the pool (`kill -9`), damages the files that it left, and starts it again. Returns
+        the places damaged."""
         assert self.pool is not None
         self.pool.kill()
         changed = self.pool.damage(rng, damage_share)
@@ -164,7 +165,7 @@ class TrialCluster:
         return changed
 
     def kill_vllm(self, model: str) -> None:
-        """`kill -9` of all processes of a vLLM, and its start at the same port."""
+        """Kills all processes of a vLLM (`kill -9`), and starts it again on the same port."""
         self._keep_hits(model)
         vllm = self.vllms[model]
         vllm.kill()
@@ -186,7 +187,7 @@ class TrialCluster:
         return CacheCounts(self._hits["asked"], self._hits["local"], self._hits["external"])
 
     def _keep_hits(self, model: str) -> None:
-        """A killed vLLM's counts are lost but for these; its next ones begin with 0."""
+        """Keeps the counts of a vLLM that will be killed, because its counters begin again at 0."""
         with suppress(httpx.HTTPError):
             counts = cache_counts([self.vllms[model].url])
             for name in ("asked", "local", "external"):

@@ -2,9 +2,9 @@
 within both SLOs.
 
 SLOs are set as in the paper: 10 times the P90 of TTFT and 5 times the P90 of TBT of a single
-session on one instance. Capacity is what all instances answer a second while users that never pause
-stay with their instance. Rows are kept in a file as they come, so a run that was ended goes on
-where it was; a router that fails has a row with its reason.
+session on one instance. Capacity is the number of requests per second that all instances answer to
+users who never pause and stay with one instance. Each row is written to a file immediately, so an
+interrupted run continues where it stopped. A router that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _run_router(
     runs: KeptRuns[RouterBasis],
     say: Say,
 ) -> None:
-    """All loads of one round behind one router, the light ones first."""
+    """Runs all loads of one round behind one router, the light ones first."""
     key = {"workload": workload.name, "router": router, "round": number}
     loads = [load for load in plan.loads if plan.again or not runs.has(**key, load=load)]
     if not loads:
@@ -175,7 +175,8 @@ def _tails(values: Sequence[float]) -> dict[str, float]:
 
 
 def _warm_up(front: RunningFront, workload: RouterWorkload, plan: RouterPlan, number: int) -> None:
-    """Some sessions with words of their own, so that connections and code are not new."""
+    """Runs some sessions with other prompts first, so that connections are open and code is
+    loaded."""
     rng = random.Random(f"warm/{plan.seed}/{number}")
     shape = workload.parts[0][0]
     chains = [[make_session(shape, 0.0, rng, -1 - number, 0.0)] for _ in plan.fleet.speeds]
@@ -189,7 +190,8 @@ def _measure_basis(
     workload: RouterWorkload, plan: RouterPlan, engines: Sequence[RunningEngine], say: Say
 ) -> RouterBasis:
     """Raises ServerUnfitError, ServerError."""
-    # The slowest instance: an SLO that it cannot meet would tell routers apart by luck.
+    # The slowest instance sets the SLO: with an SLO that it cannot meet, the ranking of routers
+    # would depend on luck.
     slowest = max(range(len(engines)), key=lambda number: plan.fleet.speeds[number])
     alone = [_alone(engines[slowest].url, shape, plan) for shape, _ in workload.parts]
     slo = Slo(

@@ -22,7 +22,7 @@ _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 
 
 class EngineFleet(Struct, frozen=True):
-    """`speeds`: how slow each instance is, 1 for one as fast as can be; vLLMs are all alike.
+    """`speeds`: the slowdown of each instance, 1 for the fastest; vLLMs are all equal.
     `vllm_python`: "" takes stubs."""
 
     model: str = STUB_MODEL

@@ -26,7 +26,7 @@ PREFIX_AWARE = "PrefixCacheAffinityRouter"
 
 
 class VllmReplica:
-    """The replica of one server: that of its rank."""
+    """The replica of one server, which its rank selects."""
 
     def __init__(self, urls: list[str]) -> None:
         rank = serve.get_replica_context().rank

@@ -89,7 +89,7 @@ class Campaign:
         self.left: list[int] = []
 
     def run(self, kills: int, stops: int, seconds: float) -> None:
-        """Injects so many faults, or those that fit into `seconds`."""
+        """Injects this number of faults, or as many as fit into `seconds`."""
         with LocalServer(self._arguments) as server:
             self.load = Load(server.url, self._calls)
             self.load.learn()
@@ -268,8 +268,8 @@ def figures(campaign: Campaign) -> dict[str, Any]:
 
 def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
     """Whether the head ended before a byte of the call's answer: a connection is lost if the head
-    dies between its acceptance and its record, within some 80 us. A head that stands still is
-    killed after `REPLACED_S`, if it has not gone on before."""
+    dies between its acceptance and its record, within some 80 us. A head that hangs is killed after
+    `REPLACED_S`, unless it recovers before."""
     ended_s = reply.ended_s or reply.sent_s
     heads = [f for f in campaign.faults if f.kind == "head"]
     late_s = {signal.SIGKILL: 1.0, signal.SIGSTOP: 1.0 + REPLACED_S}
@@ -278,7 +278,7 @@ def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
 
 
 def _trouble(campaign: Campaign, reply: Reply) -> str:
-    """How the call ended, how far it had come, and the last fault before its end."""
+    """Describes how the call ended, its progress until then, and the last fault before its end."""
     ended_s = reply.ended_s or reply.sent_s
     text = f"{reply.outcome}: {reply.detail} ({reply.path}, status {reply.status or 'none'}, "
     text += f"{len(reply.arrivals)} pieces in {ended_s - reply.sent_s:.2f} s"
