@@ -92,7 +92,8 @@ def load(port: int, streams: int, tokens: int, calls: int) -> dict[str, Any]:
 
 
 def load_server(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str, Any]:
-    """The same, with the CPU seconds that the server's processes took. Raises BenchError."""
+    """Sends the load to a server, and also returns the CPU seconds of the server's processes.
+    Raises BenchError."""
     before = spent_s(server)
     try:
         found = load(server.port, streams, tokens, calls)

@@ -1,4 +1,4 @@
-"""What the scripts of the clients printed, and the rows of earlier runs."""
+"""Reads the output of the clients' scripts, and the rows of earlier runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every script of this folder uses: it tries features and prints a line of JSON for each.
+"""Used by every script of this folder: tries features, and prints a line of JSON for each.
 
 The folder's scripts run in environments of their own. The scripts call a client as its
 documentation does, and set only the address, the key and the model.

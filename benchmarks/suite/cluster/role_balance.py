@@ -38,7 +38,7 @@ from moonpool.types import Struct
 DAY_SLO = {"ttft_s": 10.0, "tbt_s": 0.05}
 LOAD_LIMIT = 0.9
 CONSTANT_REQUESTS = 12_031
-CONSTANT_INSTANCES = 16  # as many instances as Mooncake's conversation trace had, and its rate
+CONSTANT_INSTANCES = 16  # the number of instances and the rate of Mooncake's conversation trace
 
 
 class RoleBalanceRun(Struct, frozen=True):

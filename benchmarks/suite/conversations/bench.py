@@ -40,7 +40,7 @@ def conversation_runs(path: Path | None, origin: dict[str, str]) -> KeptRuns[Ses
 
 
 class ConversationPlan(msgspec.Struct, frozen=True):
-    """What to run."""
+    """The models, workloads, arrangements and loads to run."""
 
     shapes: tuple[SessionShape, ...]
     systems: tuple[str, ...]

@@ -203,7 +203,7 @@ class _Case:
 
 
 def _fresh(prompt: Sequence[int], number: int) -> list[int]:
-    """The prompt after tokens of its own: no cached block of another round is found."""
+    """Returns the prompt after unique tokens, so that no cached block of another round is found."""
     return [1, *[100 + number] * BLOCK_TOKENS, *prompt]
 
 

@@ -1,4 +1,4 @@
-"""What the KVCache pool saves: time to first token of a long prompt, computed and fetched.
+"""Measures how much time the KVCache pool saves: TTFT of a long prompt, computed and fetched.
 
 One prefill and one decode instance. The prompt is computed once, so the decode instance holds its
 blocks; then the prefill instance is killed, and its successor, which has no blocks, must fetch them

@@ -3,8 +3,8 @@ ones on the same cores, first in the simulator, then live.
 
 Two instances, as 1 prefill + 1 decode and as 2 mixed. SLOs are the paper's, for each prompt length:
 10 times the unloaded TTFT and 5 times the unloaded TBT, of whichever arrangement is slower
-unloaded. What the planner would choose is the arrangement with the higher simulated capacity; the
-live runs are not known to it.
+unloaded. The planner's choice is the arrangement with the higher simulated capacity; it does not
+use the live runs.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _unloaded(
 
 
 class _Run:
-    """What all systems are sent, and by which client."""
+    """The requests that all systems get, and the client that sends them."""
 
     def __init__(
         self,

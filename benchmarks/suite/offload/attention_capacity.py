@@ -1,10 +1,10 @@
 """`moonpool bench attention --capacity`: TBT by the number of simultaneous requests, and by the
 number of attention workers with their KVCache.
 
-An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many,
-as the memory of a device for attention does. There is one curve with only the workers' memory, and
-one that also uses the instance's memory. Each ends where the memory is full. A point is the faster
-of one batch and two that take turns. The same rounds measure the instance's own full memory,
+An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many
+requests, like the memory of an attention device. There is one curve with only the workers' memory,
+and one that also uses the instance's memory. Each ends where the memory is full. A point is the
+faster of one batch and two that take turns. The same rounds measure the instance's own full memory,
 because a machine's speed drifts more than the two differ.
 """
 
@@ -65,7 +65,7 @@ class AttentionCapacityPoint(Struct, frozen=True):
 
     @property
     def bound_s(self) -> float:
-        """What no faster message would save."""
+        """The part of the time that faster messages would not save."""
         busy_s = (self.model_s, self.attention_s)
         return max(busy_s) if self.in_turns or self.at_home else sum(busy_s)
 

@@ -179,7 +179,7 @@ def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Phase:
-    """What was seen in one phase: time between tokens, and the engine's own time of each step."""
+    """The samples of one phase: time between tokens, and the engine's time of each step."""
 
     gaps_s: list[float] = field(default_factory=list)
     engine_s: list[float] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""What prefetching from the SSD does: generated sessions, simulated without and with it.
+"""Measures the effect of prefetching from the SSD on generated sessions, simulated with and without
+it.
 
 Simulated figures do not depend on the machine.
 """

@@ -1,4 +1,5 @@
-"""What each tier of the KVCache pool adds: one trace, simulated with one tier more at a time.
+"""Measures the gain of each tier of the KVCache pool: one trace, simulated with one more tier at a
+time.
 
 All runs have the same cluster, requests and policies, except for the difference that their names
 say. Simulated figures do not depend on the machine.

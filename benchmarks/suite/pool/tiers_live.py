@@ -128,7 +128,7 @@ def draw_schedule(sessions: int, turns: int) -> list[list[list[int]]]:
 async def _converse(
     urls: list[str], steps: list[list[list[int]]], seconds: float
 ) -> tuple[list[TierSums], int]:
-    """What each cluster gave, and how many requests there was no time for."""
+    """Returns each cluster's results, and the number of requests for which there was no time."""
     clients = [CompletionClient(url) for url in urls]
     rng, sums = random.Random(1), [TierSums() for _ in urls]
     try:

@@ -54,7 +54,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 class PoolBenchPlan(Struct, frozen=True):
-    """What is compared, and under which load."""
+    """The pools that are compared, and the load."""
 
     model: str
     pythons: Mapping[PoolName, str]
@@ -90,8 +90,9 @@ class Row(msgspec.Struct):
 
 
 def bench_pools(plan: PoolBenchPlan, say: Say, keep: Keep) -> dict[str, Any]:
-    """Rows by workload and pool. A pool that cannot run is left out, and why is told. `keep`
-    receives the results so far after each round of each pool, because a complete run takes hours.
+    """Rows by workload and pool. A pool that cannot run is left out, and the reason is printed.
+    `keep` receives the results so far after each round of each pool, because a complete run takes
+    hours.
 
     Raises ServerError if no vLLM starts without a pool, httpx.HTTPError.
     """

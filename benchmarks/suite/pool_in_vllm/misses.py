@@ -50,7 +50,7 @@ class MissPlan(Struct, frozen=True):
 
 
 class Round(Struct, frozen=True):
-    """What one vLLM took for the prompts of a round. `ttft_s` is their mean."""
+    """The times of one vLLM for the prompts of a round. `ttft_s` is their mean."""
 
     seconds: float
     ttft_s: float

@@ -47,7 +47,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class PoolPlace(Struct, frozen=True):
-    """What a pool may use. `folder` is empty when a fleet first starts."""
+    """The resources that a pool may use. `folder` is empty when a fleet first starts."""
 
     python: str
     folder: Path

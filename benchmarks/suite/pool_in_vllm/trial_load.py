@@ -122,7 +122,7 @@ class TrialLoad:
         return len(self.answers) + len(self.given_up)
 
     def anew(self) -> TrialLoad:
-        """The same load, for other servers."""
+        """Returns the same load for other servers."""
         return TrialLoad(self._shape, self._calls, self._foreign_to, self._seed)
 
     def again(self, count: int) -> TrialLoad:

@@ -54,7 +54,8 @@ Say = Callable[[str], None]
 
 
 class RouterPlan(Struct, frozen=True):
-    """What to run. `again`: whether to repeat runs that are already in the file."""
+    """The routers, workloads and loads to run. `again`: whether to repeat runs that are already in
+    the file."""
 
     fleet: EngineFleet
     pythons: FrontPythons

@@ -106,7 +106,7 @@ def _vllm(fleet: EngineFleet, core: str, events: int, replay: int) -> VllmServer
 
 
 def counters(engines: Sequence[RunningEngine]) -> dict[str, float]:
-    """What all instances have counted so far. Raises httpx.HTTPError."""
+    """Returns the sums of all instances' counters. Raises httpx.HTTPError."""
     texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
     names = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
     return {

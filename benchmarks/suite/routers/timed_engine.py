@@ -159,7 +159,7 @@ class TimedEngine:
         )
 
     def end_step(self) -> list[TimedToken]:
-        """What the planned step has computed."""
+        """Ends the planned step, and returns its results."""
         found = []
         for request, chunk in self._plan:
             if request not in self.running:

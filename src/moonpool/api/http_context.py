@@ -209,7 +209,8 @@ class HttpContext:
         return digest_of(named, body)
 
     async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
-        """Returns what is known of the call, if it has come before (see `KeptAnswers.find`)."""
+        """Returns the known part of the answer, if the call was sent before (see
+        `KeptAnswers.find`)."""
         if self._connection is None or self.kept is not None:
             return None
         return await self._connection.known(self.tenant, request_id, digest, displaces)

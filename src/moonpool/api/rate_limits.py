@@ -28,7 +28,7 @@ RATE_LIMIT = "rate_limit"
 @dataclass(slots=True)
 class _Bucket:
     rate: float
-    least: float  # what a bucket must exceed for a call
+    least: float  # a call needs a bucket above this level
     level: float
     at_s: float = 0.0
 

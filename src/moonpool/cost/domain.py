@@ -14,7 +14,7 @@ from moonpool.types import Struct
 
 
 class CostDomain(Struct, frozen=True):
-    """Least and most of what was measured. Prompts were measured one at a time.
+    """The smallest and the largest measured sizes. Prompts were measured one at a time.
 
     `cached_share`: the largest share of a prompt that was cached, which is below 1.
     `context_tokens`: the context of all requests of a decode step, added up.

@@ -1,4 +1,4 @@
-"""What a head and a front have in common, from what the supervisor gives them to their end."""
+"""The common life cycle of a head and a front, from the start by the supervisor to the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ log = logging.getLogger("moonpool")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the supervisor gives a process, and what follows from its configuration."""
+    """The state that the supervisor gives a process, and the values that follow from its
+    configuration."""
 
     inherited: Inheritance
     config: Config

@@ -45,7 +45,7 @@ from moonpool.types import InstanceId, Role, Struct
 CONTROL_SERVICE = "control"
 HEARTBEAT_S = 1.0
 QUIET_HEARTBEAT_S = 5.0
-"""The same of a worker that has had nothing to do for a while."""
+"""The interval of heartbeats of a worker that has been idle for a while."""
 SILENCE_S = 15.0
 """A worker that sends nothing for this long counts as dead. The worker's heartbeat thread shares
 the process with the engine, so this must outlast a brief lack of CPU on its machine."""

@@ -1,4 +1,4 @@
-"""What a Serve configuration names as its request router.
+"""The class that a Serve configuration names as its request router.
 
 Serve pickles the router class by value, with all modules below its own, and a copied class is not
 identical to the original. So this one has nothing but an import, which each process makes.

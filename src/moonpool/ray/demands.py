@@ -1,4 +1,5 @@
-"""What a cluster asks of Ray: a bundle of resources for each process, in placement groups."""
+"""The resources that a cluster requests from Ray: a bundle for each process, in placement
+groups."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def total_of(groups: Iterable[ActorGroup]) -> Bundle:
 
 
 def lacking(total: Bundle, there: Mapping[str, float]) -> str:
-    """What is asked for beyond what is there, in words; "" means nothing."""
+    """Returns, as text, the requested resources that the cluster lacks; "" means none."""
     more = (
         f"{amount:g} of {resource!r} (there are {there.get(resource, 0.0):g})"
         for resource, amount in sorted(total.items())
@@ -84,7 +85,7 @@ def member_of(config: Config, role: str, number: int) -> Member:
 
 
 def bundle_of(config: Config, role: str) -> Bundle:
-    """What a process with this role needs of one node."""
+    """Returns the resources that a process with this role needs on one node."""
     if role == HEAD:
         return dict(HEAD_BUNDLE)
     ray = config.ray

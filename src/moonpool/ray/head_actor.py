@@ -28,7 +28,8 @@ AGAIN_S = 10.0
 """How long a restarted head waits for a leading head that does not respond. This time is longer
 than a takeover takes."""
 FIRST_S = 120.0
-"""The same at the start of the cluster, when the first head may still be loading."""
+"""How long a restarted head waits at the start of the cluster, when the first head may still be
+loading."""
 
 
 @dataclass(frozen=True, slots=True)

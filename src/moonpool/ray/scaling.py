@@ -1,4 +1,4 @@
-"""How the numbers that the Conductor wants become instances to add and to give back."""
+"""Computes which instances to add or to release, from the numbers that the Conductor wants."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NOT_TOLD = frozenset(
 """The settings that the part `run` of the figures omits: another part has them, or no command
 offers them."""
 Watch = Callable[[Iterator[TraceRow], TraceInfo], Iterable[TraceRow]]
-"""Gets the rows before the simulation does, for a bar or a count."""
+"""A callback that receives the rows before the simulation, to show progress or to count them."""
 
 
 class RunSettings(SimulationSettings, frozen=True):

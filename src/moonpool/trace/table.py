@@ -310,8 +310,8 @@ def units_since_1970(time: float) -> int:
 
 
 def units_since_start(times: Iterable[float]) -> int:
-    """The same for times that count from the log's start: milliseconds as in Mooncake's files,
-    unless some have fractions."""
+    """Returns the unit of times that count from the log's start: milliseconds as in Mooncake's
+    files, unless some have fractions."""
     finite = (time for time in times if isfinite(time))
     return 1 if any(not float(time).is_integer() for time in finite) else 1000
 

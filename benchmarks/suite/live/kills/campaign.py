@@ -49,7 +49,7 @@ FaultPlan = tuple[str, signal.Signals]
 
 
 class InjectedFault(NamedTuple):
-    """What was done, and how long the streams that ran then had to wait."""
+    """An injected fault, and how long the streams under way had to wait."""
 
     kind: str
     sign: signal.Signals
@@ -228,7 +228,7 @@ def _prefixed(name: str, report: Callable[[str], None]) -> Callable[[str], None]
 
 
 def figures(campaign: Campaign) -> dict[str, Any]:
-    """What a campaign has seen, for the JSON file."""
+    """Returns the results of a campaign for the JSON file."""
     replies = [r for r in campaign.load.replies if r.outcome]
     kinds = sorted({(f.kind, f.sign, f.had_twin) for f in campaign.faults})
     rows = []
@@ -306,7 +306,7 @@ def _spread(pauses: Sequence[float]) -> dict[str, float | int]:
 
 
 def _has_joined(server: LocalServer, wanted: dict[str, list[int]]) -> bool:
-    """Whether as many workers as at first have joined the head."""
+    """Whether the initial number of workers has joined the head."""
     try:
         joined = Counter(instance["role"] for instance in server.instances())
         joined["attention worker"] = len(server.attention_pids())

@@ -59,7 +59,7 @@ class HostCopier:
         """Does nothing, because a step is computed when vLLM's thread continues."""
 
     def wait(self, layer: str) -> None:
-        """Does nothing: what was loaded is there."""
+        """Does nothing, because the blocks of a load are already in place."""
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
         slices = self._slices_of[layer]

@@ -245,7 +245,7 @@ def _kind_of(group: Any, names: Sequence[str]) -> tuple[str, int, int | None]:
 
 def _placed_layers(config: Any) -> dict[str, tuple[int, int]]:
     """Returns what vLLM 0.32 and later tell about a layer's place: the offset of block 0 in the
-    allocation, and the bytes from block to block. Earlier ones say nothing here."""
+    allocation, and the bytes from block to block. Earlier versions report nothing here."""
     found = {}
     for tensor in config.kv_cache_tensors:
         stride = getattr(tensor, "block_stride", None)
@@ -289,7 +289,7 @@ def _form_of(
                 f" with {stride} bytes from block to block instead of {placed[1]}"
             )
     offsets = (sum(o) for o in itertools.product(*(range(0, n * s, s) for n, s in outer)))
-    # The stride of an axis of one says nothing, and may differ.
+    # The stride of an axis of length one has no meaning, and may differ.
     order = sorted((i for i, (n, _) in enumerate(inner) if n > 1), key=lambda i: -inner[i][1])
     sizes = [size for size, _ in inner]
     described = (name, group, str(tensor.dtype), axis, sizes, order, run, len(outer), repr(spec))

@@ -58,7 +58,8 @@ PAUSE_S = 2.0
 LOAD_S = 20.0
 """The most time for which a request waits for the SSD, or for another vLLM."""
 LOAD_SILENCE_S = 1.0
-"""The same, if the pool says nothing more: it says ten times a second that it is at it."""
+"""The longest silence of the pool during such a wait: a pool that works reports ten times per
+second."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""What the connections of one server share: file descriptors, and memory that clients fill."""
+"""Divides a server's resources among its connections: file descriptors, and memory that clients
+fill."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class LimitedProtocol(BoundedProtocol):
     async def known(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None:
-        """Returns what is known of a call that comes again."""
+        """Returns the known part of the answer, if the call was sent before."""
         return await self.answers.find(tenant, request_id, digest, displaces)
 
     def num_ended(self, tenant: str, digest: bytes) -> int:

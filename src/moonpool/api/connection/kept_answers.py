@@ -33,7 +33,7 @@ one."""
 
 
 class Known(NamedTuple):
-    """What is known of an answer."""
+    """The known part of an answer."""
 
     facts: StreamFacts
     deliveries: list[Delivered]
@@ -96,8 +96,8 @@ class KeptAnswers:
     async def find(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None:
-        """Returns what is known of a call that comes again. `displaces`: a running call with the
-        same content ends, because its client has lost it."""
+        """Returns the known part of the answer, if the call was sent before. `displaces`: a running
+        call with the same content ends, because its client has lost it."""
         name = (tenant, request_id, digest)
         if displaces:
             ends = [end for kept, end in self._running.values() if _name(kept) == name]

@@ -190,7 +190,8 @@ SMALL_BYTES = 64 << 10
 MAX_SMALL_BYTES = 256 << 20
 """Most bytes held of the beginnings of all bodies together."""
 MAX_LARGE_BYTES = 256 << 20
-"""Most bytes held of the remainders of all bodies, unless eight of the largest bodies need more."""
+"""The most bytes that the unread parts of all bodies may occupy, unless eight bodies of the largest
+size need more."""
 
 
 class BodyMemory:

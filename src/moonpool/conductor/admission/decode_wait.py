@@ -10,8 +10,8 @@ includes the predicted wait.
 Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
 server such as vLLM has a batch of its own, and fills its steps with prompts whatever the TBT SLO
 (`InstanceTable.fills`). So a request waits at the Conductor until such a batch has room, and its
-prompt is computed after that. What prompts add to the longest gaps there is learned
-(`CostEstimator`).
+prompt is computed after that. `CostEstimator` learns how much prompts lengthen the longest gaps
+there.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s
 
 
 def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
-    """What one more decode of `num_tokens` adds to each step of an instance."""
+    """Returns the time that one more decode of `num_tokens` adds to each step of an instance."""
     per_token_s = table.decode_s_per_context_token.item(row)
     return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
 

@@ -47,8 +47,8 @@ STALL_SHARE = 0.95
 the load: few prompts fill a step below the capacity."""
 MIN_STALLS = 8
 TTFT_SHARE = 0.9
-"""The same share, for TTFT. A higher share costs nothing here: the next request in the queue takes
-the place of a rejected one."""
+"""The learned quantile of the ratio of measured to predicted TTFT. A higher share costs nothing
+here: the next request in the queue takes the place of a rejected one."""
 
 
 class CostEstimator(ClusterObserver):

@@ -185,7 +185,7 @@ class FetchAnswer(_Message, frozen=True, tag=True):
 
 
 class AnswerFetched(_Message, frozen=True, tag=True):
-    """What a front knew of the answer, which it has now forgotten; b"" means nothing."""
+    """The log of an answer from a front that has now dropped it; b"" means that it had none."""
 
     number: int
     known: bytes
@@ -228,7 +228,7 @@ class AnswerPart(Struct, frozen=True, array_like=True):
 
 
 class AnswersGrown(_Message, frozen=True, tag=True):
-    """What all answers of a front got in one turn of the head's loop."""
+    """The new tokens of all answers of a front in one turn of the head's loop."""
 
     parts: tuple[AnswerPart, ...]
 

@@ -45,7 +45,7 @@ _LABELLED_BY_INSTANCES = (
     ("moonpool:prefetched_blocks", "used", "used_prefetched_blocks"),
     ("moonpool:prefetched_blocks", "wasted", "wasted_prefetched_blocks"),
 )
-"""The same for metrics with a label: metric, label value, counter."""
+"""Metrics with a label that are read from instances: metric, label value, counter."""
 CLASS_COUNTERS = (
     "moonpool:slo_class_requests",
     "moonpool:slo_class_effective_requests",

@@ -13,7 +13,7 @@ BYTES_PER_TOKEN = 4
 TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 HINT_FIELDS = ("vllm_xargs", "agent_hint", "prompt_cache_key")
-"""What names the program (agent) of a call."""
+"""The fields that name the program (agent) of a call."""
 
 
 class ReplicaCall(Struct, frozen=True):

@@ -77,8 +77,8 @@ Decision = PlacedCall | RefusedCall
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: the
-    replica that reports; "" for the one that has the call."""
+    """A router's observation of an answer at `now`: its number of tokens, or its end. `replica`:
+    the replica that reports; "" for the one that has the call."""
 
     call_id: str
     now: float

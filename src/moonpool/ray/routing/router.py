@@ -248,8 +248,8 @@ def _name_of(replica_id: ReplicaID) -> str:
 
 
 def _program_of(pending: PendingRequest) -> ProgramContext | None:
-    """Which program (agent) a call belongs to: by its body, else by Serve's session. What names
-    none rightly is for the deployment to refuse."""
+    """Which program (agent) a call belongs to: by its body, else by Serve's session. A call with
+    invalid fields names no program; the deployment refuses it."""
     session = getattr(pending.metadata, "session_id", "")
     headers = {b"x-session-id": session.encode()} if session else {}
     try:
