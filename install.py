@@ -128,7 +128,7 @@ def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
     pin, rest = _lock_of_torch(), VENV / "rest.lock"
     rest.write_text((ROOT / RUNS).read_text().replace(pin, ""))
     named = VENV / "torch.lock"
-    # uv looks hashes up by the whole version, with the part that names the build.
+    # uv looks up hashes by the complete version, including the local part (such as +cpu).
     named.write_text(pin.replace(pin.split()[0], f"{pin.split()[0]}+cpu", 1))
     others = tuple(word for lock in (rest, *locks[1:]) for word in ("-r", lock))
     if _uv(uv, (*rules, "-r", named, *others)):

@@ -1,4 +1,4 @@
-"""The root of the checkout: processes that run a module of `benchmarks` start in it."""
+"""The root of the checkout, in which processes that run a module of `benchmarks` start."""
 
 from __future__ import annotations
 

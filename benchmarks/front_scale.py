@@ -2,11 +2,11 @@
 
     python -m benchmarks.front_scale --streams 256 --tokens 64 [--router-python PATH] [--json FILE]
 
-The same load goes, one after another, to one of the servers directly, to moonpool with one process
-(`--fronts 1`), to moonpool with fronts, and to vllm-router: many streams of many tokens, then short
-calls. The kernel gives the CPU time of each kind of process, so the load that more fronts on more
-cores could carry can be computed: a front's share falls with their number, and the Conductor's does
-not. Load and stubs take CPU of the same machine.
+The same load (many long streams, then short calls) goes in turn to one of the servers directly, to
+moonpool with one process (`--fronts 1`), to moonpool with fronts, and to vllm-router. The CPU time
+of each kind of process tells the load that more fronts on more cores could carry: each front's CPU
+time falls with their number, and the Conductor's does not. Load and stubs take CPU of the same
+machine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def load(port: int, streams: int, tokens: int, calls: int) -> dict[str, Any]:
 
 
 def load_server(server: LocalServer, streams: int, tokens: int, calls: int) -> dict[str, Any]:
-    """The same, with the CPU seconds that the server's processes took. Raises BenchError."""
+    """Sends the load to a server, and also returns the CPU seconds of the server's processes.
+    Raises BenchError."""
     before = spent_s(server)
     try:
         found = load(server.port, streams, tokens, calls)
@@ -123,8 +124,8 @@ def measure(run: Callable[[int, int, int], dict[str, Any]], asked: argparse.Name
 
 
 def on_paper(found: dict[str, Any], num_fronts: int) -> dict[str, float]:
-    """Returns the load that this many fronts bear, each on a core of its own, with the Conductor on
-    another one."""
+    """Returns the load that this many fronts can carry, each on its own core, with the Conductor on
+    a further core."""
     shares = {}
     for name, costs, unit in (
         ("tokens_per_s", found["cpu_us_per_token"], 1e6),

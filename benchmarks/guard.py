@@ -3,9 +3,8 @@
     python -m benchmarks.guard [COMMIT]     # or `make bench-guard`
 
 The default is the last release, or the commit before this one where there is none. Both run on this
-machine in turns, each in separate processes, and the least time of each counts, because whatever
-else the machine does disturbs both alike. Ends with status 1 if a time has grown by more than
-`MOST_LOSS`.
+machine in turns, in separate processes, and the least time of each counts, so that other work on
+the machine affects both equally. Ends with status 1 if a time has grown by more than `MOST_LOSS`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROUNDS = 3
 OWN = "this checkout"
 
 Times = dict[str, float]
-"""CPU seconds by what was measured."""
+"""CPU seconds by the measured part."""
 
 
 def main() -> int:

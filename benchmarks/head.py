@@ -1,8 +1,9 @@
 """CPU time of the HTTP layer: per request and per streamed token, over a real socket.
 
-The answers come from a head that knows them in advance, one token per turn of the event loop, so
-only the API is measured: parsing, tokenising, detokenising, chunks, uvicorn. The same client then
-asks a bare Starlette application that streams fixed bytes: what no Python server can avoid.
+The answers come from a stub of the head, one token per turn of the event loop, so only the API is
+measured: parsing, tokenising, detokenising, chunks, uvicorn. The same client then calls a bare
+Starlette application that streams fixed bytes, which gives the cost that no Python server can
+avoid.
 
     python benchmarks/head.py [--tokens 200] [--requests 400] [--json FILE]
 """
@@ -46,7 +47,7 @@ CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":n
 
 
 class InstantHead:
-    """A `ServingBackend` that answers every prompt with as many letters as asked for."""
+    """A `ServingBackend` that answers every prompt with the requested number of letters."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -140,7 +141,8 @@ def with_cpu_clock(app: ASGIApp) -> ASGIApp:
 
 
 def start_supervisor() -> socket.socket:
-    """Starts a process that takes what a supervisor would hold. Returns the head's socket."""
+    """Starts a process that receives the logs and sockets that a supervisor would hold. Returns the
+    head's socket."""
     ours, theirs = packet_pair()
     if os.fork():
         theirs.close()
@@ -215,7 +217,8 @@ async def cpu_s(port: int) -> float:
 
 
 async def cpu_per_request_s(port: int, payload: bytes, stream: bool, num_requests: int) -> float:
-    """Server CPU seconds per request, best of the rounds: other processes only ever add."""
+    """Returns the server's CPU seconds per request: the best of the rounds, because other processes
+    can only add to it."""
     best = float("inf")
     each = num_requests // CONNECTIONS
     for _ in range(ROUNDS + 1):  # the first round warms up

@@ -75,8 +75,8 @@ def nodes_of(path: Path) -> tuple[ast.AST, ...]:
 
 @cache
 def imports_of(module: str) -> frozenset[str]:
-    """The modules of the three packages that one imports, wherever in its file: also within a
-    function, and for types only."""
+    """Returns the modules of the three packages that a module imports anywhere in its file,
+    including within functions and for types only."""
     found = set()
     for node in nodes_of(modules()[module]):
         if isinstance(node, ast.Import):

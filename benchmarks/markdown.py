@@ -1,4 +1,4 @@
-"""What the generated pages share: tables, code within a line, and the origin of figures."""
+"""Functions for all generated pages: tables, code within a line, and the origin of figures."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""How near the engine's operations come to what one core can do, measured in the same run.
+"""Compares the speed of the engine's operations with the limits of one core, measured in the same
+run.
 
     python benchmarks/ops.py [--rounds 12] [--dtype bfloat16] [--isa ISA] [--json FILE]
 
 Limits: the rate of a large torch matmul of the same type, and the bandwidth at which torch sums up
 256 MB on large pages. Each row names the limit that binds it and its share of that limit (streams
-that prefetch read faster than torch's sum, so shares can be above 1). Linears also stand beside
-oneDNN's prepacked linear, the fastest that torch has. Best of many, limits and operations taking
-turns; times are CPU time of the one thread used, so that a neighbour on the core costs cache but
-not turns. Weights and KVCache are too large for the caches wherever memory is the limit. Seed 0.
+that prefetch read faster than torch's sum, so shares can be above 1). Linears are also compared
+with oneDNN's prepacked linear, the fastest one in torch. Limits and operations take turns, and the
+best of many runs counts. Times are the CPU time of one thread, so that other processes on the core
+cost only cache. Weights and KVCache are too large for the caches wherever memory is the limit. Seed
+0.
 """
 
 from __future__ import annotations
@@ -155,7 +157,7 @@ def attend_job(
 
 
 def all_jobs(ops: NativeOps, dtype: torch.dtype) -> Iterator[list[OpsJob]]:
-    """Made one by one: together they would not fit in memory."""
+    """Yields the jobs one by one, because together they would not fit in memory."""
     for model in MODELS:
         for rows in ROWS:
             yield linear_jobs(ops, model, rows, dtype)

@@ -48,7 +48,7 @@ and 0.5 B random weights in bfloat16.
 
 
 class Section(NamedTuple):
-    """One table of the page: its words, the files that it reads, and the function that makes its
+    """One table of the page: its text, the files that it reads, and the function that makes its
     rows."""
 
     title: str

@@ -129,7 +129,7 @@ def _both(seconds: dict[str, float]) -> str:
 
 
 def _said(row: dict[str, Any], basis: dict[str, Any]) -> str:
-    """Whether the planner named it, and what its simulation served."""
+    """Says whether the planner named the cluster, and what the cluster's simulation served."""
     words = ["planned"] if row["system"] == basis.get("planned") else []
     simulated = basis.get("simulated", {}).get(f"{row['load']:g}", {}).get(row["system"])
     if simulated:

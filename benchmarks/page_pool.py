@@ -90,8 +90,8 @@ def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(name: str, row: dict[str, Any], twin: dict[str, Any]) -> Iterator[str]:
-    """Returns what is wrong by itself, and differences beyond those that batches make in the row
-    without a pool."""
+    """Returns the results that are wrong in any case, and the answers that differ more often than
+    in the row without a pool, where only batching causes differences."""
     for phase, when in PHASES.items():
         counts = row[phase]
         if counts["foreign"]:

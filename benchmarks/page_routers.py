@@ -1,4 +1,4 @@
-"""The tables of the guide to routers, from what `moonpool bench routers` found.
+"""Writes the tables of the guide to routers from the results of `moonpool bench routers`.
 
 `python -m benchmarks.page_routers` writes the tables between the page's two marks; the rest of the
 page is written by hand. `--check` writes nothing, and ends with status 1 if the tables differ from
@@ -143,7 +143,8 @@ def _interval(values: Sequence[float]) -> str:
 
 
 def _of_programs(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Medians of makespans, where None is one that was never reached; programs of all rounds."""
+    """Returns the medians of makespans over the programs of all rounds, where None means that a
+    program never ended."""
     each = [row["programs"] for row in rows if "programs" in row]
     if not each:
         return ("-",) * len(PROGRAM_HEADER)

@@ -72,7 +72,7 @@ PART = EVENT * (ANSWER_TOKENS // PARTS)
 
 
 class UnmeasuredWorker(EndpointWorker):
-    """The instance of an endpoint whose server is always well."""
+    """The instance of an endpoint whose server is always healthy."""
 
     async def _found(self) -> FoundServer:
         facts = VllmFacts(offer=OFFER, block_tokens=16, num_blocks=1 << 16)

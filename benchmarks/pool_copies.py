@@ -1,14 +1,14 @@
-"""How fast blocks come from the pool inside vLLM, beside what the machine could do.
+"""Measures how fast vLLM loads blocks from the pool, compared with the limits of the machine.
 
     python -m benchmarks.pool_copies [--mib 256] [--json F]
     python -m benchmarks.pool_copies --vllm VENV/bin/python --model FOLDER [--json F]
 
-Loads and stores of the connector beside a plain copy of as many bytes, on one core each, in turns;
-blocks that come from the SSD, right after stores and once these are written, beside plain reads of
-the pool's own files with O_DIRECT, with the pool's CPU seconds per GB.
+It compares loads and stores of the connector with a plain copy of the same number of bytes, in
+turns, each on one core. It compares loads from the SSD, right after stores and after these are
+written, with plain O_DIRECT reads of the pool's files, and reports the pool's CPU seconds per GB.
 
-With `--vllm`, it measures what a miss costs instead: two vLLMs are asked in turns, one over a pool
-that never has a prompt and stores them all, one without a connector.
+With `--vllm`, it measures the cost of misses instead, with two vLLMs in turns: one uses a pool that
+never has a prompt and stores them all, the other has no connector.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Cache:
 
 
 def copies(num_bytes: int, rounds: int) -> dict[str, float]:
-    """Bytes a second of loads and stores, as medians, and what of a plain copy's that is.
-    `has_kernels` 0: the kernels are not built, and a third of that speed is usual."""
+    """Returns the bytes per second of loads and stores, as medians, and their shares of a plain
+    copy's. `has_kernels` 0: the kernels are not built, and a third of that speed is usual."""
     cache, mover = Cache(num_bytes), open_mover()
     copier = HostCopier(cache.layout, kinds_of(cache.layout)[0], mover)
     memory = np.ones(cache.num_blocks * cache.block_bytes + 64, np.uint8)
@@ -169,7 +169,7 @@ class PoolClient:
         self._link.send(Commit(number=number, checksums=sums.astype("<u8").tobytes()))
 
     def find(self, owner: str, keys: Sequence[bytes]) -> tuple[Found, float]:
-        """Returns what the pool has in memory then, and the seconds until it said so."""
+        """Returns how much the pool then has in memory, and the seconds until it answered."""
         began_s = time.perf_counter()
         self._link.send(Find(owner=owner, group=GROUP, keys=tuple(keys)))
         found = self._wait(Found)
@@ -208,8 +208,8 @@ def running_pool(python: str, folder: Path, dram_bytes: int) -> Iterator[Moonpoo
 
 
 def ssd_reads(num_bytes: int, folder: Path) -> dict[str, float]:
-    """Four times the pool's memory is stored, then the first blocks are asked for, and after a
-    pause others. Raises ServerError."""
+    """Stores four times the pool's memory, then requests the first blocks and, after a pause,
+    others. Raises ServerError."""
     cache = Cache(num_bytes)
     blocks = cache.num_blocks
     keys = [number.to_bytes(16, "big") for number in range(1, 4 * blocks + 1)]

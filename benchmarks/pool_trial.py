@@ -8,8 +8,8 @@ A head, a vLLM for each model and one pool for all answer conversations of three
 vLLMs and head are killed with -9 in turns, and start again. Before the pool starts, and between
 kills, bytes in its memory and on its SSD are changed. Each answer is judged afterwards, token by
 token, by a vLLM with the same model without a pool or cache. The same load on vLLMs without a pool
-tells what batches do. `--disk-folder` names a small tmpfs with room for `--ssd`, which another
-program's file fills during three kills of ten:
+shows the differences that batching causes. `--disk-folder` names a small tmpfs with room for
+`--ssd`, which another program's file fills during three kills of ten:
 
     mount -t tmpfs -o size=544m tmpfs /tmp/small
 
@@ -102,7 +102,8 @@ class PoolTrial:
     async def _disturb(
         self, cluster: TrialCluster, load: TrialLoad, running: asyncio.Task[None]
     ) -> None:
-        """Spread over the requests, and between them damage to what the pool holds as it runs."""
+        """Kills processes at times spread over the requests, and in between damages the blocks in
+        the running pool."""
         step = self._load_shape.requests / (len(self._kinds) + 1)
         for number, kind in enumerate(self._kinds):
             if not await _until(load, (number + 0.5) * step, running):
@@ -140,8 +141,8 @@ class PoolTrial:
         self.done[f"kills of the {kind}"] += 1
 
     def _find_again(self, cluster: TrialCluster, load: TrialLoad) -> None:
-        """Kills all processes once more, repeats the last questions, and returns what is still
-        found."""
+        """Kills all processes once more, repeats the last questions, and returns how many of their
+        blocks are still found."""
         if not self._kinds:
             return
         time.sleep(SETTLE_S)
@@ -159,7 +160,7 @@ class PoolTrial:
 
 
 async def _until(load: TrialLoad, count: float, running: asyncio.Task[None]) -> bool:
-    """Whether the load still runs when this many requests are done."""
+    """Waits until this many requests are done. Returns whether the load still runs then."""
     while load.num_done < count:
         ended, _ = await asyncio.wait({running}, timeout=0.1)
         if ended:
@@ -177,7 +178,7 @@ def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]
 
 
 def verdict(pool: dict[str, Any], alone: dict[str, Any], given_up: list[str]) -> Iterator[str]:
-    """Returns what the run proves, one line each."""
+    """Returns lines that say what the run proves."""
     if pool["foreign"]:
         yield f"{pool['foreign']} answers with text of other conversations"
     p = fisher_p(pool["wrong"], pool["answers"], alone["wrong"], alone["answers"])

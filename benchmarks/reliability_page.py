@@ -71,7 +71,7 @@ OUTCOMES = ("right", "wrong", "cut", "refused", "hung")
 
 
 def page(found: dict[str, Any], kills: dict[str, Any]) -> str:
-    """The table of single faults, and those of the campaign."""
+    """Returns the page with the table of single faults and the tables of the campaign."""
     rows = []
     for row in found["faults"]:
         seen = ", ".join(f"{row['seen'][o]} {o}" for o in OUTCOMES if row["seen"].get(o))

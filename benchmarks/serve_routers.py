@@ -4,7 +4,7 @@ moonpool's Conductor.
     python -m benchmarks.serve_routers --rate 6 --seconds 30
 
 A replica is a model of an engine, not an engine: prompts wait for each other, answers share steps,
-and a prefix cache of a stated size forgets what was used longest ago. Conversations arrive by a
+and a prefix cache of a given size evicts the least recently used blocks. Conversations arrive by a
 Poisson process and ask again after a pause. Serve's prefix-aware router needs `ray[llm]` and one of
 its engines; without these its row is left out. Timings on a busy machine say little; rows of one
 table were measured one after another.

@@ -2,10 +2,10 @@
 
 `python -m benchmarks.walk [ROOT]` prints them as JSON. A server with one mixed instance starts
 under a profile hook. After a first request, the hook records which functions of the package run
-while nothing happens, and which others run during a second request. Files of the latter count:
-`prompt` has those that run before the model's forward begins, `head` and `worker` all of the two
-processes, with what brings the answer back. With the root of another checkout, it measures that
-one.
+while nothing happens, and which others run during a second request. The files of the latter
+functions are counted: `prompt` counts files that run before the model's forward, `head` and
+`worker` all files of these processes, including those that return the answer. With the root of
+another checkout, it measures that one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Bubbles:
 def find_bubbles(
     steps: Sequence[SoloStep], num_stages: int, hop_s: Callable[[int], float]
 ) -> Bubbles:
-    """From the steps as they ran, in order."""
+    """Finds the bubbles in these steps, which are in the order of their run."""
     found = Bubbles()
     free_s = [-1.0] * num_stages
     previous: SoloStep | None = None

@@ -16,7 +16,7 @@ from papers.finding import Check, Finding, FindingRow, Verdict, figures
 from papers.options import TRACE_FOLDER, ExperimentError, MissingTraceError, Options
 from papers.registry import EXPERIMENTS, find, run
 
-MIN_COLUMNS = 120  # of the tables; what is piped into a file has no width of its own
+MIN_COLUMNS = 120  # width of the tables in a file, which has no terminal's width
 COLOUR: dict[Verdict, str] = {
     "within 10 %": "green",
     "within 25 %": "green",
@@ -86,8 +86,8 @@ def _trace_folders() -> tuple[Path, ...]:
 def _run_all(
     console: Console, names: list[str], options: Options, plot: Path | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Figures of those that ran, and what the others lack. One alone that lacks its trace raises
-    MissingTraceError."""
+    """Returns the figures of the experiments that ran, and what the others lack. If only one was
+    asked for and its trace is missing, raises MissingTraceError."""
     found: list[dict[str, Any]] = []
     missing: list[str] = []
     screen = Console(stderr=True)

@@ -1,5 +1,5 @@
-"""Everything chosen for the experiments, once, each with its reason. No experiment overrides any of
-these constants.
+"""The constants that were chosen for the experiments, each with its reason. No experiment overrides
+any of these constants.
 
 The constants of devices and kernels stand in `sim.hardware`, which all simulations use. The
 constants are not tuned to any single table.
@@ -28,27 +28,29 @@ PAPERS_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "pool": {**DEFAULTS.get("pool", {}), "eviction": "lru"},
 }
-"""The papers' schedulers go by formulas that were fitted beforehand; ours would learn on. v3 names
-the inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. The
+"""The papers' schedulers use formulas that were fitted beforehand, so learning is off. v3 names the
+inline rule and FAST'25 does not; no figure of either says that decode nodes prefilled. The
 schedulers of both papers evict neither by what other instances hold nor by predicted reuse."""
 
 KV_UNLIMITED_TOKENS = 1 << 24
-"""Where a paper gives the batch size, which its memory allowed, sequences are limited, not blocks:
-counting the same memory twice would let preemption into experiments that had none."""
+"""If a paper gives the batch size that its memory allowed, the number of sequences is limited, not
+the blocks. Limiting both would cause preemption in experiments that had none."""
 
 WORKLOAD_BATCHES = 40
-"""Requests of a closed workload, in batches. SARATHI does not say; its gains are steady-state ones,
-and with 40 batches filling and draining the batch changes a gain by about 1 %."""
+"""Requests of a closed workload, in batches. SARATHI does not state the number. Its gains are those
+of a steady state, and with 40 batches, the time to fill and drain the batch changes a gain by about
+1 %."""
 
 SARATHI_A100 = "A100-PCIE"
-"""SARATHI says A100 80 GB; its authors' next paper names Azure NC96ads v4, which has PCIe ones."""
-
-GPT3_A100 = "A100-SXM"
-"""The paper has 8 servers with 8 A100 each and InfiniBand. Machines of that kind have the SXM
+"""SARATHI says A100 80 GB. Its authors' next paper names Azure NC96ads v4, which has the PCIe
 form."""
 
+GPT3_A100 = "A100-SXM"
+"""The paper has 8 servers with 8 A100 each and InfiniBand. Such machines have the SXM form."""
+
 ABLATION_SEQUENCE_TOKENS = 1024
-"""Length in SARATHI's chunk-size ablation (Fig 13): that of its Table 2 and Fig 7."""
+"""The sequence length in SARATHI's chunk-size ablation (Fig 13), assumed to be that of its Table 2
+and Fig 7."""
 
 
 def roofline(device: str, shape: str, num_devices: int = 1) -> RooflineCost:
@@ -57,7 +59,7 @@ def roofline(device: str, shape: str, num_devices: int = 1) -> RooflineCost:
 
 
 def pipeline(base: RooflineCost, num_stages: int) -> StepCost:
-    """`num_stages` nodes like `base` in a row."""
+    """A pipeline of `num_stages` nodes like `base`."""
     nic = Nic.of(base.device, base.num_devices)
     return group_cost(base, base.shape, num_stages, "pp", nic)
 
@@ -75,12 +77,12 @@ GPT3_ENGINE_OVERHEAD_S = 0.0
 the default of 3 ms a stage, a pipeline would pay for it eight times where one node pays once."""
 
 PIPELINE_REQUESTS, PIPELINE_QUICK_REQUESTS = 10_000, 1_000
-"""The paper's number, and one whose gains are up to a fifth smaller: the pipeline fills and drains
-but once."""
+"""The paper's number of requests, and a smaller one for quick runs. With it gains are up to a fifth
+smaller, because filling and draining the pipeline takes a larger share."""
 
 
 def gpt3_stage() -> RooflineCost:
-    """GPT-3 on one server of 8 devices, by operators alone."""
+    """GPT-3 on one server of 8 devices, with the operators' time only."""
     device, shape = device_of(GPT3_A100), shape_of("gpt3-175b")
     return RooflineCost(device, shape, 8, 1, GPT3_ENGINE_OVERHEAD_S)
 
@@ -97,8 +99,8 @@ BUDGET_STEP_TOKENS = 128
 """Budgets are searched up to the longest prompt of its chat data, in tiles."""
 
 ABLATION_DRAWS, ABLATION_QUICK_DRAWS = 5, 1
-"""Workloads drawn for Sarathi-Serve's Table 4. The paper ran one of 128 requests, of which a median
-TTFT near saturation varies by half; ours is the median of several such runs."""
+"""Workloads drawn for Sarathi-Serve's Table 4. The paper ran one workload of 128 requests. In such
+a run the median TTFT near saturation varies by half, so ours is the median of several runs."""
 
 
 SERVE_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(64))
@@ -106,8 +108,8 @@ SERVE_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(64))
 Sarathi-Serve are found."""
 
 SERVE_REQUESTS, SERVE_QUICK_REQUESTS = 256, 32
-"""Requests of each run. The paper has 2048, which take eight times as long and hold the queue's
-limit at a rate that is a step lower."""
+"""Requests of each run. The paper has 2048 requests, which take eight times as long; with them, the
+rate at the queue's limit is one step lower."""
 
 
 # Mooncake
@@ -124,15 +126,17 @@ MOONCAKE_QUICK_REQUESTS = 1_000
 VLLM_CHUNK_TOKENS = 512
 VLLM_PROMPT_TOKENS = 131_072
 VLLM_SEQUENCES = 256
-"""vLLM v0.5.1's own defaults: tokens of a step with chunked prefill, and without it (the model's
-longest prompt), and sequences at a time. The paper names the version and no setting."""
+"""The defaults of vLLM v0.5.1: the tokens of a step with chunked prefill, and without it (the
+model's longest prompt), and the number of sequences. The paper names the version and no setting."""
 
 MOONCAKE_SPEEDS, MOONCAKE_QUICK_SPEEDS = (1.0, 1.2, 1.4), (1.0,)
-"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 prints its
-load, so the trace's own speed is the one to quote, and the others show what hangs on it."""
+"""Replay speeds at which FAST'25's placements are compared. No figure of its section 5.2 states its
+load. So the result at the trace's own speed is quoted, and the other speeds show how it depends on
+the load."""
 
 MOONCAKE_BUSY_SPEED = 1.5
-"""The replay speed at which plain vLLM is within the limits of Fig. 1 as often as the paper's."""
+"""The replay speed at which plain vLLM is within the limits of Fig. 1 for the same share of
+requests as in the paper."""
 
 SYNTHETIC_RPS = 3.16
 """FAST'25 prints no rate for the synthetic trace. At this rate, computing all prompts
@@ -161,8 +165,8 @@ the paper's own limits, and the speed that offers both a fifth more than they ca
 
 
 V3_RATES = tuple(round(0.02 * 1.1**step, 4) for step in range(61))
-"""Requests per second, from 0.02 to 6.1: the one set of rates on which all capacities of v3's
-Figs 11 and 12 are found. The lowest is the one whose P90s the limits are multiples of."""
+"""Requests per second, from 0.02 to 6.1: the one set of rates on which all capacities of v3's Figs
+11 and 12 are found. The limits are multiples of the P90s at the lowest rate."""
 
 V3_REQUESTS, V3_QUICK_REQUESTS = 400, 24
 """Requests of each run of Figs 11 and 12. The paper prints no number."""
@@ -171,8 +175,9 @@ V3_REQUESTS, V3_QUICK_REQUESTS = 400, 24
 # Lamina
 
 LAMINA_QUICK_REQUESTS = 1_500
-"""All requests of a trace wait at the start: an offered load above what any configuration does."""
+"""All requests of a trace wait at the start, so the offered load exceeds every configuration's
+capacity."""
 
 LAMINA_WINDOW = (0.25, 0.75)
-"""Shares of the requests between whose ends the throughput is taken: before, the batch fills, and
-after, it drains."""
+"""The throughput is measured between the ends of these shares of the requests, because the batch
+fills before and drains afterwards."""

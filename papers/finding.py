@@ -23,7 +23,8 @@ CLOSE, NEAR, SAME_ORDER = 0.10, 0.25, 2.0
 class FindingRow:
     """One figure. `paper` is None where the paper prints none. `note` says why they differ.
 
-    A row of a `partial` run has no verdict: it is not comparable with the paper's whole one.
+    A row of a `partial` run has no verdict, because it cannot be compared with the paper's complete
+    run.
     """
 
     label: str
@@ -35,7 +36,7 @@ class FindingRow:
 
     @property
     def difference(self) -> float | None:
-        """The difference of ours from the paper's, as a share of the paper's."""
+        """Returns our figure's difference from the paper's, as a share of the paper's figure."""
         return None if not self.paper or self.partial else self.ours / self.paper - 1
 
     @property
@@ -58,7 +59,7 @@ class FindingRow:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A claim that needs no tolerance, such as an order, and whether it holds in ours."""
+    """A claim that needs no tolerance, such as an order, and whether it holds in our results."""
 
     text: str
     holds: bool
@@ -67,8 +68,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """All that one experiment has to say. `paper_inputs` are given by the source; `chosen_inputs`
-    it leaves open, so each says what was taken and why."""
+    """The result of one experiment. `paper_inputs` are stated by the paper. `chosen_inputs` are
+    not, so each says which value was chosen and why."""
 
     name: str
     title: str

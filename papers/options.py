@@ -42,10 +42,10 @@ def _silent(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`trace`, if given, stands for whatever trace an experiment asks for; otherwise they are
-    looked for in `folders`. `quick`: fewer requests, for a look. `progress` hears what is being
-    done, in a few words. `parts` is told of each workload of which only a part was run. Verdicts
-    are then withheld."""
+    """`trace`, if given, replaces any trace that an experiment asks for; otherwise traces are
+    looked for in `folders`. `quick`: fewer requests, for a first impression. `progress` receives
+    short texts about the present work. `parts` receives each workload of which only a part was run.
+    Verdicts are then withheld."""
 
     seed: int = 0
     quick: bool = False

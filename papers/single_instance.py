@@ -39,7 +39,7 @@ class SoloRequest:
 
 @dataclass(frozen=True, slots=True)
 class SoloStep:
-    """One step as it ran, or several repetitions of one; `stage_s` is the time of one stage."""
+    """One step that was run, or several repetitions of it; `stage_s` is the time of one stage."""
 
     start_s: float
     end_s: float
@@ -51,7 +51,7 @@ class SoloStep:
 
 @dataclass(slots=True)
 class SoloResult:
-    """What came of the jobs, in their order."""
+    """The results of the jobs, in their order."""
 
     ttft_s: list[float]
     finished_s: list[float]
@@ -79,8 +79,8 @@ def serve(
     config: SoloConfig,
     on_done: Callable[[int], None] | None = None,
 ) -> SoloResult:
-    """Serves all jobs, which come in order of time, to their end; `on_done` hears how many have
-    ended."""
+    """Serves all jobs, which are ordered by time, to their end; `on_done` gets the number of ended
+    jobs."""
     return _Solo(jobs, cost, shape, config, on_done).run()
 
 
@@ -115,7 +115,7 @@ class _Solo:
                 prefix_caching=False,
                 batching=config.batching,
                 max_steps_in_flight=config.steps_in_flight,
-                # A pipeline has other steps beside a repeated one, so none is repeated there.
+                # In a pipeline other steps run beside a repeated one, so no step is repeated.
                 max_repeats=MAX_REPEATS if config.steps_in_flight == 1 else 1,
             ),
             layout,

@@ -42,8 +42,8 @@ def be_patient() -> None:
 
 def trust_one_authority() -> None:
     """Without this change, each client of httpx reads all certificate authorities of this machine,
-    which takes 20 ms: longer than most calls of tests. No call of a test goes to a server that one
-    of these authorities has certified."""
+    which takes 20 ms: longer than most calls of tests. No test calls a server with a certificate of
+    these authorities."""
     bundles = {certifi.where(), os.environ.get("SSL_CERT_FILE", "")}
     end, make_context = b"-----END CERTIFICATE-----\n", ssl.create_default_context
     _AUTHORITY.write(Path(certifi.where()).read_bytes().partition(end)[0] + end)

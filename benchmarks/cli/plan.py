@@ -33,7 +33,7 @@ def plan(
 ) -> None:
     """Plan 12 generated workloads, and search all cheaper clusters exhaustively. Takes an hour.
 
-    Workloads that the JSON file has already are kept, so that an interrupted run can go on.
+    Keeps the workloads that are already in the JSON file, so that an interrupted run can continue.
     """
     from benchmarks.suite.cluster.plan_proof import prove
     from benchmarks.suite.cluster.plan_workloads import PROOF_WORKLOADS

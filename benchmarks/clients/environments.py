@@ -1,4 +1,4 @@
-"""The clients of clients.toml, and an environment of its own for each."""
+"""Reads the clients of clients.toml, and makes a separate environment for each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def read_clients() -> list[Client]:
 
 
 def command_line(client: Client, folder: Path) -> list[str]:
-    """Installs a client below `folder` unless its pins are there; returns what runs its script.
+    """Installs a client below `folder` unless its pinned packages are there, and returns the
+    command that runs its script.
 
     Raises InstallError.
     """

@@ -1,4 +1,4 @@
-"""What the scripts of the clients printed, and the rows of earlier runs."""
+"""Reads the output of the clients' scripts, and the rows of earlier runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _PATH = re.compile(r"(?<![\w:/.])/(?:tmp|root|home|work)/\S+")
 
 
 def read_tries(out: str, err: str) -> list[dict[str, Any]]:
-    """The tries that a script printed; one that failed before its first is a row too."""
+    """Returns the tries that a script printed. A script that failed before its first try also gets
+    a row."""
     tries = [
         json.loads(line.removeprefix(_MARK)) for line in out.splitlines() if line.startswith(_MARK)
     ]

@@ -63,7 +63,7 @@ def compatibility(
 
 
 def _counterpart(word: str) -> tuple[Counterpart, str]:
-    """The counterpart and its place."""
+    """Returns the counterpart and its place."""
     name, _, place = word.partition("=")
     if name not in BY_NAME:
         fail(f"{name!r} is none of {', '.join(each.name for each in COUNTERPARTS)}")

@@ -1,4 +1,4 @@
-"""Other programs, the tests that run against each, and where these find it."""
+"""Other programs, the tests that run against each, and how the tests find the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the tests of one part of a counterpart, and counts their endings."""
+"""Runs the tests of one part of a counterpart, and counts their outcomes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def _program_version(program: str) -> str:
 def run_part(
     counterpart: Counterpart, part: Part, place: str, more: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The endings of a part's tests. `more`: further environment variables for the tests."""
+    """Returns the outcomes of a part's tests. `more`: further environment variables for the
+    tests."""
     python = place if counterpart.place == "environment" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -94,7 +95,7 @@ def run_part(
 
 
 def _environment(counterpart: Counterpart, place: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Under a Python of its own without pytest, what that lacks is taken from this one's packages.
+    """If the counterpart's own Python has no pytest, it gets the missing packages from this Python.
     A Python with pytest is used unchanged, because packages of both could hide each other's
     parts."""
     told = {**os.environ, **more}

@@ -1,4 +1,4 @@
-"""The engine's steps on one GPU, beside what the GPU's peaks allow.
+"""Measures the engine's steps on one GPU, compared with the GPU's peak rates.
 
     usage: python benchmarks/gpu/engine.py [--ops triton|torch] [--model NAME] [--json FILE]
 

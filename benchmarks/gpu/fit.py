@@ -64,7 +64,7 @@ def mape(predicted: Array, measured: Array) -> float:
 
 
 def fit_gemm(gemms: list[GemmFit]) -> list[tuple[float, GemmConstants]]:
-    """The best constants for each (tile, q), best first, each with its error."""
+    """Returns the best constants for each (tile, q) with their error, the best first."""
     t, k, n = (np.array([getattr(g, x) for g in gemms], dtype=np.float64) for x in "tkn")
     measured = np.array([g.seconds for g in gemms])
 
@@ -81,7 +81,7 @@ def fit_gemm(gemms: list[GemmFit]) -> list[tuple[float, GemmConstants]]:
 
 
 def _descend(c: GemmConstants, error: Callable[[GemmConstants], float]) -> GemmConstants:
-    """Pattern search over c0, mu, phi with shrinking steps."""
+    """Runs a pattern search over c0, mu and phi with shrinking steps."""
     step = {"c0_s": 2e-6, "mu": 0.08, "phi": 0.08}
     low = {"c0_s": 0.0, "mu": 0.2, "phi": 0.2}
     high = {"c0_s": 20e-6, "mu": 1.0, "phi": 1.0}

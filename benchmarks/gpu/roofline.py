@@ -1,12 +1,12 @@
-"""Measures what one GPU achieves in the products, the attention and the copies of LLM serving, and
-fits the cost model's constants to it.
+"""Measures the speed of one GPU in the matrix products, the attention and the copies of LLM
+serving, and fits the cost model's constants to it.
 
     python benchmarks/gpu/roofline.py [--json FILE] [--quick]
     python benchmarks/gpu/roofline.py --refit FILE   (fits again the points in FILE; needs no GPU)
 
-Needs torch with CUDA and nothing of moonpool. Times are those of CUDA graphs of many launches, each
-on other tensors than the last so that no input is in the L2 cache, divided by the launches; the
-median of several replays. Inputs are random (seed 0): zeros draw less power and run faster.
+Needs torch with CUDA and nothing of moonpool. A time is the median over several replays of a CUDA
+graph, divided by the launches in it. Each launch uses other tensors than the previous one, so that
+no input is in the L2 cache. Inputs are random (seed 0): zeros draw less power and run faster.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _packages() -> tuple[str, ...]:
 def _run(
     suite: Suite, setup: RunSetup, words: tuple[str, ...], with_skipped: bool
 ) -> tuple[list[FileResult], dict[str, str]]:
-    """Returns the results of the files that were run, and the files that were not: why."""
+    """Returns the results of the files that were run, and the reason for each file that was not."""
     results: list[FileResult] = []
     left_out: dict[str, str] = {}
     for file in test_files(suite, setup):
@@ -98,8 +98,9 @@ def _run(
 
 
 def _tell(suite: Suite, results: list[FileResult], left_out: list[str]) -> bool:
-    """Prints what must be repaired; returns whether something must. `left_out`: files that were not
-    run, empty after a run of some files: then only the skips of these files' tests are compared."""
+    """Prints the faults to repair, and returns whether there are any. `left_out`: the files that
+    were not run. It is empty after a run of chosen files, and then only the skips in these files
+    are compared."""
     endings = {test: ending for r in results for test, ending in r.endings.items()}
     for test, ending in endings.items():
         if ending == "passed" and suite.skip(test):

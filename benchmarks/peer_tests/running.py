@@ -1,4 +1,4 @@
-"""Runs the files of a suite, each in a pytest of its own."""
+"""Runs the files of a suite, each in a separate pytest process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moonpool_lab.demo.local_server import free_port
 FILE_S = 3600.0
 """Longest time that one file of tests may take."""
 MAX_MODEL_LEN = 2048
-"""Longest context, whatever the tests' flags say: an answer without a limit ends with it."""
+"""The longest context, which overrides the tests' flags, so that an answer without a limit ends."""
 LONG = 16384
-"""The same for files of `Suite.long`: what the model has."""
+"""Like MAX_MODEL_LEN, for the files of `Suite.long`: the model's whole context."""
 
 
 class FileResult(NamedTuple):
     """How the tests of a file ended. `skipped`: number of skipped tests by reason. `failed`: the
-    remark on each failed test. `endings`: how each test ended."""
+    remark on each failed test. `endings`: the outcome of each test."""
 
     file: str
     passed: int
@@ -104,7 +104,7 @@ def _variables(suite: Suite, file: str, setup: RunSetup, results: Path) -> dict[
 
 
 def _launcher(suite: Suite, setup: RunSetup) -> Path:
-    """Writes the program that stands for the suite's server."""
+    """Writes the program that replaces the suite's server."""
     path = setup.results / f"{suite.name}-server"
     sources = shlex.quote(f"{ROOT / 'src'}:{ROOT}")
     module = f"-m benchmarks.peer_tests.translated {suite.name}"

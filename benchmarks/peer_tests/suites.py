@@ -18,7 +18,7 @@ _TEXTS = ("title", "url", "sha256", "root")
 
 
 class SuiteError(ValueError):
-    """A suite's file is not as it must be; the text says where."""
+    """A suite's file is not valid; the text says where."""
 
 
 class Skip(NamedTuple):
@@ -29,7 +29,7 @@ class Skip(NamedTuple):
     reason: str
 
     def matches(self, test: str) -> bool:
-        """Whether it names the test, FILE::NAME as pytest has it."""
+        """Whether the pattern matches the test, in pytest's form FILE::NAME."""
         parts = (re.escape(part) for part in self.pattern.split("*"))
         name = test if self.is_of_tests else test.partition("::")[0]
         return re.fullmatch(".*".join(parts), name, re.DOTALL) is not None

@@ -162,8 +162,8 @@ def _template(text: str) -> str:
 
 
 def _by_name(name: str, folder: str) -> str:
-    """Goes to a new folder in which the model has the name of a test, as `root` tells names as they
-    are given. Returns the name."""
+    """Changes to a new folder in which the model has the name from the test, because `root` in
+    `/v1/models` is the name as given. Returns the name."""
     place = Path(tempfile.mkdtemp(prefix="moonpool-peer-")) / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(folder)

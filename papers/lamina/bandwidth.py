@@ -101,7 +101,7 @@ def _least(num_model: int, num_attention: int, batch: int, context: int) -> floa
 
 
 def _overlap(shape: str) -> list[float]:
-    """Share of a step saved, by batch, with one batch at a time."""
+    """Returns the share of a step's time that is saved, by batch size, with one batch at a time."""
     model = roofline(COMPUTE, shape, 2)
     pool = AttentionPool(device_of(MEMORY), 4)
     rate = OffloadNetwork.of(device_of(COMPUTE), 2, pool).bytes_per_s

@@ -1,6 +1,7 @@
 """Lamina's first claim, 1.48 to 12.1 times the tokens per dollar of devices of one kind.
 
-By rooflines, on one set of prices, against the fewest such devices and the best number of them.
+It is checked by rooflines with one set of prices, against the smallest and the best number of such
+devices.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def _cell(
 
 @cache
 def alone(device: str, model: str, context: int) -> tuple[Offer, ...]:
-    """Devices of one kind, in rising number, that hold the model and a request."""
+    """Yields rising numbers of devices of one kind, from the smallest that holds the model and a
+    request."""
     found = []
     for count in COUNTS:
         try:
@@ -180,7 +182,8 @@ def alone(device: str, model: str, context: int) -> tuple[Offer, ...]:
 
 @cache
 def offloaded(device: str, memory: str, model: str, context: int) -> tuple[Offer, ...]:
-    """The fewest devices that hold the weights, with each number of attention devices."""
+    """Yields the smallest number of devices that hold the weights, with each number of attention
+    devices."""
     shape = shape_of(MODELS[model])
     count = next(n for n in COUNTS if holds_weights(device, model, n))
     weights = roofline(device, shape.name, count)
@@ -207,7 +210,8 @@ def _tokens_per_s(cost: StepCost, capacity_tokens: int, context: int) -> float:
 
 
 def _rows(cells: Sequence[DollarCell], prices: str, claimed: bool) -> list[FindingRow]:
-    """Least and largest gain; the claim stands beside that over the fewest devices."""
+    """Returns the least and the largest gain. The claim is compared with the gain over the smallest
+    number of devices."""
     rows = []
     for words, pick in BASELINES.items():
         ranked = sorted(cells, key=lambda cell: cell.over(pick(cell)))

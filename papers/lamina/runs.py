@@ -1,4 +1,5 @@
-"""Lamina's decode instances under a load that never ends: what each configuration gives.
+"""Runs Lamina's decode instances under constant full load, and measures each configuration's
+throughput.
 
 The paper's baseline is vLLM "modified to drop prefill"; so here prompts cost nothing, on both
 sides, and their KVCache is there when they are admitted. Everything else is decided by the
@@ -30,7 +31,7 @@ from papers.single_instance import SoloConfig, all_at_once, serve
 
 COMPUTE, MEMORY = "H100-SXM", "H20"
 USD_PER_H = {COMPUTE: 11.06, MEMORY: 4.63}
-"""Lamina's Table 1; its H20 price is an estimate of its own."""
+"""Prices of Lamina's Table 1; the price of the H20 is the paper's estimate."""
 NUM_BATCHES = 2
 LONGEST_PROMPT_TOKENS = 1 << 20
 MAX_SEQUENCES = 4_096
@@ -76,8 +77,8 @@ class DeviceSetup:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and Lamina's and its rival's plant of about the same price (Table 5); `all_memory`
-    costs no more than Lamina's and is left out of the paper."""
+    """A model, and the devices of Lamina and of its rival, which cost about the same (Table 5).
+    `all_memory` costs at most as much as Lamina's devices; the paper omits it."""
 
     model: str
     shape: str
@@ -105,7 +106,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """What a plant gave under full load."""
+    """The throughput of a plant under full load."""
 
     tokens_per_s: float
     batch: float  # mean
@@ -116,7 +117,8 @@ class ThroughputResult:
 
 
 class _DecodesAlone:
-    """A cost by which prompts take no time: their KVCache comes from elsewhere."""
+    """A cost model in which prompts take no time, because their KVCache comes from other
+    instances."""
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
@@ -139,7 +141,7 @@ class _DecodesAlone:
 
 
 def read_lengths(options: Options, trace: str) -> tuple[list[tuple[int, int]], str]:
-    """(prompt, output) of a trace's requests, and where they are from. Raises
+    """Returns (prompt, output) lengths of a trace's requests, and the name of their source. Raises
     ExperimentError."""
     limit = LAMINA_QUICK_REQUESTS if options.quick else None
     name = TRACES[trace]
@@ -177,7 +179,8 @@ def run_plant(
 
 
 def fitting(lengths: Sequence[tuple[int, int]], case: Case) -> list[tuple[int, int]]:
-    """The requests that each plant of the case can hold, so that all serve the same."""
+    """Returns the requests that fit on every plant of the case, so that all plants serve the same
+    requests."""
     shape = shape_of(case.shape)
     least = min(plant.kv_tokens(shape) for plant in (case.lamina, case.rival, case.all_memory))
     return [(prompt, output) for prompt, output in lengths if prompt + output + 16 <= least]

@@ -50,7 +50,7 @@ class ThroughputCell:
 
     @property
     def of_all_memory(self) -> float:
-        """Lamina's tokens per dollar over those of the cheap devices alone."""
+        """Returns Lamina's tokens per dollar divided by those of the cheap devices alone."""
         lamina = self.lamina.tokens_per_usd(self.case.lamina)
         return lamina / self.all_memory.tokens_per_usd(self.case.all_memory)
 

@@ -1,7 +1,7 @@
 """v3's section 5.1: why nodes are joined to one prefill instance as a pipeline of chunks (CPP).
 
-The paper prints no measurement of it, and not how many nodes X a group has; what can be checked are
-its claims about TP, sequence parallelism and CPP.
+The paper prints no measurement of it, nor the number X of nodes in a group. Only its claims about
+TP, sequence parallelism and CPP can be checked.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PRINTED = (2_048, 8_192, 32_768, 131_072)
 SHORT, LONG = 2_048, 131_072
 NAMES = {n: f"{n // 1024}k" if n >= 1024 else str(n) for n in LENGTHS}
 CHUNK_TOKENS: int = DEFAULTS["engine"]["chunk_tokens"]
-SHORT_OVERHEAD = 0.1  # of a node's time: what still counts as none
-NEAR_X = 0.85  # of X: what still counts as X-fold
+SHORT_OVERHEAD = 0.1  # this share of a node's time counts as no idle time
+NEAR_X = 0.85  # this share of X counts as an X-fold gain
 
 CLUSTER_REQUESTS = 2_000
 CLUSTER_NODES = 2  # of a prefill instance; as many nodes in all as without groups
@@ -67,8 +67,8 @@ divided."""
 
 @dataclass(frozen=True, slots=True)
 class ClusterNicRun:
-    """A run of the whole cluster, and what its prefill nodes' NICs sent, as shares of all they
-    could have: within the groups (added up from the tokens), and of KVCache (over the links)."""
+    """A run of the whole cluster, and the used shares of its prefill nodes' NICs: by traffic within
+    the groups (computed from the tokens), and by KVCache (over the links)."""
 
     served: ClusterRun
     group_share: float
@@ -161,13 +161,13 @@ def alone(length: int, num_nodes: int, kind: Parallelism) -> IdleGroupRun:
 
 
 def serve_groups(workload: MooncakeWorkload, name: str, seed: int) -> ClusterNicRun:
-    """`name` is a kind, or ALONE: as many nodes, each an instance."""
+    """`name` is a kind, or ALONE for the same number of nodes, each as a separate instance."""
     nodes = 1 if name == ALONE else CLUSTER_NODES
     kind: Parallelism = next((kind for kind in KINDS if kind == name), "tp")
     whole = kind != "cpp"
     overrides = cluster(MOONCAKE_PREFILL // nodes, MOONCAKE_DECODE)
     overrides["hardware"] = {"cost": "roofline", "nodes_per_prefill": nodes, "parallelism": kind}
-    # The budget of whole prompts only says which short ones may share a step.
+    # For whole prompts, the budget only decides which short prompts may share a step.
     overrides["engine"] = {"batching": "whole-prompts" if whole else "chunked"}
     config = parse_config("", overrides, PAPERS_DEFAULTS)
     hardware = build_hardware(parse_config("", _believed(overrides, whole), DEFAULTS))
@@ -195,7 +195,7 @@ def serve_groups(workload: MooncakeWorkload, name: str, seed: int) -> ClusterNic
 
 
 def _believed(overrides: Overrides, whole: bool) -> Overrides:
-    """The Conductor's estimate is fitted to prompts cut as they will be."""
+    """Returns the Conductor's estimate, fitted to prompts in the chunks that are used later."""
     engine = overrides["engine"]
     if whole:
         engine = {**engine, "chunk_tokens": VLLM_PROMPT_TOKENS}
@@ -203,7 +203,7 @@ def _believed(overrides: Overrides, whole: bool) -> Overrides:
 
 
 def _counts() -> Iterator[FindingRow]:
-    """What the paper counts: exchanges between nodes per layer."""
+    """Returns the figure that the paper counts: exchanges between nodes per layer."""
     shape, nodes = shape_of(SHAPE), NODES[0]
     per_layer = shape.layers * 2 * (nodes - 1) * shape.activation_bytes_per_token
     ours = group_nic_bytes(shape, nodes, "tp", 1) / per_layer
@@ -239,7 +239,7 @@ def _cluster_rows(found: dict[str, ClusterNicRun]) -> Iterator[FindingRow]:
 
 def _alone_checks(table: Table) -> tuple[Check, ...]:
     def every(kind: Parallelism, lengths: tuple[int, ...], part: str, than: Parallelism) -> bool:
-        """Whether `kind` has less of it than the other, at all these lengths and X."""
+        """Whether `kind` has a lower value than the other kind, at all these lengths and X."""
         return all(
             getattr(table[length, nodes, kind], part) < getattr(table[length, nodes, than], part)
             for length in lengths
@@ -339,7 +339,8 @@ def group_prefill_s(
 
 
 def pipeline_s(cost: StepCost, chunks: Sequence[Chunk]) -> float:
-    """When the last of these chunks leaves the last stage of an otherwise idle pipeline.
+    """Returns the time at which the last of these chunks leaves the last stage of an otherwise idle
+    pipeline.
 
     A chunk enters a stage when it has arrived from the previous stage and the previous chunk has
     left.

@@ -118,7 +118,7 @@ def _tokens(tokens: int | None) -> str:
 
 
 def _routed(options: Options, workload: MooncakeWorkload) -> dict[str, tuple[float, float]]:
-    """Hit ratio and imbalance by routing: prompts in order, no time."""
+    """Returns hit ratio and imbalance by routing. Prompts come in order, without times."""
     prompts = list(prompts_of(workload.rows, workload.block_tokens, BLOCK_TOKENS))
     found = {}
     for name, (routing, ignored) in ROUTINGS.items():

@@ -92,13 +92,14 @@ class _Keeping(Collector):
 
 
 def phases_of(num_tokens: int, hit_share: float, *, layer_wise: bool, seed: int) -> Phases:
-    """A request alone in the cluster. An earlier request has prefilled the part that is cached."""
+    """Returns the phases of a request that is alone in the cluster. An earlier request has
+    prefilled the part that is cached."""
     num_blocks = num_tokens // BLOCK_TOKENS
     num_cached = int(num_blocks * hit_share)
     names = tuple(range(num_blocks))
     rows = [TraceRow(ALONE_S, num_tokens, DECODED_TOKENS + 1, names)]
     if num_cached:
-        # Its answer is one token, so nothing of it gets to the decode node's cache.
+        # Its answer is one token, so none of its KVCache enters the decode node's cache.
         rows.insert(0, TraceRow(0.0, num_cached * BLOCK_TOKENS, 1, names[:num_cached]))
     workload = MooncakeWorkload("single", rows, BLOCK_TOKENS, False, "")
     keeping = _Keeping()
@@ -112,7 +113,8 @@ def phases_of(num_tokens: int, hit_share: float, *, layer_wise: bool, seed: int)
     served = serve(workload, overrides, seed, layer_wise=layer_wise, watch=watch)
     record = keeping.records[-1]
     assert record.prefill_started_s is not None
-    # The last stream began with its prefill; what the record calls done is loaded, too.
+    # The last stream began with its prefill. When the record says that the transfer is done, the
+    # blocks are also loaded.
     sender = served.simulation.nodes[InstanceId("prefill-0")].messenger
     received_s = record.prefill_started_s + sender.figures.seconds
     return Phases(

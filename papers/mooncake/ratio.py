@@ -22,7 +22,7 @@ SLO = {"ttft_s": 10.0, "tbt_s": 0.1}
 
 
 class Split(NamedTuple):
-    """What one split of the nodes does: shares of requests in %, means."""
+    """The result of one split of the nodes: shares of requests in %, and means."""
 
     effective: float
     ttft_s: float
@@ -91,7 +91,7 @@ def _serve(workload: MooncakeWorkload, nodes: int, seed: int, speed: float) -> S
 
 
 def _speed(options: Options, workload: MooncakeWorkload) -> float:
-    """Mean TTFT of 5P+11D grows with it."""
+    """Returns the replay speed, found by the mean TTFT of 5P+11D, which grows with the speed."""
 
     def ttft_s(speed: float) -> float:
         return serve(workload, _overrides(PREFILL_NODES[0]), options.seed, speed).ttft_s

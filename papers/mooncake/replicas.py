@@ -79,8 +79,8 @@ NOTES = (
 
 
 def ranked_keys(workload: MooncakeWorkload, block_tokens: int, count: int) -> list[BlockKey]:
-    """The most used blocks, most used first, earlier ones first among equals. Of a trace's block,
-    the first of the pool's blocks in it stands for all."""
+    """The most used blocks, most used first, earlier ones first among equals. The first of the
+    pool's blocks in a block of the trace represents all of them."""
     uses: Counter[int] = Counter()
     size = workload.block_tokens
     for row in workload.rows:

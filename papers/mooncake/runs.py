@@ -1,5 +1,5 @@
-"""One simulated run of Mooncake's cluster, or of vLLM on the same nodes: the simulator with its
-defaults, which are the paper's, and what an experiment changes of them.
+"""One simulated run of Mooncake's cluster, or of vLLM on the same nodes, by the simulator's
+defaults, which are the paper's, and an experiment's changes.
 
 Owns no experiment and no constant.
 """
@@ -47,7 +47,7 @@ SYSTEMS: tuple[System, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
-    """A run that is over: its figures by the names of `simulate --json`, and the rest of it."""
+    """A finished run: its figures, with the names of `simulate --json`, and its other results."""
 
     simulation: Simulation
     figures: dict[str, Any]
@@ -86,8 +86,8 @@ class ClusterRun:
 
 
 def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
-    """Mooncake's: this many prefill and decode nodes. By default no request is refused, and none
-    waits for a decode batch, because the paper's systems have no such wait."""
+    """Returns Mooncake's cluster with this many prefill and decode nodes. By default no request is
+    refused, and none waits for a decode batch, because the paper's systems have no such wait."""
     return {
         "cluster": {"prefill": prefill, "decode": decode, "mixed": 0},
         "conductor": {"admission": "none", "decode_wait": False} | conductor,
@@ -95,8 +95,9 @@ def cluster(prefill: int, decode: int, **conductor: Any) -> Overrides:
 
 
 def system(name: System, num_nodes: int) -> Overrides:
-    """Mooncake with half of the nodes for each side, or vLLM, an instance a node, as of its v0.5.1:
-    prompts first and whole, or chunked; what is cached lies in the accelerators' memory."""
+    """Returns Mooncake with half of the nodes for each role, or vLLM v0.5.1 with one instance per
+    node: whole prompts before decodes, or chunks. vLLM's cached blocks are in the accelerators'
+    memory."""
     if name == "Mooncake":
         return cluster(num_nodes // 2, num_nodes - num_nodes // 2)
     chunked = name == "vLLM chunked prefill"
@@ -126,7 +127,7 @@ def serve(
     layer_wise: bool = True,
     watch: Callable[[Simulation], None] | None = None,
 ) -> ClusterRun:
-    """The workload, replayed `speed` times faster. `watch` is given the simulation before it
+    """Serves the workload, replayed `speed` times faster. `watch` is given the simulation before it
     runs."""
     config = parse_config("", overrides, PAPERS_DEFAULTS)
     hardware = build_hardware(config)
@@ -145,7 +146,8 @@ def serve(
 
 
 def speed_with(options: Options, measure: Callable[[float], float], wanted: float) -> float:
-    """The replay speed at which a figure that grows with the speed is as wanted, by halving."""
+    """Returns the replay speed at which a figure that grows with the speed reaches the wanted
+    value, found by bisection."""
     low, high = RATE_SPEEDS
     for step in range(MOONCAKE_QUICK_RATE_STEPS if options.quick else MOONCAKE_RATE_STEPS):
         options.progress(f"the rate, step {step + 1}")
@@ -158,7 +160,7 @@ def speed_with(options: Options, measure: Callable[[float], float], wanted: floa
 
 
 def with_nic(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """All nodes with another network, and a Conductor that knows it."""
+    """Returns the cluster with another network at all nodes, which the Conductor knows."""
     prefill, decode, mixed = (
         replace(
             part,

@@ -1,4 +1,4 @@
-"""v3's Table 1: the hit ratio by eviction policy and capacity, and what more there was to get."""
+"""v3's Table 1: the hit ratio by eviction policy and capacity, and the highest possible ratio."""
 
 from __future__ import annotations
 

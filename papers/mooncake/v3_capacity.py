@@ -1,5 +1,5 @@
 """The most requests per second within v3's limits on P90 TTFT and P90 TBT, on four nodes: 3P+1D,
-2P+2D, and vLLM on four nodes. What its Figs 11 and 12 have in common."""
+2P+2D, and vLLM on four nodes. The code that the experiments of Figs 11 and 12 share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LimitedRates:
-    """In requests per second: within the limit on TTFT alone, and within both."""
+    """The highest rates in requests per second: within the limit on TTFT alone, and within both
+    limits."""
 
     by_ttft: float
     by_both: float
@@ -56,7 +57,8 @@ Capacities = dict[str, dict[str, LimitedRates]]  # by data set and cluster
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """v3's words on one data set: what 3P+1D gains over vLLM, and the rates of its figure."""
+    """The claim of v3 for one data set: the gain of 3P+1D over vLLM, and the rates in its
+    figure."""
 
     data: DataSet
     gain: float
@@ -67,7 +69,8 @@ class Claim:
 def measure(
     options: Options, claims: Sequence[Claim], peers: Sequence[str] = (VLLM,)
 ) -> tuple[Capacities, list[str]]:
-    """The capacities of Mooncake's clusters and of `peers`, and where the workloads are from."""
+    """Returns the capacities of Mooncake's clusters and of `peers`, and the sources of the
+    workloads."""
     found: Capacities = {}
     origins = []
     count = V3_QUICK_REQUESTS if options.quick else V3_REQUESTS
@@ -132,7 +135,8 @@ def _overrides(name: str) -> Overrides:
 
 
 def _p90(workload: MooncakeWorkload, name: str, rate: float, seed: int) -> tuple[float, float]:
-    """P90 of TTFT and TBT over all requests: one that timed out is later than any limit."""
+    """Returns the P90 of TTFT and TBT over all requests. A request that timed out counts as later
+    than any limit."""
     found = serve(workload, _overrides(name), seed, rate).simulation.collector
     share = 0.9 * found.num_requests / max(found.num_completed, 1)
     if share > 1.0:
@@ -171,5 +175,5 @@ def _capacity(
 
 
 def _shown(capacity: float, rates: Sequence[float]) -> float:
-    """The highest of the figure's rates that is within the capacity; 0 if none is."""
+    """Returns the highest rate in the figure that is within the capacity, or 0 if none is."""
     return max((rate for rate in rates if rate <= capacity), default=0.0)

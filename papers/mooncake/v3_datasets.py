@@ -19,8 +19,9 @@ SIMULATED_PREFIXES = 8
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """Means as v3 prints them. `shared`: the share of a prompt that other prompts begin with too;
-    `asked`: how often a document is asked about, 0: the prefixes are few and used for ever."""
+    """Means as v3 prints them. `shared`: the share of a prompt that is also the beginning of other
+    prompts. `asked`: the number of questions about a document; 0 means few prefixes that are used
+    throughout."""
 
     name: str
     input_tokens: int
@@ -29,7 +30,7 @@ class DataSet:
     asked: int = 0
 
     def draw(self, num_requests: int, seed: int) -> MooncakeWorkload:
-        """Poisson arrivals, one a second on average."""
+        """Draws Poisson arrivals, on average one per second."""
         rng = Random(seed)
         lengths = self._lengths(num_requests, rng)
         documents = self._documents(num_requests, rng)
@@ -79,7 +80,8 @@ class DataSet:
 
 
 class _Names:
-    """Ids of blocks: the same for what a document's prompts share, new ones for the rest."""
+    """Assigns ids to blocks: equal ids to the shared blocks of a document's prompts, and new ids to
+    other blocks."""
 
     def __init__(self) -> None:
         self._next = 0

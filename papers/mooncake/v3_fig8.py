@@ -16,7 +16,7 @@ QUARTILES = {"first quartile": 0.25, "median": 0.5, "third quartile": 0.75}
 
 
 class Box(NamedTuple):
-    """TTFT in s: the mean is printed, the rest read off the figure."""
+    """TTFT in seconds: the paper prints the mean, the other values are read off the figure."""
 
     mean: float
     quartiles: tuple[float, float, float]

@@ -41,7 +41,7 @@ OURS = (
     Policy("by expected goodput", "goodput", "duration", None),
     Policy("none", "none", "duration", None),
 )
-"""What moonpool does unless told otherwise, and no admission at all."""
+"""The default admission of moonpool, and no admission."""
 NOTES = (
     (
         "At the paper's limit of 0.1 s a token its own table does not follow: by FAST'25's Fig. 14"

@@ -1,5 +1,5 @@
-"""The workloads of Mooncake's experiments: a public trace where it is at hand, else one drawn from
-the generator's profile of that name, which says so.
+"""The workloads of Mooncake's experiments: a public trace if it is present, else one drawn from the
+generator's profile of that name, which the result states.
 
 FAST'25 evaluates on three traces, `conversation`, `toolagent` and `synthetic`; arXiv v3 on one more
 (`mooncake`, the arXiv trace), for which there is no profile.
@@ -33,7 +33,7 @@ TABLE_2 = {  # FAST'25: requests, mean input, mean output
 
 @dataclass(frozen=True, slots=True)
 class MooncakeWorkload:
-    """Rows in order of time, and in `origin` one sentence on where they are from."""
+    """Rows in the order of time; `origin` is a sentence about their source."""
 
     name: str
     rows: Sequence[TraceRow]
@@ -95,8 +95,9 @@ def _generated(options: Options, name: str) -> MooncakeWorkload:
 
 
 def read_one_of(options: Options, *names: str) -> MooncakeWorkload:
-    """The first of these public traces that is here; what is named by --trace goes by its file's
-    name, else for the last. Raises MissingTraceError for the last, if there is none."""
+    """Returns the first of these public traces that is present. A file from --trace is identified
+    by its name, or else counts as the last of them. Raises MissingTraceError for the last, if there
+    is none."""
     for name in names[:-1]:
         if options.trace is not None and options.trace.name != TRACE_FILES[name]:
             continue
@@ -109,8 +110,9 @@ def read_one_of(options: Options, *names: str) -> MooncakeWorkload:
 
 
 def find_v3_workload(options: Options) -> MooncakeWorkload:
-    """The real trace of arXiv v3 if it is here; else tool&agent, which has as many requests, with
-    the same mean answer, and so should be the same hour. Raises ExperimentError."""
+    """Returns the real trace of arXiv v3 if it is present, else tool&agent, which is probably of
+    the same hour because it has the same number of requests and the same mean answer. Raises
+    ExperimentError."""
     try:
         found = read_one_of(options, "mooncake", "toolagent")
     except MissingTraceError:

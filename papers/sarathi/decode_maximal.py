@@ -283,7 +283,7 @@ def _coverage(cost: RooflineCost, ratio: int, batches: int) -> tuple[float, floa
 
 
 def _chunk_prefill(cost: RooflineCost) -> tuple[list[FindingRow], dict[int, float]]:
-    """How much longer a prompt takes in chunks."""
+    """Returns by how much longer a prompt takes in chunks."""
     tokens = ABLATION_SEQUENCE_TOKENS
     whole_s = prompt_s(cost, tokens, 0, tokens)
     slowdowns = {c: prompt_s(cost, tokens, 0, c) / whole_s for c in (64, 128, 256, 320, 512)}
@@ -315,7 +315,8 @@ def _chunk_prefill(cost: RooflineCost) -> tuple[list[FindingRow], dict[int, floa
 
 
 def _chunk_gains(cost: RooflineCost, batches: int) -> tuple[list[FindingRow], dict[int, float]]:
-    """End to end by chunk size, each where coverage is just full."""
+    """Returns the end-to-end gain by chunk size, each at the ratio where the chunks just cover all
+    decodes."""
     batch, gains = 6, {}
     for chunk in (64, 128, 256, 320, 512):
         lengths = _split(ABLATION_SEQUENCE_TOKENS, (chunk - batch + 1) / (batch - 1))

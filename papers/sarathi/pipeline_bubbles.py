@@ -1,4 +1,5 @@
-"""SARATHI's pipelines: GPT-3 on 64 devices, whole prompts against chunks, and servers alone."""
+"""SARATHI's pipelines: GPT-3 on 64 devices, with whole prompts, with chunks, and as separate
+servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sarathi-Serve's token budgets: what a budget's step takes, which budget meets an SLO, what chunks
-cost, and what chunking and hybrid batches each do for latency (Table 4)."""
+"""Sarathi-Serve's token budgets: the time of a budget's step, the budget that meets an SLO, the
+cost of chunks, and the effects of chunking and of hybrid batches on latency (Table 4)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ PRINTED_BUDGET, SCRIPT_BUDGET = 1024, 512
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Medians over several runs of the P50 of TTFT and the P99 of TBT, and the former's range."""
+    """The medians over several runs of the P50 of TTFT and of the P99 of TBT, and the range of the
+    P50."""
 
     ttft_s: float
     tbt_s: float
@@ -201,7 +202,8 @@ NOTES = (
 
 
 def iteration_s(cost: StepCost, budget: int, start: int = CONTEXT_TOKENS) -> float:
-    """A full step: 32 decodes and a chunk for the rest, through all stages."""
+    """Returns the time of a full step through all stages: 32 decodes, and a chunk in the remaining
+    budget."""
     chunk = Chunk(budget - DECODES, start, 0, last=True)
     one_s = cost.step_s((chunk,), DECODES, DECODES * CONTEXT_TOKENS)
     return cost.num_stages * one_s + (cost.num_stages - 1) * cost.hop_s(budget)
@@ -213,12 +215,12 @@ def decode_s(cost: StepCost) -> float:
 
 
 def within_slo_tokens(cost: StepCost, slo_s: float) -> int:
-    """Largest budget whose step meets the SLO; 0 if none does."""
+    """Returns the largest budget whose step meets the SLO, or 0 if none does."""
     return max((b for b in BUDGETS if iteration_s(cost, b) <= slo_s), default=0)
 
 
 def saturated_tokens(cost: StepCost) -> int:
-    """Smallest budget whose chunks cost a prompt next to nothing."""
+    """Returns the smallest budget whose chunks hardly lengthen a prompt."""
     most_s = (1 + SATURATED_OVERHEAD) * prompt_s(cost, CONTEXT_TOKENS, 0, CONTEXT_TOKENS)
     return next(b for b in BUDGETS if prompt_s(cost, CONTEXT_TOKENS, 0, b) <= most_s)
 

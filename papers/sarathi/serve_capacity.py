@@ -69,14 +69,15 @@ class CapacityCell:
 
 @dataclass(frozen=True, slots=True)
 class ServedAt:
-    """What a run at one rate gave: P99 of TBT, and the median time until a prompt begins."""
+    """The result of a run at one rate: the P99 of TBT, and the median time until a prompt
+    begins."""
 
     tbt_s: float
     delay_s: float
 
 
 class Capacities:
-    """Finds capacities; runs that serve several SLOs are made once."""
+    """Finds capacities; a run that serves several SLOs is made only once."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -95,7 +96,7 @@ class Capacities:
     def _highest(
         self, each: Deployment, data: SarathiServeWorkload, config: SoloConfig, slo_s: float
     ) -> float:
-        """The highest rate within both limits; the lowest of all where none is."""
+        """Returns the highest rate within both limits, or the lowest of all rates if none is."""
         low, high = 0, len(SERVE_RATES) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -129,7 +130,7 @@ def at_rate(data: SarathiServeWorkload, count: int, seed: int, rate: float) -> l
 
 
 def delays_s(jobs: Sequence[SoloRequest], served: SoloResult) -> list[float]:
-    """From arrival to the start of the first step with the request in it."""
+    """Returns the times from the arrival of each request to the start of its first step."""
     began_s: dict[str, float] = {}
     for step in served.steps:
         for work in step.works:

@@ -1,7 +1,7 @@
 """moonpool: KVCache-centric, disaggregated LLM serving.
 
 `import moonpool` is quick and needs nothing but Python. The names below are the public Python API
-(docs/python.md); each loads what it needs when it is first used, and none needs torch.
+(docs/python.md). Each loads its modules when it is first used, and none needs torch.
 """
 
 from __future__ import annotations

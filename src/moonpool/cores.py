@@ -58,8 +58,8 @@ def threads_per_process(config: Config) -> int:
 
 
 def crowding(config: Config, cores: int) -> str:
-    """Returns one line if the engines of a local cluster have far more threads than `cores`, or ""
-    if they do not, or compute elsewhere."""
+    """Returns a warning if the engines of a local cluster have far more threads than `cores`.
+    Returns "" if they have not, or if they run on other hardware."""
     if config.engine.kind == "vllm" or config.engine.device == "cuda":
         return ""
     processes = config.cluster.num_processes(config.engine)

@@ -40,8 +40,8 @@ def nearest_bin(counts: Mapping[int, int], share: float, total: int) -> int:
 
 
 def rank_above(share: float, count: int) -> int:
-    """Returns the index, among `count` ordered values, of the first value with more than `share` of
-    them at or below it, or the last index if there is no such value."""
+    """Returns the index of a quantile among `count` sorted values: the first value with more than
+    `share` of all values at or below it, or the last value if there is no such value."""
     return min(int(share * count), count - 1)
 
 
@@ -180,8 +180,8 @@ class RatioHistogram:
     only additions, multiplications and comparisons are used, and every machine gets the same
     shares.
 
-    `first_guess`: ratios that are used until there are values; together they weigh as much as
-    `guess_weight` values."""
+    `first_guess`: ratios to use until there are observed ones; together they weigh as much as
+    `guess_weight` observed ratios."""
 
     def __init__(self, first_guess: list[float], guess_weight: float) -> None:
         self._weights = [0.0] * NUM_BINS

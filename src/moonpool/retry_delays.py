@@ -13,7 +13,8 @@ class RetryDelays:
     delays_s: tuple[float, ...]
     """After the first, second, ... failure; the last one after all further ones."""
     steady_s: float = math.inf
-    """What lasted longer than this had started well, so its end counts as a first failure."""
+    """A process or connection that lasted longer than this had started well, so its end counts as a
+    first failure."""
 
     def count(self, num_failures: int, lasted_s: float = 0.0) -> int:
         """Returns the failures in a row, with one more of what lasted `lasted_s`."""

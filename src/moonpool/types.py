@@ -280,8 +280,8 @@ def paying(payer: str) -> str:
 
 
 def salt_part(tenant: str) -> str:
-    """Returns the part of a tenant that salts the names of its blocks; "" means that it shares the
-    blocks of all such tenants."""
+    """Returns the part of a tenant's name that salts its block keys. Tenants with "" share their
+    blocks."""
     _, slash, salt = tenant.partition("/")
     return "" if slash and not salt else tenant
 

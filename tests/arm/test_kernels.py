@@ -2,8 +2,8 @@
 bits of AVX2.
 
 Without the bfloat16 instruction, Arm gives the bits of AVX2 in everything; with it, in all but
-products of bfloat16. Where this machine has AVX2, the bits are compared with its own, else with
-those of the reference operations.
+products of bfloat16. If this machine has AVX2, the bits are compared with those of its own kernels,
+else with those of the reference operations.
 """
 
 from __future__ import annotations

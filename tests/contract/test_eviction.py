@@ -119,7 +119,8 @@ TestPolicyMachine = PolicyMachine.TestCase
 
 
 def serve(pool: BlockPool, owner: str, names: list[int]) -> int:
-    """Does what an instance does with a prompt of these blocks; returns how many were cached."""
+    """Serves a prompt of these blocks like an instance, and returns how many of them were
+    cached."""
     keys = [key(name) for name in names]
     cached = pool.match(keys)
     pool.acquire(owner, cached)
@@ -199,7 +200,7 @@ def test_the_order_does_not_hang_on_the_hash_seed() -> None:
 
 
 def size_of(thing: object, seen: set[int] | None = None) -> int:
-    """Counts the objects reachable from here: a measure of memory that does not depend on the
+    """Counts the objects reachable from an object: a measure of memory that does not depend on the
     machine."""
     seen = set() if seen is None else seen
     if id(thing) in seen or isinstance(thing, type | Callable):  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
-"""Tests properties that hold from hop to hop on every transport: checksums that outlive their first
-send, leases of slow readers, kept connections, and the fallback to the next transport."""
+"""Tests properties that persist over several transfers on every transport: checksums that outlive
+their first send, leases of slow readers, kept connections, and the fallback to the next
+transport."""
 
 from __future__ import annotations
 

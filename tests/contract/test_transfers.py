@@ -167,7 +167,7 @@ def test_slices_are_missing_if_the_sender_hung_up_while_they_were_copied(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     """Without checksums, a reuse of the sender's blocks could not be detected. With checksums, the
-    reused bytes look like damage, though there is none."""
+    reused bytes are reported as damage, although no data was damaged."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
     monkeypatch.setattr(ShmConnection, "defers_checksums", not named)
     if named:

@@ -91,8 +91,8 @@ OTHERS = {
         },
     ),
 }
-"""Holds the parts that the chart uses of kinds that Kubernetes itself lacks, by their
-documentation: the Gateway API inference extension v1, the Prometheus operator, KEDA."""
+"""The fields that the chart uses of custom resources, from their documentation: the Gateway API
+inference extension v1, the Prometheus operator, KEDA."""
 
 each_values = pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 

@@ -69,8 +69,8 @@ class Outcome:
 
 
 class Liar:
-    """A checksum that is wrong for one slice in seven, so that the receiver takes these bytes
-    for damaged."""
+    """A checksum that is wrong for one slice in seven, so that the receiver considers these bytes
+    damaged."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -81,7 +81,7 @@ class Liar:
 
 
 class Leaver:
-    """A checksum during whose n-th call the messenger ends, as if its process had died."""
+    """A checksum whose n-th call ends the messenger, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after
@@ -108,7 +108,7 @@ class Node:
         flat = torch.frombuffer(
             self.arena.buffer, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32
         )
-        # Blocks begin full of NaN, so that a read of one byte too many shows.
+        # Blocks are filled with NaN, so that a read of one byte too many is noticed.
         flat.fill_(float("nan"))
         shape = (256, self.layout.num_layers, self.layout.slice_elements)
         arena = KvCache(flat.view(shape), self.layout)

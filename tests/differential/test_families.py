@@ -21,7 +21,7 @@ from tests.differential.cluster import MiniCluster
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_paths import assert_same, work
 
-# There is one case of every part: norms, windows, caps, RoPE by layer, factors.
+# Each special part has a case: norms, windows, caps, RoPE by layer, factors.
 FAMILIES = (
     "mistral-window",
     "smollm3-window",
@@ -85,8 +85,8 @@ def test_any_chunks_and_batches_give_the_same_bits(
 
 @pytest.mark.parametrize("name", ["mistral-window", "gpt-oss", "qwen3.5"])
 def test_blocks_of_any_size_give_the_same_bits(folders: dict[str, Path], name: str) -> None:
-    """Whether this holds for linear attention, which has blocks of hundreds of tokens, in sizes
-    that are not a power of two."""
+    """Whether blocks of hundreds of tokens, whose sizes are not powers of two, give linear
+    attention the same bits."""
     prompt = random_prompts(random.Random(5), 1, 300, 200)[0]
     model = opened(folders, name)
     small, *others = (

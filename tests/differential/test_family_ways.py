@@ -29,8 +29,8 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def cell(refusals: set[str]) -> str:
-    """Returns what the table says of a family whose models have these refusals; "" means that the
-    way serves it."""
+    """Returns the table's cell for a family with these refusals; "" means that the way serves the
+    family."""
     assert len({bool(one) for one in refusals}) == 1, refusals
     return "no" if all(refusals) else "yes"
 

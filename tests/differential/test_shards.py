@@ -26,8 +26,8 @@ from tests.differential.test_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
-# The model has all parts that are cut differently: biases, norms of heads, heads that are wider
-# than hidden / heads, norms over all heads.
+# The model has every part that is sharded in its own way: biases, norms per head, heads wider than
+# hidden / heads, norms over all heads.
 SHARDED = {
     "llama-biases": 2,
     "llama-tied": 2,

@@ -72,8 +72,7 @@ class RayNodes:
         return str(self.cluster.address)
 
     def add_node(self, **more: Any) -> Any:
-        """`more` holds settings that this node has beside the settings of the others, or in place
-        of them."""
+        """`more`: settings of this node that add to or replace the common settings."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
             with contextlib.suppress(Exception):
                 return self.cluster.add_node(**self._node | agent_ports() | more)
@@ -324,8 +323,8 @@ class OnRay:
         raise AssertionError(self.log[-4000:])
 
     def instances(self, url: str) -> dict[str, dict[str, Any]]:
-        """Returns what the head says of its instances, by name, or nothing while the head does not
-        answer."""
+        """Returns the head's description of its instances, by name, or nothing while the head does
+        not answer."""
         try:
             cluster = fresh.get(f"{url}/cluster", timeout=10).json()
         except httpx.HTTPError:

@@ -25,7 +25,7 @@ from tests.live.host_pool import GROUP, Engine, Pool
 from tests.live.waiting import wait_until
 
 LONG_S = 300.0
-"""The time that the pool has for an answer. The time is long, so that a caller that waits is
+"""The time that the pool has for an answer. The time is so long that a caller that waits for it is
 noticed even on a busy machine."""
 MOST_S = 0.05
 
@@ -213,7 +213,7 @@ def test_a_store_under_way_ends_with_its_pool(pool: Pool) -> None:
 
 
 class Heard:
-    """Returns what a pool says on a new connection."""
+    """Returns the messages that a pool sends on a new connection."""
 
     def __init__(self, pool: Pool) -> None:
         self.messages: list[PoolMessage] = []

@@ -223,7 +223,7 @@ def test_limits_hold_for_all_fronts_together(stub: VllmStub, tmp_path: Path) -> 
             thread.join()
         assert statuses == {200: 1, 429: 15}
         statuses.clear()
-        for _ in range(4):  # one token in the bucket, a call takes 5, and one comes in 20 s
+        for _ in range(4):  # a call takes 5 tokens; the bucket gets one in 20 s
             call("k-tom")
         assert statuses[200] < 4
         assert statuses[429] + statuses[200] == 4

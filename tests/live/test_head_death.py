@@ -198,7 +198,7 @@ def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:
         assert calls[2].lines.readline() == b"HTTP/1.1 100 Continue\r\n"
         assert calls[2].lines.readline() == b"\r\n"
         for ahead in (100, 100):
-            time.sleep(0.2)  # so that the head reads what was sent
+            time.sleep(0.2)  # the head needs time to read the calls
             head = head_of(server)
             os.kill(head, signal.SIGKILL)
             wait_until_gone([head])

@@ -1,5 +1,5 @@
-"""The head gets the order to stop: answers end, or their streams say why they do not; the log has
-no traceback."""
+"""The head is told to stop: answers are completed, or their streams end with the reason, and the
+log has no traceback."""
 
 from __future__ import annotations
 

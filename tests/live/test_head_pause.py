@@ -17,7 +17,7 @@ from tests.live.test_hangs import ask
 from tests.live.test_parts import Parts
 from tests.live.waiting import WAIT_S
 
-SILENCE_S = 6.0  # above what one turn of the loop counts, and idle heartbeats
+SILENCE_S = 6.0  # longer than the pause that one turn of the loop counts, and than idle heartbeats
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main

@@ -1,4 +1,4 @@
-"""An idle cluster, measured by `moonpool bench idle`, takes memory for what it uses, not for its
+"""An idle cluster, measured by `moonpool bench idle`, takes only the memory that it uses, not its
 limits, and hardly wakes up."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A decode instance computes long prompts in chunks while the prefill pool has a queue. The answers
-equal the answers of an idle cluster."""
+of the loaded cluster equal those of an idle one."""
 
 from __future__ import annotations
 

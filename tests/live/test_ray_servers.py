@@ -1,5 +1,5 @@
-"""Runs clusters on Ray: one of servers of vLLM's kind with a pool on each node, one with attention
-workers, and one for which Ray's autoscaler adds machines.
+"""Runs clusters on Ray: one of vLLM stubs with a pool on each node, one with attention workers, and
+one for which Ray's autoscaler adds machines.
 
 `pip install '.[ray]'` lets these tests run.
 """

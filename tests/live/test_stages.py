@@ -39,7 +39,7 @@ def ask(client: httpx.Client, prompt: list[int]) -> Any:
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
     sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
-    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # this holds even on a slow machine
+    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # decodes share no step with prompts
     with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
         yield server
 

@@ -1,6 +1,5 @@
-"""The proof of a vLLM's KVCache layout runs in a real vLLM: the proof holds for each form of cache,
-refuses each planted fault, and leaves vLLM unchanged. Needs MOONPOOL_VLLM_PYTHON, the Python of a
-vLLM.
+"""Runs the proof of a vLLM's KVCache layout in a real vLLM: it accepts each form of cache, refuses
+each planted fault, and leaves vLLM unchanged. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM.
 """
 
 from __future__ import annotations
@@ -141,8 +140,8 @@ def test_each_form_of_cache_is_proven(
 def test_what_a_vllm_cannot_compute_over_its_own_blocks_is_refused(
     model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Whether MLA on a CPU is refused, which cannot start after cached blocks, whatever the name of
-    its backend: vLLM then disables its prefix cache, but would take blocks from a connector and
+    """Whether MLA on a CPU is refused, whatever the name of its backend. It cannot start after
+    cached blocks, so vLLM disables its prefix cache, but would take blocks from a connector and
     answer wrongly."""
     (said,), _ = prove(model("latent"), tmp_path / "outcomes", {"block_size": 32})
     assert [group[0] for group in said["groups"]] == ["MLA"]

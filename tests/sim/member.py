@@ -33,7 +33,7 @@ class Member(ABC):
         self.is_paused = False
         self.wire: ControlWire | None = None
         self.is_old = instance_id in world.old_members  # a process of the earlier release
-        self.awake_s = 0.0  # when the process was awake last, if paused
+        self.awake_s = 0.0  # last time at which the process ran, if it is paused
         self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._events: deque[Any] = deque()

@@ -117,8 +117,8 @@ class Options:
 
 
 def draw_options(rng: random.Random) -> Options:
-    """Draws the options. As in swarm testing, each kind of fault occurs in some runs only, so that
-    no fault always hides another."""
+    """Draws the options. As in swarm testing, each kind of fault occurs only in some runs, so that
+    no fault always hides another one."""
 
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0

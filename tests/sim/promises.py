@@ -1,5 +1,5 @@
-"""Checks a run beyond right tokens and balanced sums: what must not take long, happen twice, or
-happen without need. Each check exists because no other check finds some planted bug."""
+"""Checks more of a run than correct tokens and balanced sums: that nothing takes too long, happens
+twice, or happens without need. Each check exists because no other check finds some planted bug."""
 
 from __future__ import annotations
 

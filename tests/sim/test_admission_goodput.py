@@ -38,8 +38,8 @@ def compare(path: Path, *flags: str, policies: tuple[str, ...] = OTHERS) -> tupl
 
 
 def test_under_overload_waiting_serves_many_more(tmp_path: Path) -> None:
-    """Whether the wait for a decode batch serves more with either admission policy: both are about
-    equal here."""
+    """Whether the wait for a decode batch serves more requests, with either admission policy;
+    without the wait both serve about the same number."""
     path = trace(tmp_path, "toolagent", 400, 11)
     flags = ("--speed", "8", "--prefill", "2", "--decode", "1", "--slo-tbt", "0.035")
     ours, best = compare(path, *flags, policies=("baseline",))

@@ -106,11 +106,11 @@ class _Program:
 
 
 class ProgramQueueRouter:
-    """Gives each program a server, by its hash. A call goes to this server when the server's active
-    programs leave room for it in the KVCache and no request waits, as of each second. A program
-    stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up to 10 s;
-    this starts after a hundred pauses. Waiting calls are sent latest first. To another server with
-    that much more room, they are sent earliest first."""
+    """Gives each program a server, by its hash. A call goes to this server when, by the state of
+    each second, the active programs leave room for it in the KVCache and no request waits. A
+    program stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up
+    to 10 s; this starts after a hundred pauses. Waiting calls are sent latest first. To another
+    server with that much more room, they are sent earliest first."""
 
     POLL_S = 1.0
     WINDOW = 100

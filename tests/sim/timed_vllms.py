@@ -3,9 +3,9 @@ cluster, and the model of a vLLM's time that `moonpool bench routers` serves.
 
     python -m tests.sim.timed_vllms --workload agents --loads 0.9,1.5 --seconds 20
 
-prints what is served within both SLOs, after the same workload at half of the capacity, from which
-the Conductor learns. The figures change with what is decided alone: even the jitter of the servers'
-steps is drawn alike each time.
+prints the requests served within both SLOs. Before that, the same workload runs at half of the
+capacity, from which the Conductor learns. The figures change only with the decisions: even the
+jitter of the servers' steps is the same each time.
 """
 
 from __future__ import annotations

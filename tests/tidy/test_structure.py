@@ -178,9 +178,9 @@ of their own, do not count."""
 FEWER_PARTS = {"RequestLifecycle": 6, "AttemptPlanner": 5, "Simulation": 3}
 
 MOST_PRIVATE_USES = 29
-"""A private name of another object ties a test to how a thing is done, so that nobody can do it in
-another way. Set this to the new number when there are fewer. Never raise it: give what a test needs
-a public name, or look at what the thing does."""
+"""A private name of another object ties a test to an implementation, so that the implementation can
+no longer change. Set this to the new number when there are fewer. Never raise it: give what a test
+needs a public name, or test the behaviour."""
 NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # the public fields of each NamedTuple
 NOT_OURS |= {"_repr_html_"}  # of notebooks
 NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers

@@ -1,4 +1,4 @@
-"""What every script of this folder uses: it tries features and prints a line of JSON for each.
+"""Used by every script of this folder: tries features, and prints a line of JSON for each.
 
 The folder's scripts run in environments of their own. The scripts call a client as its
 documentation does, and set only the address, the key and the model.
@@ -50,6 +50,6 @@ def run(*tries: Callable[[], str | None]) -> None:
 
 
 def check(condition: object, what: object) -> None:
-    """Raises AssertionError with what was seen instead."""
+    """Raises AssertionError that contains the unexpected value."""
     if not condition:
         raise AssertionError(f"unexpected answer: {str(what)[:200]}")

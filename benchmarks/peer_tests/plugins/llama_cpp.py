@@ -11,8 +11,8 @@ import re
 import pytest
 
 NAME = "PEER_TESTS_NAME"
-"""Environment variable with the name that the server gives its model; empty: its flags say
-it."""
+"""Environment variable with the name that the server gives its model; if empty, the server's flags
+name it."""
 _ASKED = re.compile(r"""\bmodel["']?\s*[=:]\s*["']([^"']+)["']""")
 
 

@@ -1,4 +1,4 @@
-"""Stands for what vLLM's tests import of vLLM, and starts moonpool where they start vLLM."""
+"""Replaces the parts of vLLM that its tests import, and starts moonpool where they start vLLM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NotHereError(RuntimeError):
 
 
 class _Kind(type):
-    """A class that stands for any name of vLLM: it may be named, and not be used."""
+    """A placeholder for any class of vLLM: tests may name it, but not use it."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -98,7 +98,7 @@ class _Environment:
 
 
 def _tokenizer(*_: Any, **__: Any) -> Any:
-    """The tokenizer of the served model, whatever model is named."""
+    """Returns the tokenizer of the served model, whichever model the test names."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(os.environ[MODEL])

@@ -1,4 +1,5 @@
-"""Effective requests of every admission policy, beside what knowing the future could serve.
+"""Compares the effective requests of every admission policy with the number that a scheduler with
+knowledge of the future could serve.
 
 Each row is one workload on one simulated cluster at one load. `moonpool oracle` runs all policies,
 computes a bound that no schedule exceeds, and searches for the best schedule. Generated workloads

@@ -1,9 +1,9 @@
 """Effective requests of every admission policy on workloads that chance draws.
 
 A draw is a kind of requests, an arrangement of instances, both SLOs, a pattern of arrivals and a
-load. The load is the least work of the oracle (`least_work`) on the scarcest resource, over the
-time of that resource: at load 1 a schedule that wastes nothing just serves all requests that an
-idle cluster could serve. A seed and a number give the same draw on any machine.
+load. The load is the least work by the oracle (`least_work`) on the scarcest resource, divided by
+the available time of that resource. At load 1, a schedule without waste just serves all requests
+that an idle cluster could serve. A seed and a number give the same draw on any machine.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def arrive_by(
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns how much `goodput` loses to the best of the other policies, over all rows; all of
-    them wait for a decode batch. The sums are with that wait and without it."""
+    """Returns how much `goodput` loses to the best of the other policies, over all rows. All
+    policies use the wait for a decode batch. The sums are with that wait and without it."""
     losses = [loss(row["effective"]) for row in rows]
     return {
         "rows": len(rows),

@@ -1,9 +1,9 @@
-"""Measures what a decision costs: events of a busy cluster are posted to a Conductor without any
-cluster.
+"""Measures the cost of a decision: a Conductor without a cluster gets the events of a busy cluster.
 
-Instances share the first block of all prompts (a system prompt) and hold conversations of which new
-requests continue one; each has this many requests under way. Only `Conductor.handle` is timed, each
-event separately, in CPU time, so that other work on the machine matters less.
+Instances share the first block of all prompts (a system prompt), and hold conversations, one of
+which each new request continues. Each instance has this many requests under way. Only
+`Conductor.handle` is timed, each event separately, in CPU time, so that other work on the machine
+matters less.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Is the cluster that `plan` names the cheapest? An exhaustive search up to a number of nodes.
 
-A candidate is an arrangement of prefill, decode and mixed instances with a chunk size, a cache, an
-SSD and an eviction policy of the constants below, from which the plan chooses too. All candidates
-that cost at least 3 % less than the named cluster are decided. A candidate is out if
+A candidate is an arrangement of prefill, decode and mixed instances, with a chunk size, a cache
+size, an SSD and an eviction policy from the constants below. The plan chooses from the same values.
+All candidates that cost at least 3 % less than the named cluster are decided. A candidate is out if
 
     arithmetic   a bound on what the hardware can do excludes its arrangement (plan/bounds.py),
     clear        the same arrangement and chunk size with the most cache and SSD of these prices
@@ -45,7 +45,7 @@ CACHES = (125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000)
 SSDS = (0, 4_000_000)
 EVICTIONS = ("predictive", "lru")
 DRAWS = 3
-"""Further samples that the plan simulates, and as many and one fresh ones."""
+"""The number of further samples that the plan simulates; the proof draws that many and one more."""
 change = msgspec.structs.replace
 
 
@@ -158,7 +158,7 @@ class PlanProof:
                 self.found.append(one)
 
     def _evicts_nothing(self, assessor: Assessor, plain: Candidate) -> bool:
-        """Whether the whole trace was simulated with as many hits as with an endless cache."""
+        """Whether the simulation of the whole trace had as many hits as with an unlimited cache."""
         outcome = assessor.looks.get(plain)
         return (
             outcome is not None

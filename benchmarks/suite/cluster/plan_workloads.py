@@ -67,4 +67,5 @@ PROOF_WORKLOADS = (
         "short, bursty, no hashes", _with(_SHORT, **_BURSTY), 10.0, 22, H100, 5.0, 0.03, 4
     ),
 )
-"""Bursty ones and ones without hashes, short and long prompts, hot and cold caches."""
+"""Workloads with bursts and without block hashes, with short and long prompts, and with hot and
+cold caches."""

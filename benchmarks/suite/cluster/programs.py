@@ -1,11 +1,11 @@
-"""Measures what the rules of programs do for agents: makespans compared with those of call-level
-policies.
+"""Measures the effect of the rules of programs on agents: makespans compared with those of policies
+that see only single calls.
 
 Generated programs like Mooncake's tool agents run in a closed loop: a call starts when the previous
 one has ended and its tool has run, and a refused call is tried again as clients do. A program that
 its client gave up counts as one that took longer than all others. Load 1 is the rate at which the
-programs' own prefills and decodes would keep the instances busy, were nothing computed twice, as
-`capacity_rps` measures. Simulated figures do not depend on the machine.
+programs' prefills and decodes would just keep the instances busy if no token were computed twice
+(see `capacity_rps`). Simulated figures do not depend on the machine.
 """
 
 from __future__ import annotations

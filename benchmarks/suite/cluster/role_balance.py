@@ -1,10 +1,10 @@
 """Fixed numbers of prefill and decode instances against numbers that follow the load, simulated.
 
-A generated day whose mix shifts, on every split of the instances and on one that switches; and a
-load that stays as it is, on which nothing should switch. The mix shifts slowly (`shifting`), or
-suddenly every ten minutes, differently for each seed (`abrupt`). Each run is a separate process
-(`python -m benchmarks.suite.cluster.role_balance`, with its description on standard input). As many
-runs go at a time as the machine has cores.
+Simulates a generated day whose mix shifts, with every fixed split of the instances and with
+switching roles. Also simulates a constant load, under which no role should switch. The mix shifts
+slowly (`shifting`), or suddenly every ten minutes, differently for each seed (`abrupt`). Each run
+is a separate process (`python -m benchmarks.suite.cluster.role_balance`, with its description on
+standard input). As many runs go at a time as the machine has cores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moonpool.types import Struct
 DAY_SLO = {"ttft_s": 10.0, "tbt_s": 0.05}
 LOAD_LIMIT = 0.9
 CONSTANT_REQUESTS = 12_031
-CONSTANT_INSTANCES = 16  # as many instances as Mooncake's conversation trace had, and its rate
+CONSTANT_INSTANCES = 16  # the number of instances and the rate of Mooncake's conversation trace
 
 
 class RoleBalanceRun(Struct, frozen=True):
@@ -65,8 +65,8 @@ def bench_role_balance(
     tell: Callable[[str], None],
     day: DayKind = "shifting",
 ) -> dict[str, Any]:
-    """A day for each seed. Fixed splits run with advice on, which changes only what they log.
-    Raises BenchError."""
+    """Simulates one day for each seed. Fixed splits run with advice on, which changes only what
+    they log. Raises BenchError."""
     runs = []
     for seed in seeds:
         day_s = day_of(day, seed).day_s

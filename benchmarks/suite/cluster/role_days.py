@@ -1,4 +1,4 @@
-"""Days for the benchmark of role switching, and what each of their phases was like.
+"""Generates days for the benchmark of role switching, and the figures of each of their phases.
 
 An abrupt day has phases of ten minutes. Each phase has a different share of documents, which need
 prefill, and of chats, which need decode; the total is what six of the default nodes can serve if
@@ -96,8 +96,8 @@ class PhaseLog:
 
 
 def phase_figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How soon the run that switches had the best fixed split of each phase, and its effective
-    requests beside those of that split. Days whose phases last at least `PHASE_S` only."""
+    """Returns how soon the run with switching roles reached the best fixed split of each phase, and
+    the effective requests of both. Days whose phases last at least `PHASE_S` only."""
     phases: list[dict[str, Any]] = []
     for switching in runs:
         if switching["mode"] != "switch" or switching.get("day") != "abrupt":

@@ -2,10 +2,10 @@
 
 A day's requests are passed to the deciding object as the Conductor passes them. The object's
 switches take place at once. Answers end, and are learned from, after their prefill and a step for
-each token. The best split of each phase is the one with the least load of its fuller pool, by the
-requests in that phase, with their real lengths. The figures say how soon a split was reached that
-is nearly as good, and how often the number of instances turned within a phase (a turn follows a
-switch in the other direction; several in one phase are oscillation).
+each token. The best split of a phase minimises the load of the fuller pool, computed from the real
+lengths of the phase's requests. The figures say how soon a nearly optimal split was reached, and
+how often a switch reversed the previous one within a phase (several reversals in one phase are an
+oscillation).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures what simulating costs: time and memory against the number of instances and of requests.
+"""Measures the cost of a simulation: time and memory by the number of instances and of requests.
 
 Each size runs in a separate process, so that its memory is separate (`python -m
 benchmarks.suite.cluster.simulator INSTANCES REQUESTS`). The workload is generated while it runs,
@@ -34,7 +34,7 @@ NUM_MARKS = 8
 
 
 def bench_simulator(sizes: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
-    """Figures of each (instances, requests), as they come. Raises BenchError."""
+    """Yields the figures of each (instances, requests) when they are known. Raises BenchError."""
     for instances, requests in sizes:
         command = [
             sys.executable,

@@ -1,9 +1,8 @@
-"""What is measured and announced before the runs of one model and workload: SLOs, capacity,
-forecasts.
+"""Measures and publishes, before the runs of a model and workload: SLOs, capacity and forecasts.
 
-SLOs are the paper's: 10 times the P90 of TTFT and 5 times that of the time between tokens of one
-session alone, on whichever of moonpool and vLLM is slower. Load 1 is the rate of sessions whose
-requests two mixed moonpool instances answer a second while USERS sessions never pause.
+SLOs are set as in the paper: 10 times the P90 of TTFT and 5 times the P90 of TBT of a single
+session, measured on the slower of moonpool and vLLM. Load 1 is the rate of sessions whose requests
+two mixed moonpool instances answer a second while USERS sessions never pause.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs conversations on arrangements of one machine, and keeps all runs in one file.
 
-Runs may be made in parts: a row replaces the earlier one of the same model, workload, arrangement,
-load and client, and the basis of a model and workload is measured once.
+A run may be divided into parts. A new row replaces the earlier row with the same model, workload,
+arrangement, load and client, and the basis of a model and workload is measured only once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def conversation_runs(path: Path | None, origin: dict[str, str]) -> KeptRuns[Ses
 
 
 class ConversationPlan(msgspec.Struct, frozen=True):
-    """What to run."""
+    """The models, workloads, arrangements and loads to run."""
 
     shapes: tuple[SessionShape, ...]
     systems: tuple[str, ...]
@@ -62,8 +62,8 @@ def bench_conversations(
     say: Say,
     start: Start = start_arrangement,
 ) -> dict[str, Any]:
-    """Returns all rows of the file, and the verdicts. Raises what servers raise; a vLLM that does
-    not start is left out."""
+    """Returns all rows of the file, and the verdicts. Raises the errors of the servers; a vLLM that
+    does not start is left out."""
     model = Path(machine.model).name
     for shape in plan.shapes:
         key = f"{model}/{shape.name}"
@@ -163,7 +163,7 @@ def row_words(row: dict[str, Any]) -> str:
 
 
 def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns what was announced before, what won, and how the best of moonpool compares with the
+    """Returns lines with the forecast, the winner, and a comparison of the best moonpool with the
     best vLLM."""
     lines = []
     for key, basis in bases.items():

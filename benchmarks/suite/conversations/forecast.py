@@ -1,5 +1,5 @@
-"""What is announced before a run: `moonpool plan` on the sessions as a trace, and simulations of
-each arrangement, both from the profile of a live cluster."""
+"""Makes the forecasts that are published before a run: `moonpool plan` on the sessions as a trace,
+and a simulation of each arrangement, both with the profile of a live cluster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_session_trace(rows: Sequence[TraceRow], path: Path) -> None:
 def plan_for(
     rows: Sequence[TraceRow], profile: LiveProfile, slo: Slo, cluster: LiveCluster
 ) -> dict[str, Any]:
-    """Returns what `moonpool plan` names, or why it names nothing."""
+    """Returns the cluster that `moonpool plan` names, or the reason why it names none."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         trace, costs, out = place / "trace.jsonl", place / "profile.json", place / "plan.json"
@@ -81,7 +81,8 @@ def plan_for(
 def simulate_arrangements(
     clusters: Sequence[LiveCluster], rows: Sequence[TraceRow], profile: LiveProfile
 ) -> dict[str, dict[str, Any]]:
-    """Requests, effective requests and hits of each, by its words."""
+    """Returns the requests, the effective requests and the hits of each arrangement, by its
+    name."""
     found = {}
     for cluster in clusters:
         figures, _ = simulate_rows(cluster, profile, rows, TRACE_BLOCK_TOKENS)

@@ -116,7 +116,7 @@ def aiperf_figures(result: dict[str, Any], seconds: float) -> dict[str, Any]:
     completed, failed, effective = (
         count(name) for name in ("request_count", "error_request_count", "good_request_count")
     )
-    # Both are means per answer, so that their ratio is that of the sums.
+    # Both are means per answer, so their ratio equals the ratio of the sums.
     prompt, cached = (
         float((result.get(f"usage_prompt_{name}") or {}).get("avg") or 0.0)
         for name in ("tokens", "cache_read_tokens")

@@ -2,8 +2,8 @@
 
 Sessions arrive whatever the server does, and each has one request under way at most. A rejected
 turn is not sent again; the user continues with the next turn. Sessions that are programs (agents)
-are otherwise: each call names its program, a refused one is sent again as clients do, and a program
-whose call failed for good ends there.
+differ: each call names its program, a refused call is sent again, as clients do, and a program ends
+when a call fails finally.
 """
 
 from __future__ import annotations

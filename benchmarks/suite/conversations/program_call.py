@@ -1,4 +1,4 @@
-"""What a call of an agent tells about its program."""
+"""The fields by which a call of an agent describes its program."""
 
 from __future__ import annotations
 

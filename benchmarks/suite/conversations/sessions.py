@@ -1,7 +1,7 @@
 """Conversations and agents: sessions whose turns repeat all that was said before.
 
 A session is drawn before a run, so all systems get the same users, lengths and pauses. The answers
-are not drawn: a turn's prompt has the tokens that the server answered.
+are not drawn: a turn's prompt contains the tokens of the server's own answers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SESSION_SHAPES = {
 
 
 class SessionTurn(Struct, frozen=True):
-    """One request: what it adds to the prompt, and the pause before it."""
+    """One request: the tokens that it adds to the prompt, and the pause before it."""
 
     new_tokens: tuple[int, ...]
     answer_tokens: int
@@ -62,7 +62,7 @@ class Session(Struct, frozen=True):
 def arriving_sessions(
     shape: SessionShape, rate_per_s: float, seconds: float, seed: int
 ) -> list[Session]:
-    """Sessions that begin by chance at this rate, over this time."""
+    """Draws sessions with Poisson arrivals at this rate, over this time."""
     rng = random.Random(f"{shape.name}/{seed}")
     found: list[Session] = []
     at_s = rng.expovariate(rate_per_s)
@@ -82,7 +82,7 @@ def sessions_at(
 def make_session(
     shape: SessionShape, started_s: float, rng: random.Random, seed: int, think_s: float = -1.0
 ) -> Session:
-    """One session; `think_s` 0 or more takes the place of the shape's. `seed` draws what the
+    """Draws one session; a `think_s` of 0 or more replaces the shape's. `seed` draws what the
     sessions share."""
     common = random.Random(f"{shape.name}/{seed}/shared")
     pause_s = shape.think_s if think_s < 0 else think_s
@@ -114,8 +114,8 @@ def reusable_share(shape: SessionShape, sessions: Sequence[Session]) -> float:
 def trace_rows(
     shape: SessionShape, sessions: Sequence[Session], ttft_s: float, tbt_s: float
 ) -> list[TraceRow]:
-    """The sessions as a trace in blocks of TRACE_BLOCK_TOKENS, as if every answer took this TTFT
-    and this time between tokens: what is known before anything has been served."""
+    """Returns the sessions as a trace in blocks of TRACE_BLOCK_TOKENS, as if every answer had this
+    TTFT and this TBT. It can be computed before any request is served."""
     rows = []
     names = _BlockNames(shape.shared_tokens // TRACE_BLOCK_TOKENS)
     for number, session in enumerate(sessions):

@@ -1,10 +1,9 @@
-"""How long a long prompt holds KVCache where it is prefilled (Mooncake v3 section 5): inlined in
-decode batches, on a prefill instance that stores it when it is done, and on one that streams each
-layer as it is computed.
+"""Measures how long a long prompt occupies KVCache on the instance that prefills it (Mooncake v3
+section 5): inlined in decode batches, on a prefill instance that stores it at the end, and on one
+that streams each layer when it is computed.
 
 It is measured on an instance with engine and messenger, whose peer is a separate process that
-receives what is stored over TCP, and also by the simulator, with costs and rates that were measured
-before.
+receives the blocks over TCP, and also in the simulator, with the measured costs and rates.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def bench_occupation(
     model: str, prompt_tokens: int, tbt_s: float, rounds: int, say: Say
 ) -> dict[str, Any]:
     """Bytes x seconds by way, measured (medians over the rounds) and simulated. Answers under way
-    want a token every `tbt_s`. Raises ArenaError, BenchError, ValueError."""
+    need a token every `tbt_s`. Raises ArenaError, BenchError, ValueError."""
     tokens = 2 * prompt_tokens + sum(map(sum, DECODES)) + 4096
     settle_threads()
     far = LayerwisePair((model, tokens, CHUNK_TOKENS), shared_memory=False)

@@ -2,10 +2,10 @@
 
 No trained pair of a model and a smaller one with its tokenizer is at hand, so the rows are two
 extremes. "first layers": the trained model's first layers guess for the model. These layers were
-not trained for that, so most guesses are wrong, and the rule that ends drafting is measured.
-"always right": random weights whose layers after the first few add nothing, although they cost the
-full time. The first few then are a draft model that is always right. The row shows what the machine
-allows, which a trained draft model approaches by its share of right guesses.
+not trained for that, so most guesses are wrong, and the benchmark measures the rule that stops
+drafting. "always right": random weights whose layers after the first few add nothing, although they
+cost the full time. The first few then are a draft model that is always right. The row shows what
+the machine allows, which a trained draft model approaches by its share of right guesses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_MODEL = "random:hidden=768,layers=16,heads=12,kv_heads=4,inter=2048,vocab=
 LIMIT_LAYERS = 2
 MEASURE_S = 4.0
 NEVER = 32
-"""Fewest tokens of a run that the lookups look for, so that all drafts come from the model."""
+"""A minimal match length that the lookups never reach, so that all drafts come from the model."""
 Run = Callable[[SoloInstance, SoloInstance], dict[str, Any]]
 
 

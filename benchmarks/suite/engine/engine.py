@@ -1,8 +1,8 @@
 """The engine against the machine's own limits, and against other engines on the same weights.
 
-Every row, ours and theirs, is set beside the arithmetic it must do over the measured GEMM rate and
-the bytes it must read over the measured memory bandwidth; limits, we and peers in one run, one
-thread each.
+Every row, of moonpool or of a peer, is compared with two limits: its arithmetic divided by the
+measured GEMM rate, and its bytes divided by the measured memory bandwidth. The limits and all
+engines are measured in one run, with one thread each.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def bench_engine(
 
 
 def machine_limits() -> dict[str, float]:
-    """Measures one thread now. A limit that is low at one end of the run was lowered by something
-    else. The GEMM is of float32 where the CPU cannot multiply bfloat16: there kernels multiply
-    float32."""
+    """Measures one thread now. A limit that is low only at the start or the end of the run was
+    lowered by other load. The GEMM is of float32 where the CPU cannot multiply bfloat16: there
+    kernels multiply float32."""
     dtype = torch.bfloat16 if has_bf16_products() else torch.float32
     return {
         "gemm_flops_per_s": gemm_flops_per_s(dtype),
@@ -91,8 +91,8 @@ def shares(
     limits: Mapping[str, float],
     weight_bytes: float = ELEMENT_BYTES,
 ) -> dict[str, Any]:
-    """Returns each row's share of the GEMM rate and of the memory bandwidth: the work and the bytes
-    that the row needs, over what the machine could do in the same time."""
+    """Returns which share of the GEMM rate and of the memory bandwidth each row reaches: its
+    arithmetic and its bytes, divided by what the machine could do in the same time."""
 
     def share(flops: float, num_bytes: float, per_second: float) -> dict[str, float]:
         return {

@@ -1,8 +1,7 @@
-"""The engines of others on the same weights and the same rows: each runs under a Python of its own.
+"""Measures other engines on the same weights and the same rows, each under its own Python.
 
-Owns starting the scripts `*_peer.py` of this folder, which import nothing of moonpool but
-`peer_rows` beside them, and reading what they print. An engine that is not asked for, or does not
-run, is told in one line.
+Starts the scripts `*_peer.py` of this folder, which import nothing of moonpool except `peer_rows`,
+and reads their output. An engine that is not asked for, or does not run, gets one line.
 """
 
 from __future__ import annotations

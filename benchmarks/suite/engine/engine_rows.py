@@ -1,5 +1,5 @@
-"""Which steps of an engine are compared, and what each must at least do: the arithmetic and the
-bytes that a machine's limits are set against."""
+"""Defines the steps that are compared between engines, and the least arithmetic and bytes of each,
+for comparison with the machine's limits."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class EngineBenchRows(Struct, frozen=True):
     def lengths(self, batch: int, context: int) -> list[tuple[int, int]]:
         """Prompt and answer of each of `batch` sequences, given in this order, that decode together
         at about `context` tokens. The first sequences decode while the prompts of the others are
-        computed. These begin that much shorter, so that all have the same length when the last one
-        joins."""
+        computed. Earlier contexts begin shorter by the tokens that they gain meanwhile, so that all
+        have the same length when the last one joins."""
         per_prompt = -(-context // self.chunk_tokens)
         early = [min((batch - 1 - i) * per_prompt, context // 2) for i in range(batch)]
         return [(context - tokens, tokens + self.steps + 1) for tokens in early]

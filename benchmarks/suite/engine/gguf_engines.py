@@ -1,11 +1,11 @@
 """One GGUF file by moonpool, llama.cpp and ik_llama.cpp: prefill, decode and perplexity.
 
-All engines run in turns in each round, so a machine whose speed changes treats them alike. The
+All engines run in turns in each round, so changes of the machine's speed affect them equally. The
 ratios are medians of the rounds' ratios. moonpool runs in this process, llama.cpp in a process of
 its own (`gguf_peer.py`) that waits while moonpool computes, ik_llama.cpp in one for each timing.
 
-Decode's share of the read bandwidth counts what a step must read: all weights once, and the KVCache
-of each context. An embedding that is not the output layer too is not counted.
+The share of the read bandwidth counts the bytes that a decode step must read: all weights once, and
+the KVCache of each context. An embedding is counted only if it is also the output layer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GgufBenchPlan:
 
 
 class TimedPeer(Protocol):
-    """`TimedPeer` is another engine that runs the same steps."""
+    """Another engine that runs the same steps."""
 
     name: str
     is_warm: bool

@@ -1,6 +1,6 @@
 """Runs ik_llama.cpp on one GGUF file by its own programs, `llama-bench` and `llama-batched-bench`.
 
-Each timing is a process of its own, which loads the file, arranges the weights for this machine
+Each timing runs in a separate process, which loads the file, repacks the weights for this machine
 (`-rtr`), and warms up before it measures.
 """
 

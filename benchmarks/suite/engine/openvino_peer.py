@@ -19,7 +19,7 @@ os.environ.setdefault("OPENVINO_TELEMETRY_DISABLE", "1")
 
 
 def converted(folder: str, into: str) -> None:
-    """The same weights, in bfloat16 as they are."""
+    """Converts the model with its weights unchanged in bfloat16."""
     import torch
     from optimum.intel import OVModelForCausalLM
 

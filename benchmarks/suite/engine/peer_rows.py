@@ -1,5 +1,5 @@
-"""Runs under a peer's Python, not ours, as a module beside the `*_peer.py` script that was started:
-takes an engine that can be stepped through the rows. Imports nothing of moonpool.
+"""Steps an engine through the rows. This module runs under the peer's Python, not ours, beside the
+`*_peer.py` script that was started. Imports nothing of moonpool.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""Measures what stages gain, and where they wait: one instance of several processes compared with
-one of one process.
+"""Measures the gain of pipeline stages and their waits: an instance of several processes compared
+with an instance of one process.
 
-A long prompt in chunks and whole (Mooncake v3 section 5.1: X-fold, minus the bubble), a short one
-that must pay nothing, and prompts with decodes in micro-batches (SARATHI sections 3.2 and 5.3).
-Each case is measured, and computed by the cost model fitted in the same run; cases with more stages
-than cores are only computed. Steps and micro-batches are those of the serving state machine.
+Measures a long prompt in chunks and whole (Mooncake v3 section 5.1: X times as fast, minus the
+bubble), a short prompt that must not become slower, and prompts with decodes in micro-batches
+(SARATHI sections 3.2 and 5.3). Each case is measured, and computed by the cost model fitted in the
+same run; cases with more stages than cores are only computed. Steps and micro-batches are those of
+the serving state machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from moonpool_engine.engine.spec import ModelSpec
 
 PARTS = ("long", "short", "mixed", "decode")
 FIT_S = 6.0
-HOPS = 100  # single tokens, of which the quickest tells what a hop takes
+HOPS = 100  # single tokens; the fastest gives the time of a hop
 SIMULATED = (1, 2, 4, 8)
 MIX_CHUNK_TOKENS, MIX_SEQUENCES = 256, 8
 MIX_JOBS, MIX_PROMPT_TOKENS, MIX_OUTPUT_TOKENS = 16, (128, 768), (16, 32)
@@ -65,7 +66,8 @@ class _Bench:
         measured: PipelinedResult | None = None,
         **config: Any,
     ) -> dict[str, Any]:
-        """Measured where there is such an instance and it was not yet, and simulated."""
+        """Simulates the case, and measures it if there is such an instance and it was not measured
+        before."""
         layout, blocks = self.one.layout, self.one.arena.num_blocks
         found: dict[str, Any] = {"stages": num_stages}
         for piped in (self.one, self.several):
@@ -88,8 +90,8 @@ def bench_pipeline(
     say: Say,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for
-    what the model cannot be, StageLostError, ArenaError."""
+    """The figures of these parts, in bfloat16, each stage with one thread. Raises ValueError for an
+    unsuitable model, StageLostError, ArenaError."""
     torch.set_num_threads(1)
     mix = MIX_JOBS * (MIX_PROMPT_TOKENS[1] + MIX_OUTPUT_TOKENS[1])
     kv_tokens = max(prompt_tokens, mix) + 64 * MIX_JOBS
@@ -222,8 +224,8 @@ def _short(bench: _Bench, short_tokens: int, repeats: int) -> dict[str, Any]:
 
 
 def _mixed(bench: _Bench, stages: Sequence[int], seed: int) -> dict[str, Any]:
-    """Prompts and decodes of all lengths, all at once: chunks of one size make micro-batches of one
-    size, whole prompts do not."""
+    """Runs prompts and decodes of all lengths together: chunks of one size make micro-batches of
+    one size, whole prompts do not."""
     rng = random.Random(seed)
     jobs = [
         made_up(i, rng.randint(*MIX_PROMPT_TOKENS), rng.randint(*MIX_OUTPUT_TOKENS))
@@ -246,8 +248,8 @@ def _mixed(bench: _Bench, stages: Sequence[int], seed: int) -> dict[str, Any]:
 
 
 def _decode(bench: _Bench, stages: Sequence[int]) -> dict[str, Any]:
-    """Answers of one length: in micro-batches of one size, as many as there are stages, and in
-    groups of those whose tokens happen to be there together."""
+    """Decodes answers of one length: in equal micro-batches, one per stage, and in groups of the
+    answers whose tokens are ready at the same time."""
     jobs = [made_up(i, DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS) for i in range(DECODE_JOBS)]
     usual: dict[str, Any] = {"chunk_tokens": MIX_CHUNK_TOKENS, "max_sequences": DECODE_JOBS}
     found: dict[str, Any] = {"jobs": DECODE_JOBS, "output_tokens": DECODE_OUTPUT_TOKENS}

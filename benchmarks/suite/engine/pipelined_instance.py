@@ -66,8 +66,7 @@ class PipelinedResult:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the stages' time in which none of them computed, filling and draining
-        included."""
+        """The idle share of the stages' time, including filling and draining."""
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.seconds)
 
 
@@ -183,7 +182,7 @@ def simulate(
     num_blocks: int,
     **config: Any,
 ) -> PipelinedResult:
-    """The same jobs and state machine; steps take what `cost` says."""
+    """Runs the same jobs through the same state machine, with the step times of `cost`."""
     gathered = _Gathered(len(jobs))
     solo = SoloRun(
         make_instance(cost.num_stages, layout, num_blocks, config),
@@ -237,4 +236,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _ignore(message: str) -> None:
-    """A stage that is lost fails the step that runs; that is told."""
+    """Does nothing, because a lost stage fails the running step, which is reported."""

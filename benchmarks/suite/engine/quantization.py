@@ -1,10 +1,10 @@
 """Measures what 8-bit weights cost in quality and bring in speed, compared with the same model in
 bfloat16.
 
-Quality: bfloat16 answers prompts, and each of its tokens is given to both, so that their
-distributions can be set beside each other position by position (KL divergence, likeliest token,
-perplexity of a text drawn from bfloat16); then each answers greedily on its own. Speed: decode and
-prefill beside the bytes each must read. One thread.
+Quality: both models get the answers of the bfloat16 model as input, so that their distributions can
+be compared at each position (KL divergence, likeliest token, perplexity of a text drawn from
+bfloat16). Then each model answers greedily alone. Speed: decode and prefill beside the bytes each
+must read. One thread.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _beside(
     answer_tokens: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Both given the same tokens, which are drawn from bfloat16's distribution."""
+    """Compares both models on the same tokens, drawn from the bfloat16 model's distribution."""
     draws = torch.Generator().manual_seed(seed)
     forced = [_Forced(plain, texts), _Forced(rounded, texts)]
     divergences: list[Tensor] = []
@@ -145,7 +145,7 @@ class _Forced:
 def _greedy(
     plain: SoloInstance, rounded: SoloInstance, texts: Sequence[Sequence[int]], answer_tokens: int
 ) -> dict[str, Any]:
-    """How far answers of their own go together."""
+    """Returns after how many tokens the models' greedy answers first differ."""
     lengths = [answer_tokens] * len(texts)
     pairs = zip(
         plain.generate(texts, lengths).token_ids,

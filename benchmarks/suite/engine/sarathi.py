@@ -101,8 +101,8 @@ def _sequence(name: str, new: int, context: int, first_block: int) -> StepEntry:
 
 
 def _steps_s(bench: _Bench, steps: Sequence[tuple[int, int]]) -> list[float]:
-    """Best time of each step of (chunk, decodes): they take turns, so that a busy moment of the
-    machine meets all of them."""
+    """Returns the best time of each step of (chunk, decodes). The steps take turns, so that a busy
+    moment of the machine affects all of them."""
     built = [_step(chunk, decodes) for chunk, decodes in steps]
     rounds = [[bench.engine.step(step).seconds for step in built] for _ in range(bench.repeats + 1)]
     return [min(times) for times in zip(*rounds, strict=True)]
@@ -122,8 +122,8 @@ def _predicted_s(cost: FittedCost, chunk: int, decodes: int) -> float:
 
 
 def _speed_up(bench: _Bench, chunk_tokens: int) -> dict[str, Any]:
-    """The speed-up of a decode by the paper's accounting: its share of a step of decodes alone,
-    over what one more decode adds to a chunk that leaves room for decodes."""
+    """Returns the speed-up of a decode as the paper defines it: its share of a decode-only step,
+    divided by the time that one more decode adds to a chunk with room for decodes."""
     riding = BATCH - 1
     new = chunk_tokens - riding
     row: dict[str, Any] = {"chunk_tokens": chunk_tokens, "batch": BATCH, "context": CONTEXT_TOKENS}

@@ -1,8 +1,8 @@
 """Runs one mixed instance without processes or sockets: its state machine and its engine, in a
 plain loop.
 
-What a worker does per step, without the head: so the figures hold scheduler, engine and sampler,
-as a peer's offline mode does.
+Does a worker's work per step, without the head. So the figures include scheduler, engine and
+sampler, like a peer's offline mode.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class SoloInstance:
         drafter: Drafter | None = None,
         draft_model: DraftModelPlace | None = None,
     ) -> SoloInstance:
-        """An instance like this one, with the same weights and blocks of its own, whose decodes
-        have drafts, also of a draft model if one is given."""
+        """Returns an instance with the same weights and with separate blocks, whose decodes have
+        drafts, also from a draft model if one is given."""
         other = copy(self)
         cache = empty_cache(self.layout, self._instance.pool.num_blocks)
         other.engine = copy(self.engine)
@@ -101,7 +101,7 @@ class SoloInstance:
         temperature: float,
         seed: int = 0,
     ) -> Generation:
-        """Generates as `generate` does, with draws; each prompt has a seed of its own."""
+        """Like `generate`, but samples, with a separate seed for each prompt."""
         generation = Generation()
         began_s = time.perf_counter()
         steps: list[RunStep] = []

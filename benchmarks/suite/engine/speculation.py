@@ -1,9 +1,9 @@
 """Measures tokens per second with drafts and without, on texts that repeat themselves and on
 others.
 
-Both run in one process, in turns, on one engine and one thread: what a worker does per step without
-the head. Figures are CPU seconds of this process, which other processes of the machine disturb
-less than the clock. Every answer is compared: the tokens must be equal.
+Both run in one process, in turns, on one engine and one thread, and do the work of a worker per
+step without the head. Figures are CPU seconds of this process, which other processes of the machine
+disturb less than the clock. Every answer is compared: the tokens must be equal.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Case:
 
 
 def _fresh(prompt: Sequence[int], number: int) -> list[int]:
-    """The prompt after tokens of its own: no cached block of another round is found."""
+    """Returns the prompt after unique tokens, so that no cached block of another round is found."""
     return [1, *[100 + number] * BLOCK_TOKENS, *prompt]
 
 

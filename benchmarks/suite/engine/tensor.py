@@ -1,5 +1,5 @@
-"""What ranks gain, and what adding up costs them: one process, one process that computes all shards
-(as instances of degree 1 do beside others), and one process per shard.
+"""Measures the gain of ranks and the cost of their sums, with one process, one process that
+computes all shards (like instances of degree 1 beside others), and one process per shard.
 
 The engines take turns with prompts alone and with batches of decodes, and the best time of each
 counts. The sums' share is the time that the first rank spends adding up and waiting for the others.
@@ -52,7 +52,7 @@ class _Runner:
 
 
 def bench_tensor(model: str, num_ranks: int, repeats: int, say: Say) -> dict[str, Any]:
-    """Raises ValueError for what the model cannot be, StageLostError, ArenaError."""
+    """Raises ValueError for an unsuitable model, StageLostError, ArenaError."""
     torch.set_num_threads(1)
     with ExitStack() as open_:
         runners = [open_.enter_context(_runner(model, *shape)) for shape in _shapes(num_ranks)]
@@ -117,7 +117,7 @@ def _prompt(num_tokens: int) -> list[StepEntry]:
 
 
 def _decodes(batch: int) -> list[StepEntry]:
-    """Behind whatever the blocks hold: zeros, or an earlier prompt."""
+    """Decodes after any content of the blocks: zeros, or an earlier prompt."""
     own = CONTEXT_TOKENS // BLOCK_TOKENS + 1
     return [
         StepEntry(

@@ -1,8 +1,8 @@
 """Runs one mixed instance and its steps on one clock: the engine's, or a cost model's.
 
-The state machine is the one that serves; each step takes what the engine took, or what the model
-says, and requests arrive in that time. So a measured run and a predicted one differ in nothing
-else, and waiting for the next arrival costs no time.
+The state machine is the one used for serving. Each step takes the engine's measured time or the
+model's time, and requests arrive on this clock. So a measured run and a predicted one differ in
+nothing else, and waiting for the next arrival costs no time.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def serve(
     cost: FittedCost,
     engine: Engine | None = None,
 ) -> TimedResult:
-    """All jobs, which come in order of time, to their end. Steps take the time that `engine` takes,
-    or else the time that `cost` predicts."""
+    """Runs all jobs, which are ordered by time, to their end. Steps take the time that `engine`
+    takes, or else the time that `cost` predicts."""
     instance = Instance(config, layout, num_blocks, Role.MIXED, cost, ())
     return _Run(instance, jobs).timed(cost, engine)
 

@@ -103,8 +103,8 @@ class AgreementPair(msgspec.Struct, frozen=True):
 def run_both(
     cluster: LiveCluster, profile: LiveProfile, rows: Sequence[TraceRow], block_tokens: int
 ) -> AgreementPair:
-    """Runs on a cluster that was started for it: the twin would not know what an older cluster has
-    cached and learned. The twin believes what this Conductor believes."""
+    """Runs on a newly started cluster, because the simulation cannot know what an older cluster has
+    cached and learned. The simulation gets the cost estimates of this Conductor."""
     with LocalServer(cluster.arguments()) as server, LoadSampler(server) as sampler:
         believed = believed_cost(server.instances()[0])
         live = replay_rows(server.url, rows, block_tokens)

@@ -1,8 +1,8 @@
-"""What the KVCache pool saves: time to first token of a long prompt, computed and fetched.
+"""Measures how much time the KVCache pool saves: TTFT of a long prompt, computed and fetched.
 
 One prefill and one decode instance. The prompt is computed once, so the decode instance holds its
-blocks; then the prefill instance is killed, and its successor, which has nothing, must fetch them
-from the other process's memory.
+blocks; then the prefill instance is killed, and its successor, which has no blocks, must fetch them
+from the decode instance's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ REJOIN_S = 60.0
 def bench_cached(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
     """TTFT in seconds: computed, from the own cache, fetched. Best of `repeats`, each with new
     tokens."""
-    # A promise that no step keeps: nothing is computed inline, where the blocks are already.
+    # An SLO that no step meets, so that no prompt is computed inline on the decode instance, which
+    # has the blocks.
     arguments = [model, "--prefill", "1", "--decode", "1", "--slo-ttft", "600", "--slo-tbt", "1e-6"]
     arguments += ["--admission", "none", "--keep-memory", "off"]
     arguments += ["--kv-tokens", str(4 * (prefix_tokens + 2048)), "--threads", "1"]

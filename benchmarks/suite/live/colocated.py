@@ -1,10 +1,10 @@
-"""Where prefill and decode apart beat the same cores colocated, by prompt length and load:
-simulated beforehand, then live.
+"""Finds the prompt lengths and loads at which separate prefill and decode instances beat colocated
+ones on the same cores, first in the simulator, then live.
 
 Two instances, as 1 prefill + 1 decode and as 2 mixed. SLOs are the paper's, for each prompt length:
 10 times the unloaded TTFT and 5 times the unloaded TBT, of whichever arrangement is slower
-unloaded. What the planner would choose is the arrangement with the higher simulated capacity; the
-live runs are not known to it.
+unloaded. The planner's choice is the arrangement with the higher simulated capacity; it does not
+use the live runs.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _point(point: dict[str, Any]) -> str:
 
 
 def winner(goodputs: dict[str, float]) -> str:
-    """The arrangement that does most, "alike" where the others do nearly as much."""
+    """Returns the best arrangement, or "alike" if the others are nearly as good."""
     best = max(goodputs, key=lambda name: goodputs[name])
     near = [name for name, one in goodputs.items() if one >= (1 - ALIKE) * goodputs[best]]
     return best if len(near) == 1 else "alike"

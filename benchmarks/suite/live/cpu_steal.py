@@ -17,7 +17,8 @@ _USER_TICKS, _SYSTEM_TICKS = 11, 12
 
 
 class BackgroundLoad:
-    """Counts from the moment it is built; `pids`: whose work is ours, besides this process'."""
+    """Counts from its construction on; `pids`: further processes whose work counts as ours, besides
+    this process."""
 
     def __init__(self, pids: Sequence[int], proc: Path = Path("/proc")) -> None:
         self._proc = proc

@@ -1,4 +1,4 @@
-"""What a server's metrics say of damage. Faults of processes damage nothing."""
+"""Reads damage counters from a server's metrics. Faults of processes damage nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moonpool_lab.replay.server import parse_metrics
 
 CORRUPT = "moonpool:corrupt_slices_total"
 REPORT_S = 2.5
-"""Within this time, busy instances have told the head what they counted."""
+"""Within this time, busy instances have reported their counters to the head."""
 
 
 def corrupt_slices(url: str, wait_s: float = REPORT_S) -> int:

@@ -1,4 +1,5 @@
-"""Streams that a fault meets: their outcomes, and how soon a new request is answered right."""
+"""Streams that run during a fault: their outcomes, and how soon a new request gets a correct
+answer."""
 
 from __future__ import annotations
 

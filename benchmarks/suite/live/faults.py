@@ -1,4 +1,5 @@
-"""`moonpool bench faults`: injects faults into real servers under streams, and counts what is seen.
+"""`moonpool bench faults`: injects faults into real servers during streams, and counts the outcomes
+of the streams.
 
 Each fault meets running greedy streams. Their answers are compared with those of the undisturbed
 server, bit for bit. Recovery is the time from the fault until a new request is answered right.
@@ -31,7 +32,7 @@ Victim = Callable[[LocalServer], list[int]]
 
 
 class Fault(NamedTuple):
-    """One row: what is done to which process of which server, and what is promised."""
+    """One row: the server, the process, the fault, and the promised behaviour."""
 
     name: str
     arguments: tuple[str, ...]
@@ -136,7 +137,7 @@ def _signaller(pid: int, sign: signal.Signals) -> Callable[[], None]:
 
 
 def _damaged_disk(times: int, count: int, rng: random.Random) -> dict[str, Any]:
-    """Flips bits in all segment files while what left memory is asked for again."""
+    """Flips bits in all segment files while evicted prompts are requested again."""
     recoveries: list[float | None] = []
     with tempfile.TemporaryDirectory() as name:
         arguments = [MODEL, *ONE, "--kv-tokens", "1024", "--block-size", "16"]

@@ -2,9 +2,9 @@
 under way, vLLM's own router by two of its policies, and moonpool.
 
 Several users hold conversations at once, and each turn repeats the conversation so far. The vLLMs
-run all the time, with one core each. The fronts take turns with different words each time, and the
-vLLMs forget their prefixes in between, so no cache helps the next one. Hit ratios are those that
-the vLLMs report.
+run all the time, with one core each. The fronts take turns with different prompts, and the vLLMs
+drop their prefixes in between, so no cache helps the next front. Hit ratios are those that the
+vLLMs report.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class FrontWorkload(Struct, frozen=True):
 def bench_fronts(
     python: str, router_python: str, talk: FrontWorkload, rounds: int, say: Say
 ) -> dict[str, Any]:
-    """Rows by front, each the median of its rounds. `router_python`: of an installation of
-    vllm-router; "" leaves it out. Raises ServerError, httpx.HTTPError."""
+    """Rows by front, each the median of its rounds. `router_python`: the Python of an installation
+    of vllm-router; "" leaves it out. Raises ServerError, httpx.HTTPError."""
     found: dict[str, list[dict[str, float]]] = {}
     sizes = talk.kv_tokens, talk.chunk_tokens, talk.longest_tokens
     fleet = EngineFleet(talk.model, python, (1.0, 1.0), *sizes)
@@ -122,7 +122,7 @@ async def _user(
         )
         if answer.error or not answer.finish_reason:
             raise ServerError(f"a request failed: {answer.status} {answer.error}")
-        if answer.token_instants_s:  # random tokens may have no text, and so no time
+        if answer.token_instants_s:  # random tokens may have no text, and then no time of arrival
             ttfts_s.append(answer.ttft_s)
         said += [rng.choice(WORDS) for _ in range(ANSWER_TOKENS)]  # as if it had been that
     return ttfts_s

@@ -1,7 +1,9 @@
-"""What the head costs: CPU per request and per token of HTTP, tokenising, Conductor and streaming.
+"""Measures the head's CPU time per request and per token: HTTP, tokenising, Conductor and
+streaming.
 
 A real cluster serves a tiny model; the head's own CPU time is read from the kernel before and
-after. Two shapes of load, few tokens and many, tell the price of a request from that of a token.
+after. Two loads, with few and with many tokens per answer, separate the cost of a request from that
+of a token.
 """
 
 from __future__ import annotations

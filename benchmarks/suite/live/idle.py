@@ -1,8 +1,8 @@
 """Memory, CPU time and wake-ups of a cluster that serves nothing.
 
 Memory is the proportional set size of each process (PSS: a page that n processes share counts 1/n
-in each of them), so the sum is what the cluster takes from the machine. KVCache is memory of files
-(shmem), everything else is not, so the kernel tells both apart.
+in each of them), so the sum is the memory that the cluster takes from the machine. KVCache is
+memory of files (shmem), everything else is not, so the kernel tells both apart.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process: of its threads that live, exact to 1 ns, where the kernel tells;
-    else in steps of its clock tick (10 ms)."""
+    """Returns the CPU seconds of a process's living threads: in units of 1 ns if the kernel reports
+    them, else in clock ticks (10 ms)."""
     try:
         times = [(task / "schedstat").read_text() for task in _tasks(pid)]
         return sum(int(text.split()[0]) for text in times) / 1e9

@@ -1,7 +1,7 @@
 """Watches a live cluster while it is loaded: both pools' load, queues, memory; twice a second.
 
-A thread of its own, so that the replay's loop is not held up; asks `/metrics`, which the head
-answers from what it knows, and reads the processes' memory from the kernel.
+Samples in a separate thread, so that the replay's loop is not delayed: reads `/metrics`, and the
+processes' memory from the kernel.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class LoadSample(Struct, frozen=True):
 
 
 class LoadSampler:
-    """`with` a running server that has nothing to do at both ends; then read `samples`,
-    `neighbours_share`: of the machine's processors, what others took meanwhile, and
-    `machine_loop_s`, its speed (`bench.machine_speed`)."""
+    """Use it as a context around the load on a running server, which must be idle at the start and
+    the end. Then read `samples`, `neighbours_share` (the share of the processors that other
+    processes used) and `machine_loop_s` (the machine's speed, see `machine_speed`)."""
 
     def __init__(self, server: LocalServer, every_s: float = SAMPLE_S) -> None:
         self.samples: list[LoadSample] = []

@@ -1,7 +1,7 @@
 """Measures how fast this machine is now: others may slow a virtual machine.
 
-No counter here shows their work, but the same loop takes longer. A profile and the live run that it
-is compared with are minutes apart.
+No counter on this machine shows their work, but the same loop takes longer. A profile and the live
+run that it is compared with are minutes apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Admission policies on a live local cluster under overload, each beside its simulation (Mooncake
 v3 section 7).
 
-SLOs are the paper's: ten times the unloaded P90 of TTFT, five times that of TBT, measured first.
+SLOs are set as in the paper, from a first run without load: ten times the P90 of TTFT, five times
+the P90 of TBT.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from moonpool_lab.profiling.live_cluster import (
 )
 
 UNLOADED_SHARE = 0.1
-"""A share of capacity: at this rate requests hardly meet."""
+"""A share of capacity: at this rate requests hardly overlap."""
 SIMULATED_S = 120.0
 FILLING_SHARE = 0.15
 """A share of the time in which requests come. The pools fill during it, and no swing is counted."""
@@ -118,7 +119,7 @@ def measure_unloaded(
     api_key: str = "",
     ca_file: str = "",
 ) -> Slo:
-    """The paper's SLOs, from requests that hardly meet each other."""
+    """Returns the paper's SLOs, measured with requests that hardly overlap."""
     rows = workload.with_(burst=1.0).rows(rate_rps, UNLOADED_REQUESTS / rate_rps)
     figures = replay_rows(
         url,
@@ -200,7 +201,7 @@ def _summary(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verdict(by_load: dict[str, Any]) -> dict[str, Any]:
-    """How goodput at the highest load stands to its peak, live and simulated."""
+    """Compares goodput at the highest load with its peak, live and simulated."""
     found: dict[str, Any] = {}
     for way in ("live", "simulated"):
         goodputs = [run[way]["goodput_rps"] for run in by_load.values()]

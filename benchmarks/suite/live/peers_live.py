@@ -1,10 +1,10 @@
 """moonpool and vLLM on one machine under the same requests through HTTP, from light load to far
 beyond capacity: how many requests a second meet both SLOs.
 
-SLOs are the same for all: ten times the unloaded P90 of TTFT and five times that of TBT, of
-whichever system is slowest unloaded, so that none is asked for more than the paper asks. The client
-is ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the
-best of them. A vLLM that does not start is left out, and the report says why.
+SLOs are the same for all systems: ten times the P90 of TTFT and five times the P90 of TBT of the
+slowest system without load, so that no system has a tighter SLO than in the paper. The client is
+ours, or vLLM's own benchmark client. Several vLLMs may take part: each load is judged by the best
+of them. A vLLM that does not start is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Start = Callable[[], AbstractContextManager[str]]
 
 
 class Access(NamedTuple):
-    """How the server at `url` is asked: with which key, and with trust in which authority. Other
-    servers need neither a key nor an authority."""
+    """How to call the server at `url`: with which key, and trusting which authority. Other servers
+    need neither a key nor an authority."""
 
     url: str = ""
     api_key: str = ""
@@ -67,9 +67,9 @@ def bench_peers_live(
     say: Say,
     access: Access = OPEN,
 ) -> dict[str, Any]:
-    """Returns the curves by system. Loads are multiples of what the simulator gives two colocated
-    instances; `slo` takes the place of what is measured. `access` is to the peer that runs already.
-    Raises what servers and replays raise."""
+    """Returns the curves by system. Loads are multiples of the simulated capacity of two colocated
+    instances; `slo` replaces the measured SLO. `access` is to the peer that runs already. Raises
+    what servers and replays raise."""
     split = cluster.with_(prefill=1, decode=1, mixed=0)
     mixed = cluster.with_(prefill=0, decode=0, mixed=2)
     with LocalServer(mixed.with_(admission="none").arguments()) as server:
@@ -116,7 +116,8 @@ def bench_peers_live(
 
 
 def peer_names(peers: Sequence[VllmTarget]) -> list[str]:
-    """Gives each peer a name of its own: with its step's size where several have one shape."""
+    """Gives each peer a unique name, with the size of its step if several peers have the same
+    shape."""
     shapes = [peer.shape for peer in peers]
     return [
         f"{WORDS[p.shape]} {p.batched_tokens}" if shapes.count(p.shape) > 1 else WORDS[p.shape]
@@ -174,7 +175,7 @@ def _unloaded(
 
 
 class _Run:
-    """What all systems are sent, and by which client."""
+    """The requests that all systems get, and the client that sends them."""
 
     def __init__(
         self,
@@ -200,8 +201,8 @@ class _Run:
         block_tokens = self._workload.block_tokens
         for number, load in enumerate(loads):
             rows = self._workload.rows(load * base_rps, seconds)
-            # Draws other tokens each time, so that what the last load left in the cache is of no
-            # use.
+            # Draws other tokens each time, so that blocks cached under the last load are not
+            # reused.
             seed = number + 1
             if self._client == "vllm":
                 figures = run_vllm_client(

@@ -1,5 +1,5 @@
-"""Whether engines on cores of their own answer more evenly: the same load with and without, taking
-turns.
+"""Measures whether engines pinned to their own cores have more even token gaps: the same load with
+and without pinning, in turns.
 
 One prefill and one decode instance; some clients, each asking again as soon as it has its answer.
 Gaps are the client's, over HTTP.

@@ -1,5 +1,5 @@
-"""What survives the death of all processes: hits of a skewed workload, and the time to the first
-token of a long conversation.
+"""Measures how much survives the death of all processes: hits of a skewed workload, and TTFT of a
+long conversation.
 
 Each case starts a server with one mixed instance, kills all of its processes (SIGKILL) and starts
 it again with the same folders. With `ssd`, memory is lost and the disk stays, as in a power cut

@@ -1,11 +1,11 @@
-"""How long `serve` takes to start, and the memory of all its processes.
+"""Measures how long `serve` takes to start, and the memory of all its processes.
 
 Seconds count from the start of the command. The model's file was read before, so it is in the
 kernel's file cache. The first token is that of a short prompt, sent as soon as `/health` is 200.
 
 Memory is the proportional set size (PSS: a page that n processes share counts 1/n in each), so the
-sum is what the cluster takes. It is told apart by mapping: KVCache, pages of the model's file, and
-everything else.
+sum is what the cluster takes. Memory is reported by mapping: KVCache, pages of the model's file,
+and everything else.
 """
 
 from __future__ import annotations

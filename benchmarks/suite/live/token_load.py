@@ -1,4 +1,4 @@
-"""Many calls at once, from a process of its own that parses as little as it can.
+"""Sends many calls at the same time, from a separate process that parses as little as possible.
 
     python -m benchmarks.suite.live.token_load PORT STREAMS TOKENS CALLS
 

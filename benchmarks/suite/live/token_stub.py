@@ -1,9 +1,10 @@
-"""A server that speaks vLLM's HTTP and computes nothing: each of its answers gets one token a step.
+"""A server that speaks vLLM's HTTP API without a model: each of its answers gets one token per
+step.
 
     python -m benchmarks.suite.live.token_stub PORT GAP_S
 
-So any number of streams measures only what stands before the server. A step writes to all streams
-at once, as a batch of an engine does.
+So with any number of streams, only the part in front of the server limits the speed. A step writes
+to all streams at once, as a batch of an engine does.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LAST = {
 
 
 def _get(path: str) -> tuple[bytes, bytes]:
-    """Returns the type and body of what the server tells of itself."""
+    """Returns the content type and the body of the server's answer to a GET."""
     if path == "/v1/models":
         listed = {"id": "m", "object": "model", "root": MODEL, "parent": None}
         models = {"object": "list", "data": [listed | {"max_model_len": 4096}]}
@@ -114,7 +115,7 @@ class _Connection(asyncio.Protocol):
             self._stub.streams.add(self)
 
     def step(self) -> bool:
-        """Sends a token. Returns whether it was the last."""
+        """Sends a token. Returns whether this token was the answer's last."""
         self.left -= 1
         self.transport.write(_MORE[self.path] if self.left else _LAST[self.path])
         return not self.left

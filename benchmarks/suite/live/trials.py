@@ -76,7 +76,8 @@ def bench_trials(
 
 
 def added_to(kept: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """`found` with the systems of `kept`, of the same targets, that were not tried again."""
+    """Returns `found`, with those systems of `kept` that have the same targets and were not tried
+    again."""
     if kept.get("targets") != found["targets"]:
         return found
     servers = kept["servers"] | found["servers"]

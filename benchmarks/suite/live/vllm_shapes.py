@@ -1,5 +1,5 @@
-"""Ways to arrange vLLM on the cores that moonpool has: one process, two, 1 prefill + 1 decode over
-its Mooncake connector, two that share a Mooncake Store.
+"""Arrangements of vLLM on the same cores as moonpool: one process, two processes, 1 prefill + 1
+decode over its Mooncake connector, and two that share a Mooncake Store.
 
 Two processes have half of the cores each, as moonpool's two instances have. Whatever is started
 ends with the context.

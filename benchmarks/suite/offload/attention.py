@@ -1,9 +1,10 @@
-"""`moonpool bench attention`: what it costs to have attention done by other processes.
+"""`moonpool bench attention`: measures the cost of computing attention in other processes.
 
-The same decode steps by an engine with its own KVCache and by one whose blocks lie at attention
-workers, with the query sent early and not, as one batch and as two that take turns; and where the
-time of each went. Every step is the best of several runs, in turns but for those on all threads.
-With several workers, each way to share the KVCache out to them is measured too.
+Measures the same decode steps on an engine with its own KVCache and on one whose blocks are at
+attention workers, with and without early queries, as one batch and as two staggered batches. The
+report divides the time of each step. Every step is the best of several runs. They take turns,
+except those on all threads. With several workers, each way to divide the KVCache among them is
+measured, too.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class AttentionStepCost(Struct, frozen=True):
 
     @property
     def per_layer_s(self) -> float:
-        """What a layer takes longer for its attention being elsewhere."""
+        """The additional time of a layer because its attention is at other processes."""
         return (self.early.step_s - self.local_s) / self.layers
 
 

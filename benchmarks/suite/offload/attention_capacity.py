@@ -1,11 +1,11 @@
-"""`moonpool bench attention --capacity`: time between tokens over requests at once, by how many
-attention workers hold their KVCache.
+"""`moonpool bench attention --capacity`: TBT by the number of simultaneous requests, and by the
+number of attention workers with their KVCache.
 
-An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many,
-as the memory of a device for attention does. There is a curve with the workers' memory alone, and
-one with the instance's own memory too; each ends where the memory is full. A point is the faster of
-one batch and two that take turns. The same rounds measure the instance's own full memory, because a
-machine's speed drifts more than the two differ.
+An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many
+requests, like the memory of an attention device. There is one curve with only the workers' memory,
+and one that also uses the instance's memory. Each ends where the memory is full. A point is the
+faster of one batch and two that take turns. The same rounds measure the instance's own full memory,
+because a machine's speed drifts more than the two differ.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ POINTS = 4  # measured numbers of requests, for each memory of the size of the i
 
 
 class AttentionCapacityPoint(Struct, frozen=True):
-    """`slowest_s`: the worst of the repeats, `tbt_s` their median. Of that step with attention
-    workers, `model_s` is what the model worker did, `attention_s` what each worker was busy;
-    `in_turns`: as two batches, and then `other_s` is what one took, else what two did; 0: so
-    few are one batch. `at_home`: a share of the attention is in `model_s`. `limit_s`: what the
-    instance's own full memory takes beside it."""
+    """`slowest_s`: the worst of the repeats, `tbt_s` their median. In that step, `model_s` is the
+    model worker's busy time, and `attention_s` each attention worker's. `in_turns`: whether the
+    faster way was two batches in turns. `other_s` is the time of the slower way; 0 means that so
+    few requests are always one batch. `at_home`: a share of the attention is in `model_s`.
+    `limit_s`: the step time with the instance's own full memory, measured in the same rounds."""
 
     requests: int
     tbt_s: float
@@ -54,17 +54,18 @@ class AttentionCapacityPoint(Struct, frozen=True):
 
     @property
     def times(self) -> float:
-        """Times of the full memory of the instance's own, in the same rounds."""
+        """Step times with the instance's own full memory, in the same rounds."""
         return self.tbt_s / self.limit_s
 
     @property
     def rest_s(self) -> float:
-        """Messages, and waiting for a core; where both sides work at once, what neither is busy."""
+        """The time of messages and of waiting for a core; if both sides work at the same time, the
+        time in which neither is busy."""
         return max(self.tbt_s - self.bound_s, 0.0)
 
     @property
     def bound_s(self) -> float:
-        """What no faster message would save."""
+        """The part of the time that faster messages would not save."""
         busy_s = (self.model_s, self.attention_s)
         return max(busy_s) if self.in_turns or self.at_home else sum(busy_s)
 
@@ -244,7 +245,8 @@ def capacity_lines(result: CapacityResult) -> Iterator[str]:
 
 
 def _verdict(result: CapacityResult, curve: AttentionCapacityCurve) -> Iterator[str]:
-    """Says what all attention workers cost, and which part no faster message would save."""
+    """Says what all attention workers cost, and which part of this faster messages would not
+    save."""
     full, limit_s = curve.points[-1], curve.points[-1].limit_s
     for point in curve.points[:-1]:
         if point.requests == 2 * result.requests_each:

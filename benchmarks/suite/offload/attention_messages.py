@@ -1,9 +1,11 @@
-"""One message from a model worker to an attention worker and back, beside what the machine can do.
+"""Measures one message from a model worker to an attention worker and back, compared with the
+machine's limits.
 
-Owns the ways of exchange that are compared. The bare ones are two threads in C++ that share a flag
-and the bytes of a message, with nothing else: one looks all the time, the other sleeps on a futex,
-as whoever shares its core must. Ours goes from process to process, through the very ring, head and
-waits that steps use: asked in C++, and asked by the Python that asks in a step.
+Owns the ways of exchange that are compared. The bare exchanges are between two C++ threads that
+share only a flag and the bytes of a message. In one variant they poll; in the other they sleep on a
+futex, as threads on a shared core must. Moonpool's exchange goes between processes, over the same
+ring, header and waits as in a step. It is started once from C++, and once from the Python code of a
+step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from moonpool_engine.engine.native.shared_memory import Rings, open_rings
 
 ROUNDS = 4000
 TURNS = 5
-QUICK_TURNS = 12  # in each: from C++ a turn is a millisecond, which one interruption spoils
+QUICK_TURNS = 12  # of 1 ms each from C++, which one interruption distorts
 NO_TIME = float("nan")
 
 
@@ -38,7 +40,7 @@ class RoundTrip(Struct, frozen=True):
 
 
 def measure_round_trip(num_bytes: int, ring: AttentionChannel, socket_s: float) -> RoundTrip:
-    """Measures all ways in turns, so that they see the same machine. The socket is measured by
+    """Measures all ways in turns, so that other load affects all of them. The socket is measured by
     `echo_s`."""
     rings = open_rings()
     found: list[list[float]] = [[], [], [], []]

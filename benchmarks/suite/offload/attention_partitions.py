@@ -1,5 +1,5 @@
-"""What sharing the KVCache out by request, by token range or by head costs a decode step, beside
-attention of the instance's own.
+"""Measures the time of a decode step whose KVCache is divided by request, by token range or by
+head, compared with local attention.
 """
 
 from __future__ import annotations

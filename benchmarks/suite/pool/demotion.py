@@ -6,12 +6,12 @@ many times. A quiet phase comes before each of these:
 
 - arrivals: at a set pace, prompts arrive as if streamed from a prefill instance, and push others
   out of DRAM. The SSD tier is off.
-- demotion: the same, and what is pushed out goes to the SSD.
-- promotion: at the same pace, peers ask for what is on the SSD only.
+- demotion: the same, and evicted blocks go to the SSD.
+- promotion: at the same pace, peers request blocks that are on the SSD only.
 
-What arrives is computed nowhere and what is asked for goes to nobody: the phases differ by
-the instance's own work alone. Each is compared with the quiet time just before it.
-Drawing the rounds again (bootstrap) shows how sure the difference is.
+No process computes the blocks that arrive or receives the requested ones, so the phases differ only
+in the instance's own work. Each is compared with the quiet time just before it. The confidence of
+the difference comes from a bootstrap over the rounds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ KEPT_PROMPTS = SSD_TOKENS // ARRIVING_TOKENS
 MIN_STEPS = 100
 """With fewer steps, a P99 means nothing."""
 SETTLE_S = 0.3
-"""Seconds at the start of a phase that are not measured: what the last phase began ends in them."""
+"""Seconds at the start of a phase that are not measured, in which operations of the last phase
+end."""
 _ENDLESS = 1 << 20
 
 
@@ -178,7 +179,7 @@ def _row(phase: str, phases: list[_Phase]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Phase:
-    """What was seen in one phase: time between tokens, and the engine's own time of each step."""
+    """The samples of one phase: time between tokens, and the engine's time of each step."""
 
     gaps_s: list[float] = field(default_factory=list)
     engine_s: list[float] = field(default_factory=list)
@@ -252,7 +253,7 @@ class _Bench:
         for _ in range(batch):
             tokens = self._draw(PROMPT_TOKENS)
             self._handle(StartPrefill(attempt=self._work(tokens, _ENDLESS)))
-        self._phase("demotion", phase_s)  # fills DRAM, and gives promotion something to read
+        self._phase("demotion", phase_s)  # fills DRAM, and the SSD for promotion
         pairs: dict[str, list[_Pair]] = {phase: [] for phase in BUSY}
         for number in range(rounds):
             first = number % len(BUSY)
@@ -321,8 +322,8 @@ class _Bench:
     # Load
 
     def _arrive(self) -> None:
-        """Lets a prompt's KVCache arrive. As every slice has been hashed on its way, the sums are
-        known."""
+        """Lets a prompt's KVCache arrive. The checksums are known, because every slice was hashed
+        on its way."""
         tokens = self._draw(ARRIVING_TOKENS)
         work = self._work(tokens, 1)
         self._handle(ReserveDecode(attempt=work))

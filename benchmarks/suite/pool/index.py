@@ -1,8 +1,9 @@
-"""The Conductor's index at size: bytes a block, and microseconds to match a prompt, against limits.
+"""Measures a large prefix index of the Conductor: bytes per block, and microseconds to match a
+prompt, against limits.
 
 Memory is counted twice, each time in a process of its own: what the process grows by (resident
-set), and what Python allocated (tracemalloc, which slows everything and is never timed). The names
-that the index keeps are copies of its own, as they are when they come off a wire, and are counted.
+set), and what Python allocated (tracemalloc, which slows everything and is never timed). The keys
+in the index are separate copies, like keys received from a socket, and are counted.
 """
 
 from __future__ import annotations

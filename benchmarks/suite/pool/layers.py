@@ -1,14 +1,16 @@
-"""Layer-wise load and store (Mooncake 5.2) as this machine does it: a prefix that comes from
-another process, from the SSD or from a Mooncake Store while the rest of the prompt is computed, and
-a prompt stored in another process while it is computed; beside the same one after the other.
+"""Measures layer-wise load and store (Mooncake 5.2) on this machine: a prefix is loaded from
+another process, the SSD or a Mooncake Store while the rest of the prompt is computed, and a prompt
+is stored in another process while it is computed. Each is compared with the same work without
+overlap.
 
-Each round runs every way once, in turns, so that a busy moment hits all alike; medians over the
-rounds. What storing costs is taken within a round, as the difference to the same prompt without,
-and laid beside the prompt's length: a line through all rounds, with its error, says how flat it is.
+Each round runs every way once, so that a busy moment affects all of them. The figures are medians
+over the rounds. The cost of storing is the difference within a round to the same prompt without
+storing. The slope of a line through these costs over the prompt's length, with its error, shows
+whether the cost grows with the length.
 
-Load and computing share the CPUs even if they overlap, so no order ends before the longest of three
-times: the load, the computing, and the CPU time of both, here and at the peer, divided by the CPUs.
-The last is the row's `cpu_bound`.
+Load and computation share the CPUs even if they overlap. So the total time is at least the longest
+of three times: the load, the computation, and the CPU time of both, including the peer's, divided
+by the number of CPUs. The last is the row's `cpu_bound`.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def bench_layers(
 
 
 class LayerwisePair:
-    """Both processes: the instance, and the peer that takes and lends its blocks."""
+    """Both processes: the instance, and the peer that stores and serves blocks."""
 
     def __init__(self, size: tuple[str, int, int], shared_memory: bool) -> None:
         self.near = LayerwiseInstance(*size, shared_memory)

@@ -52,8 +52,8 @@ from moonpool_engine.worker.transfers import storage_by, transfers_by
 from moonpool_lab.solo import solo_attempt
 
 MEASUREMENTS = 3
-"""When a prefill begins depends on what it should take; an instance keeps the best of all its
-starts, which one measurement on a busy machine is far from."""
+"""The start of a prefill depends on the profiled times. An instance keeps the best profile of all
+its starts, which a single measurement on a busy machine does not reach."""
 THREADS = 1
 
 
@@ -70,7 +70,7 @@ class LayerwiseTimes:
 
 @dataclass
 class _Run:
-    """One prefill that is watched, and the attempts that gave tokens during it."""
+    """One observed prefill, and the attempts that got tokens during it."""
 
     attempt_id: AttemptId
     took: LayerwiseTimes = field(default_factory=LayerwiseTimes)
@@ -185,8 +185,8 @@ class LayerwiseInstance:
     def prefill_inline(
         self, tokens: Sequence[int], decodes: Sequence[tuple[int, int]], tbt_s: float
     ) -> LayerwiseTimes:
-        """Prefills in the batches of `decodes` (prompt, tokens), which want a token every `tbt_s`.
-        Returns when all of them have ended."""
+        """Prefills inline in the batches of `decodes` (prompt, tokens), which need a token every
+        `tbt_s`. Returns when all of them have ended."""
         beside = [self._work(self.tokens(prompt), most, tbt_s) for prompt, most in decodes]
         for work in beside:
             self._inbox.put(StartPrefill(attempt=work))
@@ -207,7 +207,7 @@ class LayerwiseInstance:
         return solo_attempt(name, tokens, sampling, tbt_s=tbt_s, timeout_s=TIMEOUT_S)
 
     def _turn(self) -> None:
-        """The next event, and what comes of it."""
+        """Handles the next event and its consequences."""
         run = self._seen
         event = self._inbox.get(timeout=TIMEOUT_S)
         now_s = time.perf_counter()
@@ -252,7 +252,8 @@ class LayerwiseInstance:
         }
 
     def _run(self, step: RunStep) -> None:
-        """Storing after the end: what a step completes is kept until the prompt is done."""
+        """Without overlap: the blocks that a step completes are held back until the prompt is
+        computed."""
         if not self._layer_wise_store:
             self._late += [send for entry in step.entries for send in entry.sends]
             step = replace(step, entries=tuple(e._replace(sends=()) for e in step.entries))

@@ -1,5 +1,5 @@
-"""The other process of `bench layers`: a peer that lends blocks of a prefix, and takes what is
-stored."""
+"""The other process of `bench layers`: a peer that serves the blocks of a prefix, and receives
+stored blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ExpectTransfer(Struct, frozen=True):
 
 
 def fill_with_floats(arena: Arena) -> None:
-    """Any finite values: what is computed from them does not matter, but must not be NaN."""
+    """Fills with finite values: the results do not matter, but must not be NaN."""
     values = np.random.default_rng(0).standard_normal(1 << 16, np.float32) * 0.1
     if arena.layout.dtype == "bfloat16":
         raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()

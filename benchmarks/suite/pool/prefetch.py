@@ -1,4 +1,5 @@
-"""What prefetching from the SSD does: generated sessions, simulated without and with it.
+"""Measures the effect of prefetching from the SSD on generated sessions, simulated with and without
+it.
 
 Simulated figures do not depend on the machine.
 """
@@ -18,7 +19,7 @@ from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import BLOCK_TOKENS, generate
 
 WORKLOADS = ("jobs", "agents", "conversation")
-"""Sessions with regular pauses, and sessions whose rate of return only falls."""
+"""Sessions with regular pauses, and sessions whose rate of return falls with time."""
 SSD_TOKENS = 20_000_000
 
 

@@ -1,4 +1,4 @@
-"""Reuse by eviction policy: what share of an unlimited cache's hits a smaller cache keeps.
+"""Measures reuse by eviction policy: a smaller cache's share of an unlimited cache's hits.
 
 Prompts pass through one block pool in the order of their arrival, without time. The size of a pool
 is a share of the distinct blocks of the workload, which is what an unlimited cache would hold at
@@ -78,7 +78,7 @@ def _generated(name: str, seed: int, duration_s: float) -> Iterator[TraceRow]:
 def _reuse(
     prompts: Sequence[PromptBlocks], capacity_blocks: int, unlimited_blocks: int
 ) -> dict[str, float]:
-    """The hits of each policy over those of an unlimited cache."""
+    """Returns the hits of each policy, divided by those of an unlimited cache."""
     num_blocks = sum(len(prompt.keys) for prompt in prompts)
     hits: dict[str, float] = {
         policy: hit_ratios(prompts, policy, capacity_blocks).hit_blocks for policy in EVICTIONS

@@ -1,7 +1,8 @@
-"""What each tier of the KVCache pool adds: one trace, simulated with one tier more at a time.
+"""Measures the gain of each tier of the KVCache pool: one trace, simulated with one more tier at a
+time.
 
-Every run has the same cluster, requests and policies but for what its name says. Simulated figures
-do not depend on the machine.
+All runs have the same cluster, requests and policies, except for the difference that their names
+say. Simulated figures do not depend on the machine.
 """
 
 from __future__ import annotations

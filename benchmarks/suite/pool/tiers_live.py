@@ -1,13 +1,13 @@
-"""What each tier of the KVCache pool adds, live: one conversation workload on four clusters of real
-processes, each with one tier more than the one before.
+"""Measures the gain of each tier of the KVCache pool: one workload of conversations on four
+clusters of real processes, each with one more tier than the previous one.
 
-On the CPU an instance's engine computes in its own arena, so "engine memory" is a smaller arena
-than "+ DRAM": what an accelerator would hold alone. The conversations are more than all memory
-holds, and too many are open at a time for any of them to stay there until its next turn.
+On the CPU an instance's engine computes in its own arena. So "engine memory" is a smaller arena
+than "+ DRAM", of the size of an accelerator's memory. The conversations do not fit into memory, and
+so many are open at a time that none stays there until its next turn.
 
 The clusters take turns at every step of the same schedule: while one answers, the others idle. So
-whatever else the machine does hits all of them alike, and a run that is cut short still compares
-like with like.
+other work on the machine affects all of them equally, and an interrupted run still gives a fair
+comparison.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def bench_tiers_live(
     folder: Path | None,
     echo: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`tokens` are those of engine memory, DRAM and SSD of each instance. No step begins after this
-    many `seconds` of answering. Raises BenchError, ServerError, ConnectionFailedError."""
+    """`tokens`: the sizes of the engine memory, DRAM and SSD of each instance. No step begins after
+    this many `seconds` of answering. Raises BenchError, ServerError, ConnectionFailedError."""
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -108,8 +108,8 @@ def tier_configs(
 
 
 def draw_schedule(sessions: int, turns: int) -> list[list[list[int]]]:
-    """Prompts in steps of as many as there are instances, each of another conversation: the next
-    turn of any that has one. The schedule is the same for every cluster."""
+    """Returns prompts in steps, with one prompt per instance. The prompts of a step are next turns
+    of different conversations. The schedule is the same for every cluster."""
     rng = random.Random(0)
     openings = [_draw(rng, OPENING_TOKENS) for _ in range(OPENINGS)]
     talks = [list(rng.choice(openings)) for _ in range(sessions)]
@@ -128,7 +128,7 @@ def draw_schedule(sessions: int, turns: int) -> list[list[list[int]]]:
 async def _converse(
     urls: list[str], steps: list[list[list[int]]], seconds: float
 ) -> tuple[list[TierSums], int]:
-    """What each cluster gave, and how many requests there was no time for."""
+    """Returns each cluster's results, and the number of requests for which there was no time."""
     clients = [CompletionClient(url) for url in urls]
     rng, sums = random.Random(1), [TierSums() for _ in urls]
     try:
@@ -178,7 +178,8 @@ def _row(sums: TierSums) -> dict[str, Any]:
 
 
 def saved_by_tier(sums: TierSums, before: TierSums | None) -> dict[str, float]:
-    """Seconds of TTFT that the tier saves a request, by the same requests without it."""
+    """Returns the seconds of TTFT that the tier saves per request, compared with the same requests
+    without it."""
     if before is None:
         return {"saved_s": 0.0, "saved_error_s": 0.0}
     saved_s = [b - a for a, b in zip(sums.ttfts_s, before.ttfts_s, strict=True)]

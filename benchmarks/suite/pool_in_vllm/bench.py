@@ -1,8 +1,8 @@
 """Two vLLMs without a pool, and with each of several, under the same load.
 
 The memory of each vLLM holds a third of the prefixes, and a turn never goes to the vLLM that had
-the one before it. Every answer is compared with that of a vLLM that caches nothing and has no other
-request. The row without a pool tells the differences that batches make.
+the one before it. Every answer is compared with the answer of a vLLM without a cache and without
+other requests. The row without a pool tells the differences that batches make.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SPARE_TOKENS = 64
 TOKENS_PER_WORD = 4
 """The most tokens that a workload's word takes in any vocabulary with all bytes."""
 SETTLE_S = 20.0
-"""Seconds between the load and a kill, so that what is written behind reaches the disk."""
+"""Seconds between the load and a kill, so that delayed writes reach the disk."""
 Say = Callable[[str], None]
 Keep = Callable[[dict[str, Any]], None]
 
 
 class PoolBenchPlan(Struct, frozen=True):
-    """What is compared, and under which load."""
+    """The pools that are compared, and the load."""
 
     model: str
     pythons: Mapping[PoolName, str]
@@ -90,8 +90,9 @@ class Row(msgspec.Struct):
 
 
 def bench_pools(plan: PoolBenchPlan, say: Say, keep: Keep) -> dict[str, Any]:
-    """Rows by workload and pool. A pool that cannot run is left out, and why is told. `keep` gets
-    what there is after each round of each pool: a run of all takes hours.
+    """Rows by workload and pool. A pool that cannot run is left out, and the reason is printed.
+    `keep` receives the results so far after each round of each pool, because a complete run takes
+    hours.
 
     Raises ServerError if no vLLM starts without a pool, httpx.HTTPError.
     """
@@ -214,7 +215,8 @@ def _judge(prepared: JudgedWorkload, played: Sequence[Played], tally: Tally, pha
 
 
 def run_figures(played: Sequence[Played], seconds: float, counts: CacheCounts) -> dict[str, Any]:
-    """Returns the figures of one run. A turn behind the first returns to a prefix that was seen."""
+    """Returns the figures of one run. A turn after the first returns to a prefix that was seen
+    before."""
     whole = [one for one in played if one.answer.outcome == "answered"]
     prompt_tokens = sum(one.answer.prompt_tokens for one in whole)
     told = sum(one.answer.cached_tokens for one in whole)

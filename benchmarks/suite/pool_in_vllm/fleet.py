@@ -74,7 +74,7 @@ def pooled_vllm(python: str, shape: VllmShape, core: int, pool: Pool | None) -> 
 
 
 class Fleet:
-    """Starts with a `with` block, and ends after it. Raises ServerError."""
+    """The vLLMs of a run; they run during a `with` block. Raises ServerError."""
 
     def __init__(self, python: str, pool: Pool, shape: VllmShape) -> None:
         self.pool = pool

@@ -1,8 +1,8 @@
-"""Judges answers by a vLLM without a pool and without any cache, which reads them token by token.
+"""Judges answers with a vLLM without a pool or any cache, which scores each of their tokens.
 
-A greedy answer is right if each of its tokens is the likeliest one behind those before it, or as
-good as that: rounding, which differs with the batch, decides between two tokens that are nearly
-as likely. So an answer that took another way at such a place is judged to its end.
+A greedy answer is right if each of its tokens is the likeliest next token, or nearly as likely,
+because rounding, which depends on the batch, decides between tokens that are about equally likely.
+So an answer that chose another token there is still judged to its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ JUDGE_S = 300.0
 
 
 class TokenAnswer(msgspec.Struct):
-    """A prompt and what was answered, in tokens of the model."""
+    """A prompt and its answer, as tokens of the model."""
 
     name: str
     model: str
@@ -30,7 +30,8 @@ class TokenAnswer(msgspec.Struct):
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """How much less likely the least likely token was than the likeliest in its place, in nats."""
+    """The largest difference, in nats, between the log-probability of a token and that of the
+    likeliest token at its position."""
 
     answer: TokenAnswer
     gap_nats: float

@@ -1,8 +1,9 @@
-"""What a miss costs: two vLLMs are asked in turns, one of them over a pool that never has a prompt.
+"""Measures the cost of a miss with two vLLMs in turns, one of which uses a pool that never has a
+prompt.
 
-The pool stores all that its vLLM computes. Each round asks both for as many new prompts, the other
-one first each time, so the figures are ratios within rounds. CPU seconds are those of all processes
-of a vLLM, and of the pool: they tell what was done more, on a machine that is not quiet, too.
+The pool stores all that its vLLM computes. Each round sends both vLLMs the same number of new
+prompts, and they alternate in going first. The figures are ratios within rounds. CPU seconds are of
+all processes of a vLLM and of the pool: they show the additional work even on a busy machine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class MissPlan(Struct, frozen=True):
 
 
 class Round(Struct, frozen=True):
-    """What one vLLM took for the prompts of a round. `ttft_s` is their mean."""
+    """The times of one vLLM for the prompts of a round. `ttft_s` is their mean."""
 
     seconds: float
     ttft_s: float
@@ -57,7 +58,8 @@ class Round(Struct, frozen=True):
 
 
 def misses(plan: MissPlan, pool: MoonpoolPool) -> dict[str, Any]:
-    """The median and standard error of what the pool adds, as ratios. Raises ServerError."""
+    """Returns the median and the standard error of the pool's additional cost, as ratios. Raises
+    ServerError."""
     context, core = plan.prompt_tokens + 64, str(min(os.sched_getaffinity(0)))
     options = cpu_sizes(2 * CONCURRENCY * context, context, STEP_TOKENS)
     told = ["--enforce-eager", "--kv-transfer-config", json.dumps(pool.connector())]

@@ -1,4 +1,4 @@
-"""Asks vLLMs what a workload has, in its order, and times each answer."""
+"""Sends a workload's calls to vLLMs in order, and times each answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from moonpool_lab.trial.answer import Answer, AnswerReceiver
 PATH = "/v1/completions"
 ALTERNATIVES = 5
 FRESH = b"Connection: close\r\n"
-"""vLLM closes idle connections: a request on a kept one may fail, and the pool would be blamed."""
+"""A new connection for each call: vLLM closes idle connections, so a request on a kept one could
+fail, which would count against the pool."""
 _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 
 
@@ -43,8 +44,8 @@ class TimedReceiver(AnswerReceiver):
 async def play(
     urls: Sequence[str], model: str, calls: Sequence[PoolCall], concurrency: int, timeout_s: float
 ) -> tuple[list[Played], float]:
-    """Each call at the vLLM of its turn, `concurrency` at once; also the seconds of all. A turn
-    waits for the one before it."""
+    """Sends each call to the vLLM of its turn, `concurrency` at a time. Returns the answers and the
+    total seconds. A turn waits for the one before it."""
     clients = [HttpClient(url) for url in urls]
     ended = {(call.session, call.turn): asyncio.Event() for call in calls}
     found: list[Played] = []
@@ -73,7 +74,7 @@ async def play(
 async def ask_alone(
     urls: Sequence[str], model: str, calls: Sequence[PoolCall], timeout_s: float
 ) -> list[Played]:
-    """Each call with logprobs, one after the other at each server. No server gets two of these
+    """Sends the calls with logprobs, one after another at each server. No server gets two of these
     calls at once."""
 
     async def ask_all(url: str, mine: Sequence[PoolCall]) -> list[Played]:
@@ -115,7 +116,8 @@ async def _ask(
 
 
 class CacheCounts(msgspec.Struct, frozen=True):
-    """Prompt tokens of vLLMs since they started: asked, found in their KVCache, and in a pool."""
+    """Prompt tokens of vLLMs since their start: looked up, found in their KVCache, and found in a
+    pool."""
 
     asked: float = 0.0
     local: float = 0.0

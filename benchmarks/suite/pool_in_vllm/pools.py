@@ -1,4 +1,4 @@
-"""The pools that are compared: their processes, and what a vLLM is told of them.
+"""The pools that are compared: their processes, and the settings with which a vLLM uses them.
 
 A pool's processes are killed and started again with the same ports and the same folder, so what it
 finds afterwards is what it keeps.
@@ -41,13 +41,13 @@ START_S = 120.0
 END_S = 10.0
 MOONCAKE_BUFFER_BYTES = 256 << 20
 MOONCAKE_BUCKET_KEYS = 16
-"""Blocks of one file. Mooncake writes whole files only, and at 500, which it takes else, the last
-hundreds of blocks would never be on disk."""
+"""Blocks of one file. Mooncake writes only full files. With its default of 500, the last hundreds
+of blocks would never be on disk."""
 LOOPBACK = "127.0.0.1"
 
 
 class PoolPlace(Struct, frozen=True):
-    """What a pool may use. `folder` is empty when a fleet first starts."""
+    """The resources that a pool may use. `folder` is empty when a fleet first starts."""
 
     python: str
     folder: Path
@@ -60,7 +60,7 @@ class PoolPlace(Struct, frozen=True):
 
 
 class Pool:
-    """No pool; those that are one replace what differs."""
+    """The base class, which has no pool. The classes of pools override the differences."""
 
     def __init__(self, place: PoolPlace) -> None:
         self.place = place
@@ -113,7 +113,7 @@ class Pool:
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """In order, so that shared memory is given back."""
+        """Stops the processes in order, so that shared memory is freed."""
         self._signal(signal.SIGTERM)
 
     def _signal(self, sign: signal.Signals) -> None:
@@ -144,8 +144,8 @@ class Pool:
 
 
 class VllmOffload(Pool):
-    """vLLM's own offloading, unchanged. Each of two vLLMs has a half of the DRAM, and no other sees
-    it."""
+    """vLLM's own offloading, unchanged. vLLM's own offloading: each of the two vLLMs has half of
+    the DRAM for itself."""
 
     extra: Mapping[str, Any] = {}
 
@@ -155,7 +155,7 @@ class VllmOffload(Pool):
 
 
 class VllmHostOffload(VllmOffload):
-    """The same with copies that need no GPU."""
+    """Like the class above, with copies that need no GPU."""
 
     extra: Mapping[str, Any] = {
         "spec_name": "HostCopySpec",
@@ -204,7 +204,8 @@ class LmCache(Pool):
 
 
 class MooncakePool(Pool):
-    """A master, and a store process of its own that keeps DRAM and files when a vLLM dies."""
+    """A Mooncake master, and a separate store process, whose DRAM and files survive the end of a
+    vLLM."""
 
     def __init__(self, place: PoolPlace) -> None:
         super().__init__(place)
@@ -259,7 +260,7 @@ SSD = "8GiB"
 
 
 class MoonpoolPool(Pool):
-    """`moonpool pool serve` of this checkout, whose connector the vLLMs load from here."""
+    """`moonpool pool serve` from this checkout, from which the vLLMs also load the connector."""
 
     @property
     def socket_path(self) -> Path:

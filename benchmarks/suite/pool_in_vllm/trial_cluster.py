@@ -1,5 +1,5 @@
-"""A head, vLLMs of several models and one pool under them, whose processes are killed one by one,
-and whose stored bytes are changed."""
+"""A head, vLLMs of several models and one pool for them. The trial kills the processes one by one,
+and changes stored bytes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class TrialPool(MoonpoolPool):
         return ((*words, "--models", str(len(self._shape.models))),)
 
     def damage(self, rng: random.Random, share: float) -> int:
-        """Changes a byte in this share of the places of all blocks, in memory and on the SSD,
-        whatever the pool does meanwhile. Returns how many."""
+        """Changes a byte in this share of all block places, in memory and on the SSD, while the
+        pool works. Returns how many."""
         arenas = self._memory.glob("*/arena") if self._memory.exists() else ()
         files = [p for p in self.disk.rglob("*") if p.is_file()] if self.disk.exists() else ()
         return sum(damage_file(path, rng, share) for path in (*arenas, *files))
@@ -108,7 +108,7 @@ class TrialCluster:
     """Starts with a `with` block. Raises ServerError, httpx.HTTPError."""
 
     def __init__(self, shape: TrialShape, pool: TrialPool | None) -> None:
-        """Without a pool: each vLLM alone, without any cache, and without a head."""
+        """Without a pool, each vLLM serves without any cache and without a head."""
         self._shape, self.pool = shape, pool
         cores = sorted(os.sched_getaffinity(0))
         sizes = shape.kv_tokens, shape.context_tokens, shape.chunk_tokens, pool is not None
@@ -156,7 +156,8 @@ class TrialCluster:
                 raise ServerError(f"the vLLM of {model} says: {line[line.index('vLLM serves') :]}")
 
     def kill_pool(self, rng: random.Random, damage_share: float) -> int:
-        """`kill -9`, damage to what it left, and its start. Returns the places damaged."""
+        """Kills the pool (`kill -9`), damages the files that it left, and starts it again. Returns
+        the places damaged."""
         assert self.pool is not None
         self.pool.kill()
         changed = self.pool.damage(rng, damage_share)
@@ -164,7 +165,7 @@ class TrialCluster:
         return changed
 
     def kill_vllm(self, model: str) -> None:
-        """`kill -9` of all processes of a vLLM, and its start at the same port."""
+        """Kills all processes of a vLLM (`kill -9`), and starts it again on the same port."""
         self._keep_hits(model)
         vllm = self.vllms[model]
         vllm.kill()
@@ -186,7 +187,7 @@ class TrialCluster:
         return CacheCounts(self._hits["asked"], self._hits["local"], self._hits["external"])
 
     def _keep_hits(self, model: str) -> None:
-        """A killed vLLM's counts are lost but for these; its next ones begin with 0."""
+        """Keeps the counts of a vLLM that will be killed, because its counters begin again at 0."""
         with suppress(httpx.HTTPError):
             counts = cache_counts([self.vllms[model].url])
             for name in ("asked", "local", "external"):

@@ -1,5 +1,5 @@
-"""What a trial of the pool asks: conversations of several tenants and models, over and over, by
-clients that ask again where an answer was cut."""
+"""The load of a trial of the pool: conversations of several tenants and models, repeatedly, by
+clients that ask again after an answer was cut off."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ Tokenize = Callable[[str, str], list[int]]
 def make_calls(
     shape: LoadShape, models: Sequence[str], tokenize: Tokenize, seed: int
 ) -> tuple[list[TrialCall], ConversationMaker]:
-    """All questions, and who knows which codes are foreign to each."""
+    """Returns all questions, and an object that knows which codes are foreign to each question."""
     maker = ConversationMaker(seed, ("completions",), shape.answer_tokens, 1 << 30)
     calls = []
     for number, model in enumerate(models):
@@ -99,7 +99,7 @@ def make_calls(
 
 
 class TrialLoad:
-    """`requests` questions in rounds, each round in an order of its own."""
+    """Asks `requests` questions in rounds, each round in another order."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class TrialLoad:
         return len(self.answers) + len(self.given_up)
 
     def anew(self) -> TrialLoad:
-        """The same load, for other servers."""
+        """Returns the same load for other servers."""
         return TrialLoad(self._shape, self._calls, self._foreign_to, self._seed)
 
     def again(self, count: int) -> TrialLoad:

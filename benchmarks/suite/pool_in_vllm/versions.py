@@ -1,4 +1,4 @@
-"""The versions of what was compared, as each Python installation tells them."""
+"""Reads the versions of the compared packages from each Python installation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(json.dumps({name: of(name) for name in sys.argv[1:]}))
 
 
 def versions_of(pythons: Mapping[Any, str]) -> dict[str, dict[str, str]]:
-    """Versions of the packages of each Python that it has, by what it is for."""
+    """Returns the versions of the packages that each Python has, by the purpose of the Python."""
     found: dict[str, dict[str, str]] = {}
     for name, python in pythons.items():
         done = subprocess.run(

@@ -1,7 +1,7 @@
 """Runs under a vLLM's Python, not ours: lets vLLM's own offloading run where its device is a CPU.
 
 vLLM's `CPUOffloadingSpec` refuses a CPU, as its copies need CUDA. Keys, chunks, eviction and
-scheduling are vLLM's here; only the copies are these. `spec_module_path` of the
+scheduling are vLLM's; this module replaces only the copies. `spec_module_path` of the
 `OffloadingConnector` names this module. It stands alone: it imports nothing of moonpool.
 """
 

@@ -1,7 +1,7 @@
-"""Conversations and agents of the comparison of pools: what is asked, and in which order.
+"""Conversations and agents for the comparison of pools: their prompts and the order of the calls.
 
 Prompts are texts in which codes are planted, and each asks for one of its codes. The prompts do not
-depend on answers, so all rows are asked the same.
+depend on answers, so all rows get the same ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class PoolCall(msgspec.Struct, frozen=True):
 
     @property
     def target(self) -> int:
-        """Which of the two vLLMs is asked: a turn never goes where the one before it went."""
+        """Which of the two vLLMs gets the call: a turn never goes to the vLLM of the previous
+        turn."""
         return (self.session + self.turn) % 2
 
 
@@ -85,7 +86,7 @@ class PoolWorkload:
 
 
 class Prefixes(Struct, frozen=True):
-    """What a workload's prompts have in common, in tokens of whole blocks."""
+    """The shared prefixes of a workload's prompts, in tokens of whole blocks."""
 
     prompt_tokens: int
     distinct_tokens: int

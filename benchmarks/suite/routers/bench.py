@@ -1,9 +1,10 @@
-"""The same instances behind each router in turn: what each one serves within both SLOs.
+"""Puts the same instances behind each router in turn, and measures the requests that are served
+within both SLOs.
 
-SLOs are the paper's: 10 times the P90 of TTFT, and 5 times that of the time between tokens, of one
-session alone on one instance. Capacity is what all instances answer a second while users that
-never pause stay with their instance. Rows are kept in a file as they come, so a run that was ended
-goes on where it was; a router that fails has a row with its reason.
+SLOs are set as in the paper: 10 times the P90 of TTFT and 5 times the P90 of TBT of a single
+session on one instance. Capacity is the number of requests per second that all instances answer to
+users who never pause and stay with one instance. Each row is written to a file immediately, so an
+interrupted run continues where it stopped. A router that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ Say = Callable[[str], None]
 
 
 class RouterPlan(Struct, frozen=True):
-    """What to run. `again`: whether to repeat runs that are already in the file."""
+    """The routers, workloads and loads to run. `again`: whether to repeat runs that are already in
+    the file."""
 
     fleet: EngineFleet
     pythons: FrontPythons
@@ -89,7 +91,8 @@ def bench_routers(plan: RouterPlan, runs: KeptRuns[RouterBasis], say: Say) -> di
                 runs.bases[workload.name] = _measure_basis(workload, plan, engines, say)
                 runs.write()
             for number in range(plan.rounds):
-                # Each round begins with another router: none always has the same neighbours.
+                # Each round begins with another router, so that no router always follows the same
+                # one.
                 turned = number % len(plan.routers)
                 for router in plan.routers[turned:] + plan.routers[:turned]:
                     _run_router(router, workload, number, plan, engines, runs, say)
@@ -105,7 +108,7 @@ def _run_router(
     runs: KeptRuns[RouterBasis],
     say: Say,
 ) -> None:
-    """All loads of one round behind one router, the light ones first."""
+    """Runs all loads of one round behind one router, the light ones first."""
     key = {"workload": workload.name, "router": router, "round": number}
     loads = [load for load in plan.loads if plan.again or not runs.has(**key, load=load)]
     if not loads:
@@ -173,7 +176,8 @@ def _tails(values: Sequence[float]) -> dict[str, float]:
 
 
 def _warm_up(front: RunningFront, workload: RouterWorkload, plan: RouterPlan, number: int) -> None:
-    """Some sessions with words of their own, so that connections and code are not new."""
+    """Runs some sessions with other prompts first, so that connections are open and code is
+    loaded."""
     rng = random.Random(f"warm/{plan.seed}/{number}")
     shape = workload.parts[0][0]
     chains = [[make_session(shape, 0.0, rng, -1 - number, 0.0)] for _ in plan.fleet.speeds]
@@ -187,7 +191,8 @@ def _measure_basis(
     workload: RouterWorkload, plan: RouterPlan, engines: Sequence[RunningEngine], say: Say
 ) -> RouterBasis:
     """Raises ServerUnfitError, ServerError."""
-    # The slowest instance: an SLO that it cannot meet would tell routers apart by luck.
+    # The slowest instance sets the SLO: with an SLO that it cannot meet, the ranking of routers
+    # would depend on luck.
     slowest = max(range(len(engines)), key=lambda number: plan.fleet.speeds[number])
     alone = [_alone(engines[slowest].url, shape, plan) for shape, _ in workload.parts]
     slo = Slo(

@@ -22,7 +22,7 @@ _COUNTER = r"^vllm:{}_total\{{.*?\}} (\S+)$"
 
 
 class EngineFleet(Struct, frozen=True):
-    """`speeds`: how slow each instance is, 1 for one as fast as can be; vLLMs are all alike.
+    """`speeds`: the slowdown of each instance, 1 for the fastest; vLLMs are all equal.
     `vllm_python`: "" takes stubs."""
 
     model: str = STUB_MODEL
@@ -106,7 +106,7 @@ def _vllm(fleet: EngineFleet, core: str, events: int, replay: int) -> VllmServer
 
 
 def counters(engines: Sequence[RunningEngine]) -> dict[str, float]:
-    """What all instances have counted so far. Raises httpx.HTTPError."""
+    """Returns the sums of all instances' counters. Raises httpx.HTTPError."""
     texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
     names = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
     return {

@@ -1,4 +1,4 @@
-"""What stands before the instances: nothing, vLLM's own router, Ray Serve's routers, moonpool.
+"""The fronts of the instances: none, vLLM's own router, Ray Serve's routers, moonpool.
 
 Each is started for its runs, and ends after them. A router that cannot start raises ServerError,
 whose line becomes its row.
@@ -91,9 +91,9 @@ def _vllm_programs(
 
 
 def program_settings(fleet: EngineFleet) -> dict[str, Any]:
-    """One queue for all servers, their KVCache, and, of stubs, the times that its guide tells to
-    measure: means of all, because it has one model for them. The other defaults of the program
-    hold."""
+    """Returns settings with one queue for all servers, their KVCache and, for stubs, the times that
+    its guide says to measure. Times are means over the servers, because it has one model for all.
+    The other defaults of the program hold."""
     settings: dict[str, Any] = {
         "global_queue": True,
         "token_capacity_per_dp_rank": fleet.kv_tokens,
@@ -145,7 +145,7 @@ class RayFrontServer(LocalServer):
         self._environment.pop("PYTHONPATH", None)
 
     def last_words(self, num_lines: int = 5) -> str:
-        """The error itself stands in the last line of a Python program."""
+        """Returns the last line of the log, which contains the error of a Python program."""
         return super().last_words(1)
 
 
@@ -185,7 +185,8 @@ def _check_python(python: str, flag: str, package: str) -> None:
 
 
 def _check_import(python: str, router: str) -> None:
-    """One line in place of a deployment that Serve tries again and again. Raises ServerError."""
+    """Fails with one line; without this check, Serve would retry the deployment forever. Raises
+    ServerError."""
     module, _, name = router.rpartition(".")
     line = f"import aiohttp; from {module} import {name}"
     done = subprocess.run([python, "-c", line], capture_output=True, timeout=300, check=False)

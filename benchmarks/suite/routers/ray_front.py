@@ -26,7 +26,7 @@ PREFIX_AWARE = "PrefixCacheAffinityRouter"
 
 
 class VllmReplica:
-    """The replica of one server: that of its rank."""
+    """The replica of one server, which its rank selects."""
 
     def __init__(self, urls: list[str]) -> None:
         rank = serve.get_replica_context().rank
@@ -34,7 +34,7 @@ class VllmReplica:
         self._session: Any = None
 
     async def answer(self, call: SimpleNamespace) -> Any:
-        """Yields its status, then the parts of the answer."""
+        """Yields the HTTP status, then the parts of the answer."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None)
             connector = aiohttp.TCPConnector(limit=0)

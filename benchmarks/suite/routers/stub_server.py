@@ -2,8 +2,8 @@
 
     python -m benchmarks.suite.routers.stub_server --port 8100 --model FOLDER [--factor 2]
 
-The stub stands for a vLLM on a GPU where there is none: routers see its queue, its batch and its
-cache as they would see vLLM's. Answers are token ids without meaning.
+The stub replaces a vLLM on a GPU: routers see its queue, its batch and its cache as they would see
+vLLM's. Answers are token ids without meaning.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ async def _say(
     found: asyncio.Queue[TimedToken],
     send: Callable[[Message], Awaitable[None]],
 ) -> None:
-    """The answer as a stream of events, or whole."""
+    """Sends the answer as a stream of events or as one response."""
     common = {"id": f"cmpl-{request.name}", "object": "text_completion", "model": model}
     streams, tokens = bool(asked.get("stream")), list[int]()
     if streams:
@@ -234,7 +234,7 @@ class EventPublisher:
         await self._out.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
     async def repeat(self) -> None:
-        """Answers those that have missed some; runs until cancelled."""
+        """Sends missed events again to subscribers that ask for them; runs until cancelled."""
         while True:
             client, _, first = await self._again.recv_multipart()
             for number, payload in self._sent:

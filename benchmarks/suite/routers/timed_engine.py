@@ -1,10 +1,11 @@
 """A model of the time of one vLLM: its queue, chunked prefill, batch and prefix cache.
 
 The engine computes nothing. Each step gives every answer one token and fills what is left of its
-token budget with chunks of prompts, first come first served. A step takes as long as its prompt
-tokens, its answers and their contexts say. A prompt computes only what the cache does not have; the
-cache forgets the blocks that were used longest ago. Without room for the next token, the request
-that came last starts again later, as vLLM does. The driver of the engine tells the time.
+token budget with chunks of prompts, first come first served. The time of a step follows from its
+prompt tokens, its answers and their contexts. Only the part of a prompt that is not cached is
+computed. The cache evicts the least recently used blocks. If there is no room for the next token,
+the newest request is preempted and starts again later, as in vLLM. The driver of the engine tells
+the time.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class TimedEngine:
         )
 
     def end_step(self) -> list[TimedToken]:
-        """What the planned step has computed."""
+        """Ends the planned step, and returns its results."""
         found = []
         for request, chunk in self._plan:
             if request not in self.running:
@@ -178,7 +179,7 @@ class TimedEngine:
 
     @staticmethod
     def _next_token(request: TimedRequest) -> int:
-        """Depends on all tokens before it, as in any model that draws nothing."""
+        """The next token follows from all tokens before it, as in greedy decoding."""
         return 300 + (sum(request.tokens[-8:]) + len(request.tokens)) % 500
 
     # Blocks
@@ -190,8 +191,8 @@ class TimedEngine:
         return -(-(request.computed + chunk) // self.size.block_tokens) - request.num_held
 
     def _make_room(self, request: TimedRequest, chunk: int) -> bool:
-        """Lets those that came last start again until this one has room; False: it is one of
-        them."""
+        """Preempts the newest requests until this one has room. Returns False if this one was
+        preempted, too."""
         while not self._has_room(request, chunk):
             last = self.running[-1]
             self._leave(last)
@@ -245,7 +246,7 @@ class TimedEngine:
         self._give_up(request)
 
     def _give_up(self, request: TimedRequest) -> None:
-        """Returns its blocks: full ones stay cached, the last of them forgotten first."""
+        """Releases its blocks: full ones stay cached, and the last of them are evicted first."""
         self.num_free += request.num_held - len(request.blocks)
         for key in reversed(request.blocks):
             self.users[key] -= 1
@@ -256,7 +257,8 @@ class TimedEngine:
 
 
 def block_keys(request: TimedRequest, block_tokens: int, num_tokens: int) -> Iterable[bytes]:
-    """The names of the whole blocks of its first tokens, each made of all before it."""
+    """Returns the keys of the full blocks of its first tokens; each key depends on all tokens
+    before it."""
     before: bytes = request.salt
     for at in range(0, num_tokens - block_tokens + 1, block_tokens):
         before = _key(before, request.tokens[at : at + block_tokens])

@@ -1,4 +1,4 @@
-"""What is asked: conversations, agents, and short questions beside long documents."""
+"""The workloads: conversations, agents, and short questions beside long documents."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ WORKLOADS = {
 def arriving(
     workload: RouterWorkload, sessions_per_s: float, seconds: float, seed: int
 ) -> list[Session]:
-    """Sessions that begin by chance at this rate, of all kinds, in their order."""
+    """Draws sessions of all kinds with Poisson arrivals at this rate, in the order of their
+    starts."""
     found = [
         session
         for number, (shape, share) in enumerate(workload.parts)
@@ -71,7 +72,8 @@ def arriving(
 
 
 def at_once(sessions: Sequence[Session], num_users: int) -> list[list[Session]]:
-    """The same sessions by this many users, none of whom ever pauses between sessions or turns."""
+    """Returns the same sessions for this many users, none of whom pauses between sessions or
+    turns."""
     chains: list[list[Session]] = [[] for _ in range(num_users)]
     for number, session in enumerate(sessions):
         turns = tuple(replace(turn, think_s=0.0) for turn in session.turns)

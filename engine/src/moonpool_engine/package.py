@@ -1,7 +1,7 @@
 """An `EnginePackage`: what this engine gives to processes that compute nothing.
 
-Importing this module imports no torch, and for GGUF files on CPUs none of these functions does but
-`share_weights`. So a head can read its model while another process imports torch.
+Importing this module does not import torch. For GGUF files on CPUs, only `share_weights` imports
+it. So a head can read its model while another process imports torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Reads bodies: small bodies at once, where only moonpool's own code reads them, and all others in
-processes that the head's loop does not wait for.
+"""Reads bodies. A small body that only moonpool's own code reads is read immediately, and all
+others in processes, so that the head's loop does not wait.
 
 A model's chat template and its tokenizer come from outside. So both run in a process with limits on
 time and memory. This holds for small bodies too, of which that process reads many at a time. There
@@ -217,16 +217,16 @@ class BodyWorker:
 
 
 class Patience:
-    """How long a party's bodies may take: half as long after each body that took too much, down to
-    an eighth. The bodies of such a party are read one by one until one of them stays within its
-    time. So these bodies cost other parties little."""
+    """How long a party's bodies may take: the time is halved after each body that took too long,
+    down to an eighth. The bodies of such a party are read one by one until one of them stays within
+    its time. So these bodies cost other parties little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     def __len__(self) -> int:
-        """Returns the number of parties whose bodies have less time than those of others."""
+        """Returns the number of parties whose time is reduced."""
         return len(self._halvings)
 
     def of(self, party: str, num_bytes: int) -> float:

@@ -241,7 +241,7 @@ def unpack(kind: Kind, done: BodyResult) -> PreparedCall:
 
 
 class _Noted:
-    """A tokenizer whose present work can be seen from outside while it renders and tokenises."""
+    """A tokenizer that shows other processes what it is rendering or tokenising now."""
 
     def __init__(self, tokenizer: Tokenizer, note: StageNote) -> None:
         self._tokenizer = tokenizer

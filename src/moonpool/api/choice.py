@@ -126,9 +126,9 @@ class Choice:
         return delta
 
     async def _judged(self, output: Output, backend: ModelBackend) -> Delta:
-        """Takes an output, and tells the head if the answer ended otherwise than the engine says:
-        by a stop string, or as an invalid answer. This does not wait for a client that reads
-        slowly."""
+        """Converts an output to text, and tells the head if the answer ends earlier than the engine
+        knows: at a stop string, or because it is invalid. This does not wait for a client that
+        reads slowly."""
         request_id = self.request.request_id
         try:
             delta = self._delta(output)
@@ -182,7 +182,7 @@ class Choice:
     async def _check_structure(self) -> None:
         """Raises `RequestRefused` if the output stopped without satisfying its grammar.
 
-        A grammar that the engine could not follow must not look like a valid output.
+        An output for which the engine could not follow the grammar must not pass as valid.
         """
         if self.finish_reason is FinishReason.STOP and self.stop_reason is None:
             begin = 0 if self._reader is None else self._reader.answer_at
@@ -300,7 +300,8 @@ async def run_choices(
 
     Each increment is logged in `kept`, counted by `spend`, and given to `take`. Increments that
     `kept` already has, and tokens `known` from another connection, are sent again. Raises
-    RequestRefused, now or as `kept` has it from another head, and what `take` raises.
+    RequestRefused if the request is refused now or was refused by an earlier head (in `kept`), and
+    whatever `take` raises.
     """
     takes = False
 

@@ -1,4 +1,4 @@
-"""What shows and steers the cluster, as the HTTP layer asks for it; the head may be another
+"""The interface by which the HTTP layer shows and steers the cluster; the head may be another
 process."""
 
 from __future__ import annotations

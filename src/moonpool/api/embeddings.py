@@ -21,8 +21,8 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams
 
 MAX_RUNNING = 32
-"""Most requests of one call that run at a time: the others do not count as arrived, so they do not
-wait.
+"""The most requests of one call that run at a time. The others have not arrived yet, so they take
+no place in a queue.
 """
 
 

@@ -43,7 +43,8 @@ def scoped_id(tenant: str, request_id: str) -> str:
     """Returns the id within the server: ids of different tenants never collide, whatever clients
     choose.
 
-    A further answer of the same call has "~1" and so on at its end, which no client's id contains.
+    The ids of further answers of the same call end in "~1", "~2" and so on; no client's id contains
+    "~".
     """
     return f"{tenant}/{request_id}" if tenant else request_id
 
@@ -137,8 +138,8 @@ class HttpContext:
         self.server: tuple[str, int | None] | None = scope.get("server")
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.kept: KeptStream | None = scope.get("moonpool.kept")
-        """The log of the call, from which another head could continue it, or from which this head
-        does."""
+        """The log of the call: another head can continue the call from it, or this head does so
+        now."""
         self.request_id = (
             request_id_of(scope) if self.kept is None else self.kept.opening.facts.request_id
         )
@@ -199,7 +200,7 @@ class HttpContext:
         return num_ended
 
     async def digest(self, body: bytes, is_forwarded: bool = False) -> bytes:
-        """Returns the digest that names the call, together with its request id, when it comes
+        """Returns the digest that, together with the request id, identifies the call if it is sent
         again. A forwarded call has another digest, because its answer is logged in another form."""
         path: str = self.scope["path"]
         named = f"forwarded {path}" if is_forwarded else path
@@ -208,7 +209,8 @@ class HttpContext:
         return digest_of(named, body)
 
     async def known(self, digest: bytes, request_id: str, displaces: bool) -> Known | None:
-        """Returns what is known of the call, if it has come before (see `KeptAnswers.find`)."""
+        """Returns the known part of the answer, if the call was sent before (see
+        `KeptAnswers.find`)."""
         if self._connection is None or self.kept is not None:
             return None
         return await self._connection.known(self.tenant, request_id, digest, displaces)

@@ -1,4 +1,4 @@
-"""API keys: where they come from, which tenant each names, and what its holder may see and have.
+"""Reads API keys: the tenant that each key names, and what its holder may see and use.
 
 Keys belong in a file or in the environment, because a command line is visible in `ps`. A file has a
 key on each line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
@@ -8,8 +8,8 @@ key on each line, then optionally the tenant's name and its limits (`TenantLimit
     sha256:9f86d081...   chat     requests_per_s=5 tokens_per_s=2000 cache=0.25
     sk-operator-...      admin
 
-A key may stand as "sha256:" and its digest (`printf %s "$KEY" | sha256sum`), so that the file does
-not give it away.
+A key may be written as "sha256:" and its digest (`printf %s "$KEY" | sha256sum`), so that the file
+does not reveal the key.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class TenantLimits:
     `share`: its part of an overloaded cluster's tokens, relative to 1. `cache`: its part of an
     instance's KVCache in memory, and of that on its SSD; blocks above it are evicted first.
     `priority`: the priority of requests without one, and the best that a request may ask for (the
-    lowest value is served first). The rates are means; up to `rate_limits.BURST_S` seconds of them
-    may come at once.
+    lowest value is served first). The rates are averages; calls and tokens for up to
+    `rate_limits.BURST_S` seconds may arrive at the same time.
     """
 
     share: float = 1.0
@@ -188,7 +188,7 @@ def _read_limit(name: str, text: str) -> float | int:
 
 
 class KeyRing:
-    """Recognises keys. Keeps only the hashes of keys, and takes the same time whichever key
+    """Recognises keys. Keeps only the hashes of keys. The search takes the same time whichever key
     matches."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:

@@ -316,8 +316,8 @@ class MessageWriter:
 
 
 def _signature(thinking: str) -> str:
-    """Returns the signature that Anthropic's clients keep beside thinking. The signature proves
-    nothing, and is not checked."""
+    """Returns the signature of a thinking block, which Anthropic's clients send back with it. The
+    signature proves nothing, and is not checked."""
     digest = hashlib.blake2b(thinking.encode(), digest_size=24).digest()
     return base64.b64encode(digest).decode()
 

@@ -166,8 +166,8 @@ class Preparer:
         return msgspec.json.encode({"input_tokens": len(prompt)})
 
     async def input_tokens(self, raw: bytes) -> bytes:
-        """Returns the same as `count_tokens` for a body of `/v1/responses`, whose fields its errors
-        name."""
+        """Like `count_tokens`, for a body of `/v1/responses`: errors name the fields of that
+        API."""
         try:
             chat = as_chat(decode_body(RESPONSES, raw))
             check_model(chat.model, self._names)

@@ -1,8 +1,9 @@
 """Rates of tenants: calls and tokens per second, limited by buckets that fill up with time.
 
 A bucket holds what `BURST_S` seconds bring. Each call takes one unit from the bucket of calls.
-Tokens are counted when they come, so a call needs a bucket of tokens that is not empty; its prompt
-and its answer then take their tokens, and may leave a debt. The caller passes the time.
+Tokens are counted when they are produced, so a call only needs a bucket that is not empty. Its
+prompt and its answer then take their tokens, and may leave the bucket in debt. The caller passes
+the time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import PRIORITY_RANGE, ProgramContext
 
 BURST_S = 10.0
-"""Most seconds' worth of unused calls or tokens that may come at once."""
+"""For how many seconds unused calls or tokens accumulate, which may then be used at the same
+time."""
 RATE_LIMIT = "rate_limit"
 """The reason of a refusal because a tenant's calls or tokens are used up."""
 
@@ -26,7 +28,7 @@ RATE_LIMIT = "rate_limit"
 @dataclass(slots=True)
 class _Bucket:
     rate: float
-    least: float  # what a bucket must exceed for a call
+    least: float  # a call needs a bucket above this level
     level: float
     at_s: float = 0.0
 

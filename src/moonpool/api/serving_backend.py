@@ -213,7 +213,7 @@ class ServingBackend(Protocol):
         ...
 
     def note_refused(self, reason: str) -> None:
-        """Does what the model's `note_refused` does, for a request whose model is not known yet."""
+        """Like the model's `note_refused`, for a request whose model is not known yet."""
         ...
 
     def drop_cached_blocks(self) -> None:

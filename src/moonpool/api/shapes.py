@@ -26,7 +26,8 @@ _LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that every part of one response repeats, and what the call wants in it."""
+    """The fields that every part of a response repeats, and the optional fields that the call asked
+    for."""
 
     id: str
     created: int
@@ -396,8 +397,9 @@ def _top_fields(answer: AnswerFormat, kind: str) -> dict[str, Any]:
 
 
 def _prompt_fields(answer: AnswerFormat, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns vLLM's fields about the prompt, which a chat has once and a completion in each
-    choice; they are null unless asked for, because clients of vLLM read them without a check."""
+    """Returns vLLM's fields about the prompt: a chat has them once, a completion in each choice.
+    Fields that the call did not ask for are null, because clients of vLLM read them without a
+    check."""
     with_logprobs = answer.with_prompt_logprobs
     return {
         "prompt_logprobs": prompt_logprobs_field(choice, tokenizer) if with_logprobs else None,

@@ -139,8 +139,7 @@ def _choice_grammar(choices: list[str]) -> str:
     if not 0 < len(choices) <= MOST_CHOICES or not all(choices):
         text = f"'structured_outputs.choice' needs 1 to {MOST_CHOICES} non-empty strings."
         raise ApiError(text, param="structured_outputs.choice")
-    # As one terminal, whose states are those of an automaton: texts with the same beginning cost
-    # nothing extra.
+    # One terminal compiles to an automaton, in which texts with a common beginning share states.
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return _matcher().grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
 

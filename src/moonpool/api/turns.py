@@ -19,8 +19,8 @@ class FairTurns:
     def __init__(
         self, what: str, code: str, places: int = 1, most_waiting: int = MAX_WAITING
     ) -> None:
-        """A call beyond the bound is refused with `code`, and a text with `what`, such as "large
-        bodies wait". `places`: number of turns at the same time."""
+        """A call beyond the bound is refused with `code` and a text that contains `what`, such as
+        "large bodies wait". `places`: the number of turns at the same time."""
         self._what = what
         self._code = code
         self._num_free = places

@@ -15,7 +15,7 @@ from pathlib import Path
 LOOK_S = 0.4
 """Time between two checks for stopped processes, while one is stopped or requests run."""
 QUIET_LOOK_S = 5.0
-"""The same while nothing runs, and no process was reported as stopped."""
+"""The interval between two looks while nothing runs and no process was reported as stopped."""
 MOST_LOOKS = 3
 """A process that is stopped at this many checks in a row is not waited for any longer."""
 

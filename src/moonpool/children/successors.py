@@ -49,8 +49,8 @@ class Successors:
         kept: Callable[[], str] = lambda: "",
     ) -> None:
         """Runs processes one after another until none is wanted. `pause` waits this many seconds,
-        or less if no further process will be wanted. `kept`: what the next process continues with,
-        for the log."""
+        or less if no further process will be wanted. `kept`: the state that the next process takes
+        over, as a text for the log."""
         while True:
             code = await self._live()
             what = await self._after(code)

@@ -15,7 +15,7 @@ _CLAUSE = re.compile(r"(?s).*?(?=[;:] |\. )")
 
 
 def show_everything(context: click.Context) -> None:
-    """Makes help of this context, and of those below it, list all flags."""
+    """Makes the help of this command, and of its subcommands, list all flags."""
     context.meta[_META] = "all"
 
 

@@ -82,9 +82,9 @@ class TextFormatter(logging.Formatter):
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Lines of a terminal. A record with `done` and `total` is a bar, which the next record of any
-    process of this terminal replaces: a bar ends at its line's begin, and each record clears the
-    rest of its line."""
+    """Lines of a terminal. A record with `done` and `total` is a progress bar. After a bar the
+    cursor returns to the start of the line, and each record clears the rest of its line, so the
+    next record from any process on this terminal replaces the bar."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -194,8 +194,8 @@ def pem_options(flag: str, name: str, certificate: str, authority: str) -> Calla
 
 
 def not_empty(context: click.Context, param: click.Parameter, value: str) -> str:
-    """Ends the command if an option that protects is given and empty, as by a variable that is not
-    set."""
+    """Ends the command if a protective option is given but empty, for example from an unset
+    variable."""
     assert param.name is not None
     is_given = context.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT
     if is_given and not value.strip():
@@ -293,8 +293,8 @@ class SectionedCommand(ScreenHelp):
 class ConfigFlags:
     """The flags by which one command overrides the configuration.
 
-    `keys` are names such as "pool.block_tokens". `types` gives the click type of a key that is not
-    to have the one that follows from its field, `helps` another text.
+    `keys` are names such as "pool.block_tokens". `types` and `helps` replace, for some keys, the
+    click type and the help text that follow from the field.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What `moonpool plan` asks on a terminal if it was not given; elsewhere, the values that it takes
 instead.
 
-A plan for service levels, nodes or prices that nobody has named answers another question.
+It asks for SLOs, nodes and prices, because a plan for other values would answer another question.
 """
 
 from __future__ import annotations

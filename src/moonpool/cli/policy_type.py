@@ -11,8 +11,8 @@ from moonpool.plugins.objects import BUILT_IN, installed_names, own_name
 
 
 class PolicyType(click.types.StringParamType):
-    """Accepts the built-in names, those of installed packages, which become module:Class, and any
-    module:Class; whether that exists is checked later."""
+    """Accepts the built-in names, names from installed packages, which become module:Class, and any
+    module:Class. Whether the class exists is checked later."""
 
     name = "policy"
 

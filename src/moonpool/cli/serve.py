@@ -280,8 +280,8 @@ def _check_sources(sources: Sequence[str]) -> None:
 
 
 def _check_vllm(place: str) -> None:
-    """Fails here, and not in a worker that would wait for the server, if there is no server. A
-    server that is too busy to answer is left to its worker."""
+    """Fails now if there is no server; otherwise a worker would wait for the server. A server that
+    is too busy to answer is left to its worker."""
     from moonpool.cli.worker import API_KEY_VARIABLE
     from moonpool.vllm.client import VllmClient, VllmError, VllmSilentError
     from moonpool.vllm.dialect import DialectError
@@ -428,7 +428,7 @@ async def _stand_by(
     head: tuple[str, int],
 ) -> None:
     """Waits until the head is gone, and then serves with a head of its own. Raises ClusterError."""
-    from moonpool.head.takeover.standby import Standby  # imports what only it needs
+    from moonpool.head.takeover.standby import Standby  # slow, and only needed here
 
     stop = asyncio.Event()
     _signals(stop)

@@ -53,8 +53,7 @@ class InstancesExpected(msgspec.Struct, frozen=True):
 
 
 class InstancesLaunched(msgspec.Struct, frozen=True):
-    """The launcher of these instances starts a new one in place of one that leaves, when it gets
-    `Relaunch`."""
+    """The launcher of these instances replaces one that leaves when it gets `Relaunch`."""
 
     instance_ids: tuple[InstanceId, ...]
 
@@ -171,7 +170,7 @@ class Relaunch(msgspec.Struct, frozen=True):
 
 
 class InstancesWanted(msgspec.Struct, frozen=True):
-    """How many instances of each role the load wants (`autoscale`). A program that starts and stops
+    """How many instances of each role the load needs (`autoscale`). A program that starts and stops
     instances may follow it."""
 
     prefill: int

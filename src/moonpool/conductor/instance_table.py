@@ -293,8 +293,8 @@ class InstanceTable:
 
     @property
     def holds_answers(self) -> Bools:
-        """Returns the instances whose room is for answers, including those that still have answers
-        from before a change of their role."""
+        """Returns the instances whose free KVCache is room for answers: decode instances, and
+        instances that still have answers from before a change of their role."""
         holds: Bools = self.decodes | (self.room_tokens < self.capacity_tokens)
         return holds
 
@@ -332,9 +332,9 @@ class InstanceTable:
         return self.fills_steps is not None and bool(self.fills_steps.item(row))
 
     def decodes_beside_s(self, row: int, placed_s: float | None) -> float:
-        """Returns the longest time that a step of decodes alone should have taken during an answer
-        that ends: the prediction of when it was placed (`placed_s`) or the present one, whichever
-        is longer. The present prediction alone would attribute the time of answers that have ended
+        """Returns how long a step without prompts took at most during an answer that ends. This is
+        the prediction from the time of its placement (`placed_s`) or the present one, whichever is
+        longer. The present prediction alone would attribute the time of answers that have ended
         since to prompts."""
         now_s = self.tbt_s(row, self.decoding_batch.item(row), self.decoding_context.item(row))
         return max(placed_s or 0.0, now_s)
@@ -405,7 +405,7 @@ class InstanceTable:
         return loads
 
     def _mean_of_decodes(self, loads: Floats) -> float:
-        # Adding whole numbers gives the same sum in any order, so all machines agree.
+        # Whole numbers have the same sum in any order, so all machines agree.
         billionths = np.rint(loads[self.decodes] * 1e9).astype(np.int64)
         return int(billionths.sum()) / self.num_decodes * 1e-9
 

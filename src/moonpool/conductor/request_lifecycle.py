@@ -173,8 +173,8 @@ class RequestLifecycle:
     def _claim(
         self, tracked: TrackedRequest, rejection: Rejection, now: float
     ) -> PlannedAttempt | Rejection:
-        """Plans the attempt of a request whose tenant has less than its share, without regard to
-        the load, and in the room of answers that give way."""
+        """Plans the attempt of a request whose tenant has less than its share. Ignores the load,
+        and may use the room of answers that give way."""
         if not self.wait_rules.may_claim(tracked, rejection, now):
             return rejection
         # other tenants cause the load, so the request is not rejected for it

@@ -72,7 +72,7 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class ShareAccount:
-    """What one tenant has and had lately, by which `waiting.fair_share` compares tenants."""
+    """The present and recent use of one tenant, by which `waiting.fair_share` compares tenants."""
 
     weight: float = 1.0
     given: float = 0.0  # computed tokens over the tenant's weight, decayed up to `at_s`

@@ -77,7 +77,7 @@ def toml_value(value: Any) -> str:
 
 
 def write_toml(config: msgspec.Struct) -> str:
-    """Returns all values that differ from the defaults, secrets included, in the form that
+    """Returns all values that differ from the defaults, including secrets, in the form that
     `parse_config` reads."""
     lines = []
     for table, default in msgspec.structs.asdict(type(config)()).items():

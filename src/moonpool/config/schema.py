@@ -42,8 +42,8 @@ def about(
     """Metadata of one field: a full sentence with its unit, and the limits `ge`, `gt`, `le`, `lt`.
 
     `flag` is needed only if it is not the key with dashes; `metavar` if the type's name says too
-    little. `protects`: whether a value that is given and empty is a mistake, such as an unset
-    variable, which must not leave the server open.
+    little. `protects`: whether an empty value is an error, because an unset variable must not leave
+    the server unprotected.
     """
     extra = {"flag": flag, "metavar": metavar, "protects": protects}
     return Meta(description=description, extra=extra, **limits)
@@ -126,8 +126,8 @@ def load_toml(text: str) -> Values:
 
 
 def name_problems(tables: Values, config: type[msgspec.Struct]) -> list[str]:
-    """Returns a line for each unknown table and key, with the nearest known one, and for each value
-    that protects and is empty. Removes the unknown names from `tables`."""
+    """Returns a line for each unknown table and key, with the nearest known name, and for each
+    protective value that is empty. Removes the unknown names from `tables`."""
     hints = get_type_hints(config)
     problems = []
     for table, values in list(tables.items()):

@@ -1,9 +1,9 @@
 """The prompts and decodes for which a cost was measured.
 
-A fitted formula says nothing about what was not measured. `prompt_weight` blends the measured cost
-with another source near the edge of the measured range, so that the estimate has no jump there: 1
-inside the domain, falling linearly to 0 at half the shortest and at twice the longest measured
-prompt.
+A fitted formula is not valid for sizes that were not measured. `prompt_weight` blends the measured
+cost with another source near the edge of the measured range, so that the estimate has no jump
+there: 1 inside the domain, falling linearly to 0 at half the shortest and at twice the longest
+measured prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moonpool.types import Struct
 
 
 class CostDomain(Struct, frozen=True):
-    """Least and most of what was measured. Prompts were measured one at a time.
+    """The smallest and the largest measured sizes. Prompts were measured one at a time.
 
     `cached_share`: the largest share of a prompt that was cached, which is below 1.
     `context_tokens`: the context of all requests of a decode step, added up.

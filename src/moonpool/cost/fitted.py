@@ -15,9 +15,9 @@ every Python gives the same bits: LAPACK's results differ, and so does `sum` of 
 As the ground truth of a simulation (`StepCost`) the prefill form telescopes: a chunk costs what it
 adds to its prompt's total, with `a` in the first chunk, so every chunking of a prompt costs
 prefill(n, p). Prompts that begin in one step share one `a`. A mixed step reads the weights once,
-hence the floor e. The mixed form has its own f' and g' if mixed steps were measured: beside a chunk
-that fills the device, a decode's row is no longer free, as it is while only reading the weights
-takes time. A step without decodes has no such floor, because that would break the sum.
+hence the floor e. The mixed form has its own f' and g' if mixed steps were measured: a decode's row
+costs time beside a chunk that fills the device, while without a chunk it is hidden by the reading
+of the weights. A step without decodes has no such floor, because that would break the sum.
 
 `domain` states what was measured. Outside the domain the formulas continue like a roofline, at the
 device's rates. In small batches only f may be 0; beyond the largest measured batch, a row costs at
@@ -57,8 +57,8 @@ class DecodeSample(Struct, frozen=True):
 
 class MixedSample(Struct, frozen=True):
     """A measured step of one chunk and `batch` decodes whose contexts sum to `context_tokens`.
-    `chunk_s`: the time of the chunk alone, if it was measured. This time matters, because the
-    decodes add only a small difference."""
+    `chunk_s`: the time of the chunk alone, if it was measured. The time is needed because the
+    decodes add only a small difference to it."""
 
     num_tokens: int
     cached_tokens: int
@@ -257,13 +257,13 @@ def fit_cost(
 def _token_s(
     fixed_s: float, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
 ) -> tuple[float, float]:
-    """Splits a prefill's time into a fixed part and a part per token, where the fit took all of it
-    as fixed.
+    """Splits a prefill's time into a fixed part and a part per token, if the fit found only a fixed
+    part.
 
-    Other work on the machine distorts such times, so that a short step took as long as a longer
-    one. Taken as they are, they make every prefix free to compute, so none would be loaded. The
-    decode of one request is a step of one token: the fixed part does not exceed the fastest of
-    these."""
+    Such times were distorted by other work on the machine, so that short steps took as long as long
+    ones. Without the split, the computation of a prefix would seem free, so no prefix would be
+    loaded. The decode of one request is a step of one token, so the fixed part is at most the
+    fastest of these decodes."""
     alone_s = min((s.seconds for s in decodes if s.batch == 1), default=fixed_s)
     most = max(s.num_tokens - s.cached_tokens for s in prefills)
     longest = [s.seconds for s in prefills if s.num_tokens - s.cached_tokens == most]
@@ -371,8 +371,8 @@ def fit_to_ground_truth(
 ) -> FittedCost:
     """Fits `FittedCost` to the times of prompts of up to `max_tokens` in chunks of `chunk_tokens`.
 
-    In a pipeline, a prompt counts with the time for which it keeps one stage busy, not with its
-    latency: queues are sums of these times, and the pipeline is filled only once. A decode step
+    In a pipeline, a prompt counts with the time for which it occupies one stage, not with its
+    latency, because queues are sums of these times and the pipeline fills only once. A decode step
     counts with the time between two tokens: all stages, each with an even share of the batch.
     """
     fitted = fit_cost(

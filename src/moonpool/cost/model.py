@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 # The scheduler of an instance uses these limits to plan steps that mix prefill chunks with decodes,
 # and the Conductor uses them to predict.
 CHUNKED_STEP_SHARE = 0.85
-"""Share of the TBT SLO for which such a step is planned, because not all of the longest tenth of
-the gaps lies at its lower edge."""
+"""Share of the TBT SLO that such a step may take. The rest is a margin, because the mean of the
+longest tenth of the gaps is above the shortest of them."""
 LEAST_CHUNK_TOKENS = 4
 """A prefill's chunk where the decodes leave no room, so that the prefill ends in any case. The
 number is small: on a device without tiles, 32 tokens can take most of the SLO, and with a few

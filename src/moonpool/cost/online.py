@@ -1,20 +1,21 @@
-"""Learns online by what factor observed times differ from those of a profile.
+"""Learns online the factor by which observed times differ from a profile's times.
 
-A profile is measured once, on an idle machine. Other load, temperature and a different machine only
-show later. The Conductor keeps one factor for each kind of work of each instance, and an instance
-keeps one for its own steps. This module predicts nothing: callers multiply their predictions by the
-factor.
+A profile is measured once, on an idle machine. A profile does not know of later load, of
+temperature or of another machine. The Conductor keeps one factor for each kind of work of each
+instance, and an instance keeps one for its own steps. This module predicts nothing: callers
+multiply their predictions by the factor.
 
     sample = sum of observed seconds / sum of expected seconds, over STEPS_PER_SAMPLE steps
     factor = quantile of the last WINDOW samples, weighted by expected seconds
 
-The factor is the median, or a higher quantile where most samples should lie below it, so neither a
-burst of slow steps nor a single hiccup moves it far. A sample spans several steps because requests
+The factor is the median, or a higher quantile if most samples should lie below it. So neither a
+burst of slow steps nor a single outlier moves it far. A sample spans several steps because requests
 that share a step share its time: one of them seems to take all of it, and the others none.
 
-Before there are enough samples, `begin` sets the factor by the ratio of all steps so far and
-PRIOR_STEPS more that took what was expected, if that is far from 1. So the first prompt of a cold
-cluster corrects a profile that is off by much, and noise changes nothing.
+Before there are enough samples, `begin` takes the ratio over all steps so far, together with
+PRIOR_STEPS steps assumed to take exactly the expected time. If the ratio is far from 1, it becomes
+the factor. So the first prompt of a cold cluster corrects a profile that is off by much, and noise
+changes nothing.
 
 Samples are weighted because a queue is a sum of times, most of which come from long requests. Only
 sums, ratios and comparisons are used, so that every machine gets the same factor.
@@ -37,7 +38,8 @@ MIN_CHANGE = 0.02
 """Smallest relative change of the factor; smaller changes are ignored, so that it does not move
 with every sample."""
 PRIOR_STEPS = 1
-"""Steps as expected that count with the first ones."""
+"""The number of steps, assumed to take the expected time, that count together with the first
+observed ones."""
 EARLY_CHANGE = 1.25
 """A factor from few steps stays 1 unless it, or its inverse, is more."""
 MAX_FACTOR = 4.0
@@ -151,8 +153,9 @@ class LearnedFactor:
         return changed
 
     def begins_after_s(self, expected_s: float) -> float:
-        """Until when the step under way says nothing: `begin` returns False for fewer seconds of
-        the same step, after it did so once. Returns infinity without a step (`expected_s` 0)."""
+        """How long the step under way must last before `begin` can learn from it: after `begin` has
+        returned False, it does so again for fewer seconds of the same step. Returns infinity
+        without a step (`expected_s` 0)."""
         if expected_s <= 0.0:
             return inf
         num_steps = self._num_steps + 1
@@ -193,8 +196,8 @@ class FactorsBySize:
     ratios.
 
     Sizes up to the same power of two share their ratios. A profile is a formula, and devices work
-    in tiles: its error at one tile is not that at two. A size with few ratios of its own takes the
-    last ones of all sizes too, so that one slow step does not stop its use.
+    in tiles: its error at one tile is not that at two. A size with few ratios also uses the last
+    ratios of all sizes, so that one slow step does not exclude this size.
     """
 
     __slots__ = ("_all", "_num_observed", "_ratios", "_seen", "_share", "_values")

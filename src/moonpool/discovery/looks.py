@@ -32,8 +32,8 @@ async def follow_looks(
 
 
 class Looks:
-    """Tells from several looks which servers exist: a server is gone when two looks in a row lack
-    it, or when another one has its name."""
+    """Decides from several listings which servers exist. A server is gone when two listings in a
+    row lack it, or when another server has its name."""
 
     def __init__(self) -> None:
         self._now: frozenset[Endpoint] | None = None

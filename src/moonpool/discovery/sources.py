@@ -55,8 +55,8 @@ def open_source(source: Source) -> CheckedSource:
 
 
 class Sources:
-    """Follows several sources as one. Of two endpoints with the same name, the one of the earlier
-    source counts."""
+    """Follows several sources as one. If two endpoints have the same name, the endpoint of the
+    earlier source is used."""
 
     def __init__(self, sources: Sequence[EndpointSource], names: Sequence[str]) -> None:
         """`names`: what was written for each."""
@@ -64,8 +64,8 @@ class Sources:
         self._heard: dict[int, Listing] = {}
 
     async def follow(self, update: Callable[[Listing], None]) -> None:
-        """Like `EndpointSource.follow`. A source that cannot begin is tried again, while the other
-        sources count."""
+        """Like `EndpointSource.follow`. A source that cannot start is tried again; the other
+        sources are used meanwhile."""
 
         notices = [Notice(log) for _ in self._sources]
 

@@ -1,7 +1,7 @@
 """One HTTP request and its response, as Envoy shows them over a stream of external processing.
 
-The whole body is awaited, the call is placed, and then headers and body are sent on together. The
-response is passed on as it comes, and is watched on its way.
+The call is placed once its whole body has arrived; then headers and body are sent on together. The
+response is passed on as it arrives, and read on its way.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Exchange:
         if watch is None or self._picked is None:
             return
         number = watch.end()
-        # the stream was cut in the middle, so the call is closed like one whose client has left
+        # the stream broke off, so the call is closed as if its client had left
         if not watch.is_done:
             self._picked.fail("the response ended in the middle", 502)
             return

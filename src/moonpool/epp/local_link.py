@@ -1,7 +1,7 @@
 """The link between the head and an instance of its own process: frames are passed on as they are.
 
-Commands arrive at once. Reports arrive in the next turn of the loop, so that none comes in the
-middle of the actions of which the command is one.
+Commands arrive at once. Reports arrive in the next turn of the loop, so that no report arrives
+while the head still performs the actions to which the command belongs.
 """
 
 from __future__ import annotations

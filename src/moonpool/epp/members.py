@@ -25,7 +25,7 @@ AGAIN_S = 30.0
 """
 GRACE_S = 2.0
 LATER_S = 0.05
-"""Chosen so that an endpoint that was held off is free when it is looked at."""
+"""Chosen so that the wait of an endpoint that was held off is over at the next attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +117,7 @@ class Members:
         last = ""
         while not member.leaves:
             try:
-                # one in each turn of the loop, so that calls are placed meanwhile
+                # one per turn of the loop, so that calls can be placed in between
                 async with self._making:
                     member.worker = self._make(member.endpoint, self._shared)
                     await asyncio.sleep(0)

@@ -92,8 +92,8 @@ class BookedAnswer:
 
 
 class Picked:
-    """Call `close` when the gateway is done with it. What is seen of the response belongs to all
-    answers together, and counts for each of them in turn."""
+    """Call `close` when the gateway is done with it. The response belongs to all answers together,
+    so its parts are attributed to the answers in turn."""
 
     def __init__(self, picker: Picker, route: Route, answers: Sequence[BookedAnswer]) -> None:
         self._picker, self._answers = picker, tuple(answers)
@@ -173,8 +173,8 @@ class Picker:
         loaded: ApiModel | None = None,
     ) -> None:
         """`num_fallbacks`: number of further endpoints that the gateway is told with each choice.
-        `loaded`: the only model to serve, which the configuration names, or None if the servers
-        bring theirs."""
+        `loaded`: the only model to serve, if the configuration names it, or None if the servers
+        name their models."""
         self._num_fallbacks = num_fallbacks
         self.head = ClusterHead(config, loaded, b"")
         self.models = ModelApis(self.head, options)
@@ -376,7 +376,7 @@ class Picker:
         return tuple(sound or names)
 
     def spare(self, subset: Sequence[str] | None) -> Route:
-        """Picks, as `pick` does, for a call whose body is not seen: it is not booked. Raises
+        """Like `pick`, for a call whose body is not seen, and without booking it. Raises
         RequestRefused."""
         return self._next(self._within(subset))
 

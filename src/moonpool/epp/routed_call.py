@@ -1,8 +1,8 @@
 """A call that goes through the gateway: its destination, and what is seen of its response.
 
 The Conductor's commands reach the instances of this process as for any vLLM server. The difference
-is that submitting a request to its server means to tell the gateway where it goes, and its outputs
-are what is seen of the response on its way back.
+is that a request is submitted by telling the gateway its server, and that its outputs are read from
+the response on its way back.
 
 If prefill and decode are separate, the decode server's sidecar itself asks the prefill server. So
 the prefill has ended by the time the response begins.

@@ -119,7 +119,7 @@ def request_sent_on(route: Route | None, num_bytes: int | None) -> ProcessingRes
 
 
 def buffered_sent_on(route: Route | None) -> ProcessingResponse:
-    """The response to a body that Envoy holds, with its headers."""
+    """The response to a request whose headers and body Envoy has held back."""
     common = CommonResponse(header_mutation=routed_headers(route, None), clear_route_cache=True)
     answer = ProcessingResponse(request_body=BodyResponse(response=common))
     _name_destination(answer, route)

@@ -17,9 +17,9 @@ from moonpool.types import InstanceId, Role
 
 
 class AttentionAssignments:
-    """Which attention workers serve which instance: the head's bookkeeping. It has `per_instance`
-    places for each instance that decodes, each for one attention worker, which keeps its place. A
-    lost worker is replaced by the same worker restarted, or by a spare one."""
+    """Which attention workers serve which instance: the head's bookkeeping. Each decode instance
+    has `per_instance` places, and an attention worker keeps its place. A lost worker is replaced by
+    the same worker restarted, or by a spare one."""
 
     def __init__(self, per_instance: int) -> None:
         self.per_instance = per_instance
@@ -27,8 +27,9 @@ class AttentionAssignments:
         self._present: dict[str, PeerAddress] = {}
 
     def join(self, address: PeerAddress) -> tuple[InstanceId, int] | None:
-        """Adds an attention worker. Returns the instance and place that it takes, which
-        must be notified: its former place, or a vacant one. Returns None if it is spare."""
+        """Adds an attention worker. Returns the instance and the place that the worker takes: its
+        former place or a vacant one. The caller must notify the instance. Returns None if it is
+        spare."""
         name = address.instance_id
         self._present[name] = address
         place = self._place_of(name)

@@ -1,7 +1,7 @@
 """Checks that the sums of `/cluster` balance: every block of every tier has an owner or is free.
 
-Reads only the JSON of `/cluster`. The figures of an instance are from one moment, so a sum that
-does not balance is a fault, not a race.
+Reads only the JSON of `/cluster`. The figures of an instance are all from the same moment, so a sum
+that does not balance shows a bug, not a race.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def describe_record(record: RequestRecord, explanation: tuple[str, ...]) -> dict
 
 
 def describe_slo(slo: Slo) -> dict[str, Any]:
-    """Describes the service levels, and which of them nobody has stated: no request is refused for
-    those."""
+    """Describes the SLOs, and says which of them are assumed: no request is refused for an assumed
+    SLO."""
     return {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s, "assumed": list(slo.assumed)}
 
 

@@ -5,8 +5,8 @@ first, before any thread. The fork server then imports what head and workers nee
 thread, and receives command lines. The fork server forks each process twice, so that the process
 becomes the supervisor's child (`PR_SET_CHILD_SUBREAPER`): if the fork server dies, head and workers
 live on. The fork server also forks a spare fork server, which takes its place at once and forks the
-next spare. If both die together, further processes start as new interpreters until another fork
-server, a new interpreter itself, has imported the same.
+next spare. If both die together, further processes start as new interpreters until a new fork
+server, also started as an interpreter, has imported the same modules.
 
 `multiprocessing`'s forkserver is not used because its children belong to the fork server, not to
 the supervisor, and end with it. That forkserver also pickles what it starts (see
@@ -223,7 +223,7 @@ class ForkServer:
         return _Spare(ForkedProcess(pid), ours)
 
     def _take_spare(self) -> bool:
-        """Puts the spare in the place of the fork server, if there is one that can work."""
+        """Replaces the fork server by the spare, if there is a spare that works."""
         spare, self._spare = self._spare, None
         self._spare_taken.set()
         if spare is None:
@@ -311,13 +311,13 @@ def open_fork_server(
     """Forks the fork server. Each process calls `run_line` with its command line, then ends.
 
     The fork server first calls `prepare`, which imports what these processes need. After the first
-    fork, which is the head's, the fork server calls `load`: all further processes have what `load`
-    leaves. `load` must not raise, and must leave no thread. The same holds for `settle`, which the
-    fork server calls once nothing was forked for `IDLE_S`. `renewal` starts another fork server, by
-    `prepare` alone, when one has ended. Must be called before the process has threads or an event
-    loop. Returns None if the system does not support it, or if the process has threads, of which a
-    fork would copy only one. Raises OSError if the system cannot fork. Does not return in a forked
-    process.
+    fork, which becomes the head, the fork server calls `load`, and all later forks share what
+    `load` has loaded. `load` must not raise, and must leave no thread. The same holds for `settle`,
+    which the fork server calls once nothing was forked for `IDLE_S`. `renewal` starts another fork
+    server, by `prepare` alone, when one has ended. Must be called before the process has threads or
+    an event loop. Returns None if the system does not support it, or if the process has threads, of
+    which a fork would copy only one. Raises OSError if the system cannot fork. Does not return in a
+    forked process.
     """
     if not _may_fork():
         return None

@@ -1,5 +1,5 @@
-"""Holds what must outlive a process that answers calls: the sockets and logs of answers under way,
-and connections without a call."""
+"""Holds everything that must outlive a process that answers calls: the sockets and logs of answers
+under way, and connections without a call."""
 
 from __future__ import annotations
 

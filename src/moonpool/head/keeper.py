@@ -45,7 +45,7 @@ class Keeper:
         self.returns = False
         """Whether another process replaces the process that is about to leave."""
         self.is_leaving = False
-        """Whether the process was told to leave, so that no other process takes its place."""
+        """Whether the process was told to leave, so that it is not replaced."""
         self.on_crash: Callable[[str], None] = lambda name: None
         """Called with the process's name when it has ended by itself."""
         self._spawn = spawn

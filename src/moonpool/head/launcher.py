@@ -35,7 +35,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ATTENTION = "attention"
 STOP_S = 3.0
 KILLED_S = 5.0
-"""A killed process that has not ended after this time hangs in a call of a device that does not
+"""A killed process that has not ended after this time hangs in a device driver's call that does not
 return."""
 
 
@@ -211,8 +211,8 @@ class LocalLauncher:
         yet.
         """
         self.expect_end()
-        # The keepers end first, so that no further process starts; this kills a process that is
-        # being spawned.
+        # The keepers are ended first, so that no further process starts. This also kills a process
+        # that is being spawned.
         for keeper in self.keepers:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What a head and a front have in common, from what the supervisor gives them to their end."""
+"""The common life cycle of a head and a front, from the start by the supervisor to the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ log = logging.getLogger("moonpool")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the supervisor gives a process, and what follows from its configuration."""
+    """The state that the supervisor gives a process, and the values that follow from its
+    configuration."""
 
     inherited: Inheritance
     config: Config
@@ -67,7 +68,7 @@ class Calls(Protocol):
 
 
 class OwnCalls:
-    """Answers calls by the HTTP server of this process."""
+    """Answers calls with the HTTP server of this process."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ async def serve_calls(
         viewed.end_views()
         await calls.hand_over(drain_s)
         await link.flush()
-        # ends at once, because an orderly end would end the answers, which continue elsewhere
+        # exits immediately: an orderly exit would end the answers, which continue elsewhere
         os._exit(0)
 
 

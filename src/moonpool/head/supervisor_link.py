@@ -324,7 +324,7 @@ class SupervisorLink:
     def _refuse(
         self, received: KeptStream | HalfRead, sock: socket.socket, error: ApiError
     ) -> None:
-        """Ends a call without processing it: sends the error, if its client has received nothing
+        """Ends a call without processing it, and sends the error if its client has received nothing
         yet."""
         name = f"a request that was arriving from {_peer(sock)}"
         payload, request_id = error.payload(), ""

@@ -55,7 +55,7 @@ STORE_SHARE = 4
 AHEAD_SHARE = 4
 """At most this fraction (1 / AHEAD_SHARE) of the blocks waits until it is copied to the SSD. So
 stored blocks are soon on the SSD, and their place in memory is free for blocks that are read: a
-read that has to make room by writing takes at least twice as long."""
+read that first has to write blocks to the SSD takes at least twice as long."""
 
 
 class Finder(NamedTuple):
@@ -250,8 +250,8 @@ class BlockSpace:
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
     ) -> list[BlockId | None]:
-        """Holds room for those of `keys` that the space lacks, as far as there is room. Returns the
-        place of each key, or None."""
+        """Reserves room for the blocks of `keys` that the space lacks, or for as many of them as
+        fit. Returns the place of each key, or None."""
         assert number not in self._reservations
         lacking = [
             (key, first_depth + index)
@@ -290,7 +290,8 @@ class BlockSpace:
         self.actions_out.count("stored_in_dram_blocks", len(reservation.keys))
 
     def abandon(self, number: int) -> None:
-        """Ends a reservation whose blocks were not filled; ignored if there is none."""
+        """Ends a reservation whose blocks were not filled. Does nothing without such a
+        reservation."""
         reservation = self._reservations.pop(number, None)
         if reservation is not None:
             self._reserved_keys.difference_update(reservation.keys)

@@ -1,4 +1,4 @@
-"""What clients and the pool of a host tell each other, over a unix socket.
+"""The messages between the clients and the pool of a host, over a unix socket.
 
 Clients are the processes of vLLM (or of another engine), and the process by which a head sees that
 vLLM. A *group* is one model in one layout: all whose blocks are interchangeable. Each rank of a
@@ -186,7 +186,7 @@ class Reserved(Struct, frozen=True, tag=True):
 
 
 class GroupBlocks(Struct, frozen=True, tag=True):
-    """What the group of ranks holds, in the form in which an instance would report it."""
+    """The blocks that the group of ranks holds, in the form of an instance's report."""
 
     group: bytes
     report: BlocksChanged | BlocksSnapshot
@@ -283,7 +283,7 @@ def framed(message: ClientMessage | PoolMessage) -> bytes:
 
 
 async def read_message(reader: StreamReader, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
-    """Reads one message. Raises what the reader raises, ValueError, and the decoder's errors."""
+    """Reads one message. Raises ValueError, the errors of the reader and those of the decoder."""
     return decoder.decode(await FRAMES.read_from(reader))
 
 

@@ -1,8 +1,8 @@
 """The spaces of all ranks of one model in a host's pool: a block is found if each has it. Pure.
 
-A find runs in all spaces; the shortest prefix counts, and holds beyond it end. Where a space has a
-window, a prefix needs only its last blocks there: then the longest prefix that all spaces can serve
-is chosen first, and the find asks each space for what that prefix needs. A find that may wait is
+A find runs in all spaces; the shortest prefix counts, and holds beyond it end. In a space with a
+window, a prefix needs only its last blocks. So first the longest prefix is chosen that all spaces
+can serve, and then each space is asked for its part of that prefix. A find that may wait is
 repeated whenever blocks arrive, until all its keys are there or its time is over: so a decode
 instance finds a prompt that a prefill instance is just about to store.
 """
@@ -72,7 +72,7 @@ class BlockGroup:
         return ended
 
     def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
-        """The search ends with `GroupFound`. `find` gives up another find of the same owner."""
+        """The search ends with `GroupFound`. A `find` replaces an earlier one of the same owner."""
         self.release(owner)
         if not self.is_whole:
             self._ended.append(GroupFound(owner, 0, 0, ()))
@@ -167,8 +167,8 @@ class BlockGroup:
 
 
 def longest_prefix(present: Mapping[int, Sequence[bool]], windows: Mapping[int, int]) -> int:
-    """Returns the longest prefix of which each rank has what it needs: all blocks, or the last ones
-    of its window. `present`: whether each rank has each of the blocks."""
+    """Returns the longest prefix of which each rank has the necessary blocks: all of them, or those
+    in its window. `present`: whether each rank has each of the blocks."""
     lengths = [len(found) for found in present.values()]
     most = min(lengths, default=0)
     for rank, found in present.items():

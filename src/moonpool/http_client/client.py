@@ -320,8 +320,9 @@ class HttpClient:
     async def stream(
         self, method: str, path: str, body: bytes = b"", headers: bytes = b""
     ) -> AsyncIterator[HttpResponse]:
-        """Sends a request. The response can be read as it comes within the block, whose end closes
-        the connection of one that is not whole. Raises ConnectionFailedError."""
+        """Sends a request. Within the block, the response can be read as it arrives. The end of the
+        block closes the connection if the response is not complete. Raises
+        ConnectionFailedError."""
         request = self._request(method, path, body, headers)
         connection = await self._connection()
         try:

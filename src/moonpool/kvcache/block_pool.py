@@ -11,9 +11,9 @@ A block is always in exactly one of three states:
 A block with a key is *cached*, whether held or evictable: a later request with the same prefix can
 use it. A cached block is immutable.
 
-An evictable block may also be *withdrawn*: it is then held, keeps its key, and loses the key when
-that hold ends, unless another owner has acquired it. So an eviction victim can be copied to another
-tier before its content is gone.
+An evictable block may also be *withdrawn*: an owner then holds it, and it loses its key when that
+hold ends, unless a further owner has acquired it by then. So an eviction victim can be copied to
+another tier before its content is gone.
 
 Every hold has a named owner (a request, a peer's read), and `release(owner)` ends all holds of that
 owner, so no single hold can be forgotten.
@@ -35,7 +35,8 @@ from moonpool.types import BlockId, BlockKey
 @dataclass(slots=True)
 class PoolChanges:
     """Net changes of the cached keys since the last `take_changes`, in no particular order.
-    `evicted` are the keys that `allocate` took, in order, even if they are cached again."""
+    `evicted`: the keys that `allocate` evicted, in order, including keys that are cached again
+    now."""
 
     stored: list[BlockKey] = field(default_factory=list)
     removed: list[BlockKey] = field(default_factory=list)
@@ -400,7 +401,8 @@ class BlockPool:
                     self._withdrawn.remove(block_id)
                     self._take_keys((block_id,))
                 if keys[block_id] is not None:
-                    # Does what `_may_precede` does, without a call, for most blocks.
+                    # The same test as in `_may_precede`, inlined because it suffices for most
+                    # blocks.
                     if run and (before := depths[block_id]) > 0 and depths[run[-1]] <= before:
                         self._add(run[::-1], None)
                         run = []

@@ -129,9 +129,9 @@ class PrefixIndex:
         removed: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Applies one event: blocks that are now in DRAM, nowhere, and on the SSD only.
-        Returns False if a snapshot is needed (a gap, another incarnation, or none seen yet); the
-        instance's blocks are then dropped until it arrives."""
+        """Applies one event, which lists blocks that are now in DRAM, blocks that are gone, and
+        blocks that are on the SSD only. Returns False if a snapshot is needed (a gap, another
+        incarnation, or none seen yet); the instance's blocks are then dropped until it arrives."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
@@ -209,7 +209,8 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
         """Returns how much of the prefix each instance has. The set of matching instances only
-        shrinks along the prompt, and only a few times, so only its changes cost time."""
+        shrinks along the prompt, and only a few times, so the search costs time per change, not per
+        block."""
         holders, expecting = self._holders.get, self._expecting.get
         expects = not self._expecting.keys().isdisjoint(keys)
         levels = _levels(holders(key, 0) for key in keys)
@@ -239,7 +240,7 @@ class PrefixIndex:
 
     def holders_of(self, key: BlockKey) -> list[tuple[InstanceId, bool]]:
         """Returns the instances that have the block, and whether each has it on the SSD only. This
-        method is slow and only serves inspection."""
+        method is slow; use it for inspection only."""
         here, demoted = self._holders.get(key, 0), self._demoted.get(key, 0)
         instances = self._instances.items()
         return [(name, bool(demoted & one.bit)) for name, one in instances if here & one.bit]
@@ -250,8 +251,8 @@ class PrefixIndex:
         return len(announced.keys) if announced else 0
 
     def expected(self, instance_id: InstanceId) -> set[BlockKey]:
-        """Returns all blocks that the instance is expected to compute. This method is slow and only
-        serves checks."""
+        """Returns all blocks that the instance is expected to compute. This method is slow; use it
+        for checks only."""
         bit = self._instances[instance_id].bit
         return {key for key, rows in self._expecting.items() if rows & bit}
 
@@ -310,7 +311,7 @@ class PrefixIndex:
                 for row in _rows(ended):
                     depths[row] = depth
             else:
-                depths[self._mask(matching)] = depth  # inner sets overwrite the outer ones in turn
+                depths[self._mask(matching)] = depth  # smaller sets overwrite larger ones
         return depths
 
     def _mask(self, members: int) -> npt.NDArray[np.bool_]:

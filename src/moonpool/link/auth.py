@@ -117,7 +117,8 @@ class Handshake(ABC):
 
     def feed(self, body: bytes) -> bytes:
         """Handles the peer's next body and returns the answer, maybe empty. Raises AuthError for
-        another secret, a peer that refuses or does not fit, and a message out of turn."""
+        another secret, a peer that refuses or speaks no common version, and a message out of
+        order."""
         step = _decode(body)
         if isinstance(step, Denied):
             raise AuthError(f"the peer refused the connection: {step.reason[:300]!r}")

@@ -138,7 +138,7 @@ class HeadLink:
 
     @property
     def protocol(self) -> int:
-        """The protocol of the present connection, as agreed on; 0 without one."""
+        """The protocol version agreed on for the present connection; 0 without a connection."""
         return 0 if self.channel is None else self.channel.protocol
 
     def not_open(self) -> str:
@@ -237,8 +237,8 @@ class HeadLink:
             )
 
     async def _watch(self, channel: HeadChannel) -> None:
-        """Ends a connection if a head that promised to send messages is silent. Counted in turns,
-        not by the clock: a process that was stopped has not listened."""
+        """Ends a connection if a head that promised to send messages is silent. Silence is counted
+        in turns of this loop, not by the clock, because a stopped process cannot listen."""
         while True:
             await self._promised.wait()
             await asyncio.sleep(1.0)

@@ -32,8 +32,8 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that keep the borders of packets. If the system has no sockets that also show the
-    end of the other side (macOS), the end of its process must show it."""
+    """Two ends that keep the borders of packets. On macOS, whose packet sockets do not show that
+    the other side has ended, a caller must watch the other side's process."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:

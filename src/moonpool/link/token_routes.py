@@ -218,8 +218,8 @@ class TokenRoutes:
                     del self._fronts[name]
 
     def _take(self, report: StepTokens) -> list[Report]:
-        """Returns what the head must know now: whole items that it delivers, each with the
-        unreported tokens of the attempt."""
+        """Returns the items that the head must deliver now, complete, and with the tokens of their
+        attempts that were not reported before."""
         now = time.monotonic()
         by_head: list[AttemptTokens] = []
         for item in report.attempts:

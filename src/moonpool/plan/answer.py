@@ -157,8 +157,8 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
 
 
 def _up_to(rooms: Sequence[Room], demand: Demand) -> str:
-    """Says how much load the choice bears, which is the first of the rooms, and how much the next
-    cluster at the same price."""
+    """Says how much load the choice (the first entry of the rooms) bears, and how much the next
+    cluster at the same price bears."""
     load = demand.load_words
     if not rooms or (demand.at_once and rooms[0].missed is None):
         return f"The trace's load of {load}. "

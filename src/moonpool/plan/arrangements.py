@@ -82,7 +82,8 @@ class Failure(Struct, frozen=True):
     decode_share: float  # share of the misses
 
     def excludes(self, other: Candidate) -> bool:
-        """Whether `other` has less of what this arrangement lacked, and no more of anything else.
+        """Whether `other` has less of the resource that this arrangement lacked, and no more of any
+        other.
 
         More prefill instances may be worse where decode is lacking, because they admit more.
         """

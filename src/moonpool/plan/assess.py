@@ -137,7 +137,7 @@ class Assessor:
     def look_faster(
         self, candidates: Sequence[Candidate], speed: float, after: float | None = None
     ) -> list[Outcome]:
-        """Like `look`, with the trace at a multiple of its speed, and remembers no outcome. The
+        """Like `look`, but plays the trace at a multiple of its speed, and stores no outcome. The
         search will probably ask for the multiple `after` next."""
         trials = [self._trial(one, 0, self.goal.wanted) for one in candidates]
         change = msgspec.structs.replace

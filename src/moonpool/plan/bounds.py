@@ -2,7 +2,7 @@
 
 A step of N tokens takes at least their share of the time of a large step. Prompt tokens that an
 endless cache holds cost nothing. A decode step has at most as many sequences as fit in memory and
-keep the TBT. Drafts bring as many tokens as their acceptance says, and as luck may add. Each draft
+keep the TBT. Drafts bring the tokens of their acceptance rate, and some more by chance. Each draft
 costs a row of a step, and a draft model costs its rounds. For the arrivals of a window of time,
 prefill instances have at most the window's length and the TTFT SLO; decode instances also have the
 time of an answer. At most the requests with the least work that fill this time can be effective.

@@ -1,7 +1,8 @@
 """Computes the confidence interval of a share that several runs measured, and a verdict.
 
-Runs are independent draws of the future, so their spread gives the interval (Student's t). If the
-runs hardly differ, the interval is at least as wide as for as many independent requests (Wilson).
+Runs are independent draws of the future, so their spread gives the interval (Student's t). Even if
+the runs hardly differ, the interval is at least as wide as Wilson's for the same number of
+independent requests.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def sample_interval(runs: Sequence[Attainment], confidence: float) -> Interval:
     """Returns the two-sided interval of the share of one more sample like these samples.
 
     This interval is for one day alone, so it is wider than the interval of the mean of all days. It
-    is at least as wide as for as many independent requests as one sample has (Wilson).
+    is at least as wide as Wilson's interval for one sample's number of independent requests.
     """
     assert runs and 0 < confidence < 1
     number = len(runs)

@@ -360,8 +360,8 @@ def _stages(need: Need, base: Config, kind: NodeKind) -> list[int]:
 
 
 def steps_for(demand: Demand, base: Config) -> Steps:
-    """Returns the sizes that are worth a try: pools from the longest request up to the size that
-    the whole trace fills, and eviction and SSD if requests share prefixes. Raises ConfigError."""
+    """Returns the sizes to try: pools from the longest request up to the size that the whole trace
+    fills, and, if requests share prefixes, eviction policies and SSD sizes. Raises ConfigError."""
     block = base.pool.block_tokens
     least = -(-demand.longest_tokens // block) * block
     shared = any(demand.hit_tokens)

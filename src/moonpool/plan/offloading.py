@@ -1,8 +1,8 @@
 """Says whether attention offloading pays (Lamina, arXiv 2405.01814v2).
 
 Decode nodes are compared by the cost model, and by the search's results with and without them. The
-paper compares with nodes of the computing device alone. Nodes of the memory device alone, at the
-same price, are a rival that the paper omits; this module always compares with them.
+paper compares with nodes of the computing device alone. The paper omits the comparison with nodes
+of only the memory device at the same price; this module always makes it.
 """
 
 from __future__ import annotations

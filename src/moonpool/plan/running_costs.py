@@ -1,4 +1,5 @@
-"""Says what a plan's choice costs per token, what power it draws, and how far to trust this."""
+"""Computes the costs per token and the power of a plan's choice, and says how reliable these
+figures are."""
 
 from __future__ import annotations
 

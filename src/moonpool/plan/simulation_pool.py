@@ -4,7 +4,7 @@ The number of processes changes only the time. Each process is spawned and recei
 once. With one process, the trials run in the caller's process. Outcomes are kept, so no trial runs
 twice.
 
-A search mostly waits for one trial, whose outcome says what to ask next. Meanwhile the other
+A search mostly waits for one trial, whose outcome decides the next one. Meanwhile the other
 processes run trials *ahead*, which the search will probably ask for. A trial that ran ahead counts
 as run only once the search asks for it. So trials ahead change neither the search nor its number of
 runs. A trial ahead stops if a trial that the search asked for has no process.

@@ -69,8 +69,8 @@ class Trial(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """The outcome of a trial. `attainment` is the attainment of all requests. With classes of
-    service levels, it is the lowest attainment of a class, because each class has to be kept.
+    """The outcome of a trial. `attainment` is the attainment of all requests. With SLO classes, it
+    is the lowest attainment of a class, because the SLO of each class must be met.
 
     With an `error` the trial could not run, and the other fields have no meaning. If it `gave_up`,
     the run ended early, and the true attainment is less than `attainment`.
@@ -199,7 +199,8 @@ class Watcher(Collector):
         self.misses[self._cause(record, reason)] += 1
 
     def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
-        """Does nothing, because no outcome has the gaps of all requests, and sorting takes time."""
+        """Does nothing, because outcomes do not contain the gaps of all requests, and sorting these
+        takes time."""
 
     def _cause(self, record: RequestRecord, reason: str) -> Cause:
         if record.outcome in COMPLETED:

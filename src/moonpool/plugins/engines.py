@@ -1,4 +1,4 @@
-"""The engine of moonpool's own instances, which a package of its own brings.
+"""Finds the engine of moonpool's own instances, which a separate package provides.
 
 A front, a simulator or a planner runs without it. The engine is found by the entry point `moonpool`
 of the group `moonpool.engines`, and imported when it is first used.
@@ -44,8 +44,8 @@ class EnginePackage(Protocol):
         whether the instances run on this machine. Raises EngineError where the device is absent."""
 
     def describes_quickly(self, config: Config) -> bool:
-        """Whether the above need no more than small files: a head then need not wait for the
-        import of what computes."""
+        """Whether the methods above read only small files, so that a head need not wait for the
+        import of the computing modules."""
 
     def share_weights(self, config: Config) -> object | None:
         """Returns weights that one process packs for all workers that are forked from it, or None

@@ -45,7 +45,7 @@ from moonpool.types import InstanceId, Role, Struct
 CONTROL_SERVICE = "control"
 HEARTBEAT_S = 1.0
 QUIET_HEARTBEAT_S = 5.0
-"""The same of a worker that has had nothing to do for a while."""
+"""The interval of heartbeats of a worker that has been idle for a while."""
 SILENCE_S = 15.0
 """A worker that sends nothing for this long counts as dead. The worker's heartbeat thread shares
 the process with the engine, so this must outlast a brief lack of CPU on its machine."""
@@ -119,8 +119,9 @@ class ApplyStandby(Struct, frozen=True, tag=True):
 
 
 class AnswerBegun(Struct, frozen=True):
-    """An answer whose client may come back; `number` names it on this connection. `digest`: the
-    digest of its call; `seed` and the other fields: the random values drawn for it."""
+    """An answer has begun whose client may come back; `number` identifies it on this connection.
+    `digest`: the digest of its call; `seed` and the other fields: the random values drawn for
+    it."""
 
     number: int
     tenant: str

@@ -1,4 +1,5 @@
-"""Which head a part of the cluster follows: one at a time, and never one that was replaced.
+"""Decides which head a process of the cluster follows: one at a time, and never a head that was
+replaced.
 
 Each head of a cluster has an epoch. A standby that takes over has the epoch of the lost head plus
 one. A part that has heard of an epoch refuses every head of an earlier one.
@@ -48,6 +49,6 @@ class KnownHeads:
         return True
 
     def lead_elsewhere(self, leadership: Leadership) -> None:
-        """The present head says that another one, of a later epoch, has replaced it."""
+        """Handles a notice of the present head that a head of a later epoch has replaced it."""
         self.epoch = leadership.epoch
         self._addresses, self._at = list(leadership.standbys), 0

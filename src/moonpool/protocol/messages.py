@@ -38,9 +38,8 @@ def request_of(attempt_id: AttemptId) -> RequestId:
 
 class ForwardedCall(Struct, frozen=True):
     """A call that a vLLM server gets as its client has sent it: the endpoint's path, and the JSON
-    body. `is_exact`: whether the tokens by which it is placed are those that the server makes of
-    it. `tells_first_token`: whether the first part of its response is seen at once, and ends its
-    prefill."""
+    body. `is_exact`: whether its tokens are exactly those of the server, and not estimates.
+    `tells_first_token`: whether the first part of its response shows that its prefill has ended."""
 
     path: str
     body: bytes
@@ -245,9 +244,9 @@ class InstanceInfo(Struct, frozen=True):
 class PrefillStarted(Struct, frozen=True, tag=True):
     """The prefill has begun after `cached_tokens`, which need no computing.
 
-    Of these tokens, `fetched_tokens` came from a peer within `fetch_s`, and `loaded_tokens` from
-    this instance's SSD. `early`: whether the prefill began before all of these tokens had arrived;
-    this report was then sent when they had.
+    Of the cached tokens, `fetched_tokens` came from a peer within `fetch_s`, and `loaded_tokens`
+    from this instance's SSD. `early`: whether the prefill began before all of these tokens had
+    arrived; this report was then sent when they had.
     """
 
     attempt_id: AttemptId
@@ -411,10 +410,11 @@ class CacheView(Struct, frozen=True):
     """How it is known what a vLLM server caches, and how right that is.
 
     `source`: "events" that the server publishes; "assumed" from the prompts that it has received,
-    because no events were asked for; "distrusted": likewise, because the events do not come or do
-    not fit; "slots" of a llama-server, in which moonpool puts each prompt. Token counts start when
-    the instance joined: tokens of prompts that the server was sent, of which `expected_tokens`
-    should have been cached; and counts of the server itself, which may have other clients, too.
+    because no events were asked for; "distrusted": assumed likewise, because events are missing or
+    contradict the answers; "slots" of a llama-server, in which moonpool puts each prompt. Token
+    counts start when the instance joined: tokens of prompts that the server was sent, of which
+    `expected_tokens` should have been cached; and counts of the server itself, which may have other
+    clients, too.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""What a server offers to the head for which it will work."""
+"""The description of a server that it offers to a head."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ encoded as an array, these fields are the last ones."""
 
 
 def without_defaults(value: Any) -> Any:
-    """Returns what encodes to the message without fields that have their default value, or that
-    are dispensable."""
+    """Returns an object that encodes to the message without the fields that have their default
+    value or are dispensable."""
     if isinstance(value, msgspec.Struct):
         form = value.__struct_config__
         if form.array_like:

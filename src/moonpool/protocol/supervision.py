@@ -243,9 +243,9 @@ class HeadEnding(Packet, frozen=True, tag=True):
 
 
 class HeldState(Struct, frozen=True):
-    """What the supervisor holds for one process that answers calls. `connections`, `answers` and
-    `cut_answers` have numbers of file descriptors. `ended`: for each answer, how many heads its
-    call has ended, and how many were killed while processing it."""
+    """The state that the supervisor holds for one process that answers calls. `connections`,
+    `answers` and `cut_answers` have numbers of file descriptors. `ended`: for each answer, how many
+    heads its call has ended, and how many were killed while processing it."""
 
     answers: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     cut_answers: dict[int, int] = msgspec.field(default_factory=dict)
@@ -260,8 +260,8 @@ class HeldState(Struct, frozen=True):
 
 
 class SupervisorState(HeldState, frozen=True, kw_only=True):
-    """What a supervisor leaves to its next program, which has the same process id and children; the
-    fields of `HeldState` are held for the head.
+    """The state that a supervisor passes to its next program, which has the same process id and
+    children; the fields of `HeldState` are held for the head.
 
     Numbers of file descriptors are also `http`, `control`, `head_fd`, and those in `memory`.
     `workers`: their process ids; 0 stands for a worker that is yet to be started. A further field

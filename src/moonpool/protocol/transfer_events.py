@@ -102,8 +102,9 @@ class SendEnded(Struct, frozen=True, tag=True):
 class ReceiveEnded(Struct, frozen=True, tag=True):
     """(terminal) An incoming layer stream has ended. `incomplete` are the indices, in the request's
     block table, of blocks that lack a slice. All other blocks are complete and verified, even if
-    `error` is set. A slice is lacking because it did not arrive, or because its checksum differs:
-    these are `corrupt_slices`, which tell of damage. The end of a sender damages nothing.
+    `error` is set. A slice is missing because it did not arrive, or because its checksum differs.
+    Only the latter count as `corrupt_slices`, which indicate damage. The end of a sender damages
+    nothing.
     """
 
     stream_id: str

@@ -1,7 +1,7 @@
-"""What a Serve configuration names as its request router.
+"""The class that a Serve configuration names as its request router.
 
-Serve pickles that class together with all modules below the module by which it is named, and copies
-of classes are not the classes. So this one has nothing but an import, which each process makes.
+Serve pickles the router class by value, with all modules below its own, and a copied class is not
+identical to the original. So this one has nothing but an import, which each process makes.
 """
 
 from __future__ import annotations

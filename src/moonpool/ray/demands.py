@@ -1,4 +1,5 @@
-"""What a cluster asks of Ray: a bundle of resources for each process, in placement groups."""
+"""The resources that a cluster requests from Ray: a bundle for each process, in placement
+groups."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ActorGroup:
-    """Members that Ray places together, and on as many nodes as it can."""
+    """Members that Ray places as one group, spread over as many nodes as possible."""
 
     name: str
     members: tuple[Member, ...]
@@ -54,7 +55,7 @@ def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
 
 
 def total_of(groups: Iterable[ActorGroup]) -> Bundle:
-    """All that the members of these groups ask for together."""
+    """Returns the sum of the resources that the members of these groups request."""
     total: Bundle = {}
     for group in groups:
         for member in group.members:
@@ -64,7 +65,7 @@ def total_of(groups: Iterable[ActorGroup]) -> Bundle:
 
 
 def lacking(total: Bundle, there: Mapping[str, float]) -> str:
-    """What is asked for beyond what is there, in words; "" means nothing."""
+    """Returns, as text, the requested resources that the cluster lacks; "" means none."""
     more = (
         f"{amount:g} of {resource!r} (there are {there.get(resource, 0.0):g})"
         for resource, amount in sorted(total.items())
@@ -84,7 +85,7 @@ def member_of(config: Config, role: str, number: int) -> Member:
 
 
 def bundle_of(config: Config, role: str) -> Bundle:
-    """What a process with this role needs of one node."""
+    """Returns the resources that a process with this role needs on one node."""
     if role == HEAD:
         return dict(HEAD_BUNDLE)
     ray = config.ray

@@ -139,7 +139,8 @@ class RayDeployment:
 
     def _start_local(self, common: dict[str, Any]) -> None:
         """Starts a Ray of this machine alone, whose CPUs are shared by as many processes as are
-        asked for. What else is asked for must be there: nobody would add it. Raises ClusterError.
+        asked for. All other requested resources must exist, because nobody would add them. Raises
+        ClusterError.
         """
         log.info("this machine runs no Ray: starting a local one")
         total = total_of(first_groups(self.config, num_heads=1))

@@ -1,7 +1,7 @@
 """The actors of the heads: one leads, the other one stands by on another node.
 
-No record says which one leads: the head that serves leads. A head that starts again becomes the
-standby of the head that serves, so both lead only if neither can see the other.
+There is no record of the leader: whichever head serves is the leader. A head that starts again
+becomes the standby of the head that serves, so both lead only if neither can see the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ AGAIN_S = 10.0
 """How long a restarted head waits for a leading head that does not respond. This time is longer
 than a takeover takes."""
 FIRST_S = 120.0
-"""The same at the start of the cluster, when the first head may still be loading."""
+"""How long a restarted head waits at the start of the cluster, when the first head may still be
+loading."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class HeadPlace:
 log = logging.getLogger("moonpool.ray")
 
 ASK_S = 2.0
-"""How long an actor may take to answer; one that is being replaced does not."""
+"""How long to wait for an actor's answer; an actor that is being replaced gives none."""
 
 T = TypeVar("T")
 

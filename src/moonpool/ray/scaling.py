@@ -1,4 +1,4 @@
-"""How the numbers that the Conductor wants become instances to add and to give back."""
+"""Computes which instances to add or to release, from the numbers that the Conductor wants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def changes(
     present: Mapping[Role, Iterable[int]],
 ) -> list[Change]:
     """`least`: the instances of each role that always run, which have the first numbers. `most`:
-    the limit of each role. `present`: the numbers of those beyond the first."""
+    the limit of each role. `present`: the numbers of the present members beyond the first."""
     found = []
     for role, count in ((Role.PREFILL, wanted.prefill), (Role.DECODE, wanted.decode)):
         first = least.get(role, 0)

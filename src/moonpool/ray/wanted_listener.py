@@ -33,7 +33,7 @@ class WantedListener:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Returns the address for `conductor.autoscale_webhook`."""
+        """Starts to listen. Returns the address for `conductor.autoscale_webhook`."""
         if self._serving is None:
             sock = listen(HOST, 0)
             self._url = f"http://{HOST}:{sock.getsockname()[1]}{self._path}"

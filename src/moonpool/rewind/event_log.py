@@ -81,7 +81,7 @@ class Segment(msgspec.Struct):
 
 
 class EventLogFile(msgspec.Struct, frozen=True):
-    """What a replay needs. `wall_s`: the wall clock's time less the Conductor's."""
+    """The data that a replay needs. `wall_s`: the wall clock's time less the Conductor's."""
 
     release: str
     incarnation: str = msgspec.field(name="life")
@@ -132,7 +132,8 @@ class EventLog:
 
 
 def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
-    """What was decided, as short lines: commands to instances, refusals and ends of requests."""
+    """Returns the decisions as short lines: commands to instances, refusals and ends of
+    requests."""
     found = []
     for action in actions:
         match action:

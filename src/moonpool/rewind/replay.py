@@ -114,8 +114,8 @@ def trace_lines(
 ) -> Iterator[bytes]:
     """The arrivals as a trace in Bailian's format, for `simulate`: seconds and block ids.
 
-    `output_tokens`: the answer's tokens by request id; its limit stands in for a request that is
-    not there.
+    `output_tokens`: the answer's length by request id; a request that is missing there counts with
+    its limit.
     """
     ids: dict[Any, int] = {}
     first_s = arrivals[0].request.arrived_s if arrivals else 0.0

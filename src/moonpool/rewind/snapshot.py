@@ -161,7 +161,8 @@ class _Writer:
 
 
 class _Reader:
-    """Creates what can change first, then what cannot, then fills in the former."""
+    """Creates first the mutable objects, empty, then the immutable ones, and then fills the mutable
+    ones."""
 
     def __init__(self, nodes: list[Any], extra: Iterable[Any]) -> None:
         self._nodes = nodes
@@ -266,8 +267,8 @@ def _name(what: Any) -> str:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of an object, wherever its class keeps them, but for those in its NOT_STORED: its
-    driver has set them, and the class has others in their place."""
+    """Returns the fields of an object, in slots or in `__dict__`, except those in its class's
+    NOT_STORED. The driver sets these, and after a read the class uses others in their place."""
     if isinstance(value, msgspec.Struct):
         return {name: getattr(value, name) for name in value.__struct_fields__}
     found = dict(getattr(value, "__dict__", {}))

@@ -30,8 +30,8 @@ class DraftTask(NamedTuple):
     """What the draft model does for an entry before its step: it computes `token_ids`, which begin
     at position `start`, into its own blocks, and then guesses the next tokens greedily.
 
-    The draft model guesses `num_drafts` tokens, or fewer if one of `end_token_ids` comes, after
-    which nothing is drawn. The driver makes the guessed tokens the entry's drafts.
+    The draft model guesses `num_drafts` tokens, or fewer if it reaches one of `end_token_ids`. The
+    driver makes the guessed tokens the entry's drafts.
     """
 
     token_ids: Sequence[int]
@@ -111,9 +111,9 @@ class StopRepeating(msgspec.Struct, frozen=True):
 
 
 class StepEnded(msgspec.Struct, frozen=True):
-    """A step has ended; `tokens[i]` belongs to `entries[i]`. `missed` holds the indices of the
-    entries whose prefix did not arrive: what the step computed for them is void. For all other
-    entries, the ends of the transfers in `arriving` are posted before this event."""
+    """A step has ended; `tokens[i]` belongs to `entries[i]`. `missed`: the indices of the entries
+    whose prefix did not arrive, so that their results are void. For all other entries, the ends of
+    the transfers in `arriving` are posted before this event."""
 
     tokens: Sequence[Token | None]
     seconds: float
@@ -253,8 +253,8 @@ class LookUpBlocks(msgspec.Struct, frozen=True):
 
 
 class ForgetStored(msgspec.Struct, frozen=True):
-    """Drop the content of these slots, which is void because the blocks were evicted, corrupt or
-    incompletely written. Not answered."""
+    """Drop the content of these slots: the blocks were evicted, corrupt or incompletely written.
+    Not answered."""
 
     slots: tuple[int, ...]
 

@@ -130,8 +130,8 @@ class AttemptLifecycle:
             self._actions_out.perform(CancelStream(attempt.attempt_id))
 
     def _releases_blocks(self) -> bool:
-        """Whether the end of a step or of a cancelled stream will release blocks: those of attempts
-        that have ended, and those that a repeated step holds ahead."""
+        """Whether the end of a step or of a cancelled stream will release blocks: blocks of
+        attempts that have ended, or blocks that a repeated step holds in advance."""
         if any(step and self._scheduler.holds_ahead(step) for step in self._scheduler.steps):
             return True
         receives = PendingTransfer.RECEIVE
@@ -182,7 +182,7 @@ class AttemptLifecycle:
             self._close(request)
 
     def on_stop_receiving(self, command: StopReceiving) -> None:
-        """Stops waiting for the rest of a decode's KVCache: what is missing is computed again."""
+        """Stops waiting for the rest of a decode's KVCache, and computes what is missing."""
         request = self._requests.get(command.attempt_id)
         if request is not None and not request.closing:
             request.stream_ended = True
@@ -193,8 +193,8 @@ class AttemptLifecycle:
 
     def on_receive_ended(self, event: ReceiveEnded) -> None:
         """Handles the end of a decode's KVCache stream; missing KVCache is computed again. After a
-        broken stream, the Conductor says first whether the attempt goes on: a prefill that it has
-        aborted breaks its stream before the abort arrives here."""
+        broken stream, waits for the Conductor to say whether the attempt continues, because an
+        aborted prefill breaks its stream before the abort arrives here."""
         request = self._requests[AttemptId(event.stream_id)]
         request.pending.discard(PendingTransfer.RECEIVE)
         self._actions_out.count("received_bytes", event.num_bytes)
@@ -412,8 +412,7 @@ class AttemptLifecycle:
             self._close(request)
 
     def _end_prefill(self, request: RequestState, token: Token) -> None:
-        """Reports the first token, which is the newest, and hands the request over to its decode
-        instance."""
+        """Reports the first token and hands the request over to its decode instance."""
         finish = request.finish_reason(self._eos)
         request.tokens.pop()  # the decode instance computes the newest token
         attempt_id = request.attempt_id

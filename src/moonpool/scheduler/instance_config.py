@@ -79,9 +79,9 @@ def instance_config(
 ) -> InstanceConfig:
     """Derives an instance's settings from the cluster's, for the live worker and the simulator.
 
-    The positional arguments come from the cluster's configuration. The keyword arguments are what
-    only the driver knows of its store, engine and memory; they have no default, so that no driver
-    omits one. A pipeline neither overlaps layers nor repeats steps, whatever its driver allows.
+    The positional arguments come from the cluster's configuration. The keyword arguments describe
+    the driver's store, engine and memory. They have no defaults, so that no driver omits one. A
+    pipeline neither overlaps layers nor repeats steps, even if its driver allows this.
     """
     return InstanceConfig(
         chunk_tokens=engine.chunk_tokens,

@@ -248,7 +248,7 @@ class KVCacheManager:
             self._extend_keys(request)
         elif start >= len(request.keys) or not self.caches(request):
             return
-        # Without token values, there are no keys past those that came with the request.
+        # Without token values, no block after those keyed by the request itself can get a key.
         end = min(num_full, len(request.keys))
         if start < end:
             self.pool.cache_run(request.block_ids[start:end], request.keys[start:end], start)
@@ -265,8 +265,8 @@ class KVCacheManager:
             self.spares.assign(cached, payer_of(request.attempt.tenant), share)
 
     def release_unseen(self, request: RequestState) -> None:
-        """Ends the request's holds on blocks that none of its later tokens sees, because all layers
-        have a window; blocks with a hash stay cached. The full blocks must be cached before.
+        """Ends the request's holds on blocks that no later token attends to, because all layers
+        have a window. Blocks with a hash stay cached. The full blocks must be cached before.
 
         A step in progress or a transfer may still touch these blocks; then a later call ends the
         holds. A kernel may read slightly outside the window, so a block of the window takes their
@@ -354,8 +354,8 @@ class KVCacheManager:
     def _split_removed(
         self, tier: SsdTier, removed: list[BlockKey]
     ) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Returns the blocks that are gone, and those that are on the SSD only. Both are among the
-        blocks removed from DRAM and those that the SSD gained or lost."""
+        """Returns the blocks that are gone, and the blocks that are on the SSD only. Looks at the
+        blocks removed from DRAM and at the blocks that the SSD gained or lost."""
         changes = tier.slots.take_changes()
         changed = dict.fromkeys([*removed, *changes.stored, *changes.removed])
         gone: list[BlockKey] = []

@@ -1,7 +1,7 @@
 """Brings the missing blocks of a prompt's prefix into this instance's DRAM before its prefill.
 
-Blocks come from the instance's SSD, where loading is faster than computing, and the blocks after
-them from the peer that the Conductor named, at the same time. Blocks that do not arrive are
+Blocks come from the instance's SSD where loading is faster than computing. At the same time, the
+blocks after them come from the peer that the Conductor named. Blocks that do not arrive are
 computed. A peer that reads blocks from this instance's SSD gets its answer when the blocks are in
 DRAM.
 

@@ -1,9 +1,9 @@
 """Decides which requests an instance runs in its next step, and which one is preempted when blocks
 run out.
 
-Read `_begin_step` first: this method is the whole algorithm, and the methods after it are its parts
-in their order. A request enters from `waiting`, which gives it blocks, or by `join`, which brings
-its own. A request leaves by `remove`.
+Read `_begin_step` first: it is the whole algorithm, and the methods after it are its parts, in the
+order of their calls. A request enters from `waiting`, where it gets blocks, or by `join`, with
+blocks that it already has. A request leaves by `remove`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Scheduler:
     def join(self, request: RequestState) -> None:
         """Adds a request with all of its KVCache; it runs once the engine has room for it.
 
-        Where the TBT SLO counts (`max_step_s`), it joins between two steps, and its first token is
+        With a TBT SLO (`max_step_s`), the request joins between two steps, and its first token is
         delivered when its first step begins. Otherwise its first gap would include the rest of the
         step under way, and short answers would miss their SLO at any load.
         """
@@ -255,8 +255,9 @@ class Scheduler:
                     break
 
     def preempt_for(self, attempt: AttemptSpec) -> bool:
-        """Preempts a running request of a tenant that was served far more than that of an attempt
-        without blocks. Returns False if each such request is in a step."""
+        """Preempts a running request for an attempt without blocks, if the tenant of the running
+        request was served far more than the tenant of the attempt. Returns False if each such
+        request is in a step."""
         victim = self.order.victim(r for r in self._behind(attempt) if not r.steps_pending)
         if victim is None:
             return False
@@ -275,8 +276,8 @@ class Scheduler:
                     yield request
 
     def _preempt(self, request: RequestState) -> None:
-        """Frees a running request's blocks and puts it first in the waiting queue. The request is
-        computed again later, after the part of it that is still cached."""
+        """Frees a running request's blocks and puts it first in the waiting queue. Later, the
+        request's tokens are computed again, except those that are still cached."""
         self._actions_out.count("preemptions")
         request.num_preemptions += 1
         request.num_overlap_blocks = 0
@@ -379,8 +380,7 @@ class Scheduler:
         return self._kv_cache.allocate(request, num_blocks) is not None
 
     def _allocate_overlapping(self, request: RequestState) -> bool:
-        """Allocates as `_allocate` does, for a request whose prefix is still arriving, if it may
-        compute early."""
+        """Like `_allocate`, for a request that may compute while its prefix is still arriving."""
         if self.running and not self.has_room(request.tokens.size):
             return False
         if any(r.decoding for r in self.running) or self.joining:
@@ -388,8 +388,9 @@ class Scheduler:
         return self.overlap.try_allocate(request)
 
     def _release_fetched(self) -> bool:
-        """Releases the fetched blocks of waiting requests: the first of them may need the room, and
-        the others cannot run before it. Returns False if no waiting request had fetched blocks."""
+        """Releases the fetched blocks of waiting requests, because the first of these requests may
+        need the room, and the others cannot run before it. Returns False if no waiting request had
+        fetched blocks."""
         owners = [r.fetch_owner for r in self.waiting if not r.arriving]
         held = self._kv_cache.pool.owners()
         for owner in reversed(owners):
@@ -445,16 +446,16 @@ class Scheduler:
         return self._micro_batch(decodes, bool(prefills)), prefills
 
     def _may_overlap(self, request: RequestState) -> bool:
-        """Whether a request may overlap: one that computes early has one step at a time, until it
-        is known to be valid, and none beside decodes."""
+        """Whether a request may have another step: while its prefix is arriving, it has one step at
+        a time, which must prove valid, and no step beside decodes."""
         if request.missed or request.steps_pending:
             return False
         return not request.arriving or not any(r.decoding for r in self.running)
 
     def _micro_batch(self, decodes: Step, prefills: bool) -> Step:
-        """Returns the decodes of one stage's micro-batch: an even share, so that no stage waits for
-        a larger batch of another (SARATHI section 3.2). Decodes alone never fill more steps than
-        there are stages, because more steps would only be smaller."""
+        """Returns the decodes of one micro-batch. Each micro-batch has an equal share, so that no
+        stage waits for another stage's larger batch (SARATHI section 3.2). Decodes alone never fill
+        more steps than there are stages, because more steps would only be smaller."""
         stages = self._config.micro_batches
         if stages == 1 or not decodes:
             return decodes

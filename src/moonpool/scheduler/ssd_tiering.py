@@ -69,8 +69,8 @@ class Demotion:
     def __init__(
         self, kv_cache: KVCacheManager, actions_out: ActionBuffer, ahead_blocks: int = 0
     ) -> None:
-        """`ahead_blocks`: how many blocks copies may hold, if that is not a part of
-        `reserved_blocks` because no request is promised blocks there."""
+        """`ahead_blocks`: how many blocks copies may hold, for a pool of which no request is
+        promised blocks; 0 means a part of `reserved_blocks`."""
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
         self._actions_out = actions_out
@@ -168,8 +168,8 @@ class Demotion:
         self._write(tier, owner, blocks, ahead=True)
 
     def _take_ahead(self, num_blocks: int, heir: BlockOwner | None = None) -> list[BlockId]:
-        """Ends the holds of the first blocks that wait for a copy; `heir` holds those that are
-        still cached, which are returned."""
+        """Ends the holds of the first blocks that wait for a copy. Returns those that are still
+        cached; `heir` holds them from now on."""
         taken = list(islice(self._ahead.items(), num_blocks))
         cached = [block_id for key, block_id in taken if self._pool.key_of(block_id) == key]
         if heir is not None:

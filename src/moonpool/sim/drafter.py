@@ -80,8 +80,8 @@ class SimDrafter:
         return task.num_drafts, max(task.num_drafts, 1)
 
     def _first_round_s(self, tasks: Sequence[DraftTask]) -> float:
-        """Returns the seconds of the first round, which computes the rows that the draft model
-        lacks of each request: a few rows, or a chunk."""
+        """Returns the seconds of the first round, in which the draft model computes the rows that
+        it lacks of each request: a few rows, or a chunk."""
         chunks, rows, context_tokens = [], 0, 0
         for task in tasks:
             number = len(task.token_ids)

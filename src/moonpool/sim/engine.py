@@ -49,7 +49,7 @@ class EngineFigures:
 
 @dataclass(slots=True)
 class _Repeated:
-    """A decode step under way that stands for `num_steps` equal ones."""
+    """A decode step under way that represents `num_steps` equal steps."""
 
     entries: tuple[StepEntry, ...]
     batch: int

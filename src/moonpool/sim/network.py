@@ -13,8 +13,8 @@ A certificate limits how many rates are recomputed. Rates are max-min fair exact
 overloaded and each flow runs at its own limit or has a *bottleneck*: a full link on which no flow
 is faster. So only the flows nearest to a change are recomputed first, with all others held fixed.
 Held flows that then lack a bottleneck, or are faster than a new bottleneck allows, join the
-recomputed set, until no more flow joins. The set is at most the connected component, and mostly a
-small part of it.
+recomputed set, until no more flow joins. The set is usually a small part of the connected component
+of flows, and at most all of it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def summarise(simulation: Simulation, wall_s: float) -> dict[str, Any]:
     """
     found = simulation.collector
     simulated_s = max(simulation.last_end_s, 1e-9)
-    # If all requests arrive at once, goodput is taken over the whole run.
+    # If all requests arrive at the same time, goodput is measured over the whole run.
     arriving_s = simulation.last_arrival_s or simulated_s
     nodes = [*simulation.past_nodes, *simulation.nodes.values()]
     has_programs = len(simulation.clients.figures) > 0
@@ -143,8 +143,8 @@ def _learned(simulation: Simulation) -> dict[str, Any]:
 
 
 def _cost_domain(simulation: Simulation, nodes: list[SimInstance]) -> dict[str, Any] | None:
-    """Returns the sizes that the cost was measured for, and the tokens of this run outside of
-    them, or None if the cost was not measured."""
+    """Returns the sizes for which the cost was measured, and how many tokens of this run were
+    outside these sizes, or None if the cost was not measured."""
     domain = simulation.hardware.prefill.domain
     if domain is None:
         return None

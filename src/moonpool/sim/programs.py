@@ -32,7 +32,7 @@ class _Program:
     sessions: list[str] = field(default_factory=list)
 
     def take(self, inner: _Program) -> None:
-        """Adds the figures of `inner`, which had been noted as if it were a program of its own."""
+        """Adds the figures of `inner`, which was first noted as a separate program."""
         if inner.num_calls:
             self.began_s = min(self.began_s, inner.began_s) if self.num_calls else inner.began_s
         self.ended_s = max(self.ended_s, inner.ended_s)

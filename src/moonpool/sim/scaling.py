@@ -18,7 +18,7 @@ SCALED_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class Scaling:
-    """Keeps count of the instances that boot and the instances that are present."""
+    """Counts the instances that boot and the instances that are present."""
 
     def __init__(
         self,

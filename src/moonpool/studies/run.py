@@ -25,9 +25,10 @@ from moonpool.trace.row import TraceInfo, TraceRow
 NOT_TOLD = frozenset(
     {"requests", "seed", "recorded", "sample_s", "node_series", "most_programs", "objects"}
 )
-"""The settings of a run that its figures have elsewhere, or that no command offers."""
+"""The settings that the part `run` of the figures omits: another part has them, or no command
+offers them."""
 Watch = Callable[[Iterator[TraceRow], TraceInfo], Iterable[TraceRow]]
-"""Gets the rows before the simulation does, for a bar or a count."""
+"""A callback that receives the rows before the simulation, to show progress or to count them."""
 
 
 class RunSettings(SimulationSettings, frozen=True):

@@ -1,7 +1,7 @@
 """The fields of a model's description, each read by its type.
 
-There is no way to a field but by its type, so that none is used unchecked: what comes with a model
-may be damaged or hostile.
+Fields can be read only with their type, so that each one is checked, because a model's files may be
+damaged or hostile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moonpool.text.shown import shown
 class Fields:
     """One JSON object. Each method raises `ModelError`, which names file, field and value.
 
-    A field that is null counts as one that is missing.
+    A field that is null counts as missing.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
@@ -32,15 +32,15 @@ class Fields:
         self.prefix = prefix
 
     def over(self, others: Fields) -> Fields:
-        """These fields, and the others that are not written here."""
+        """Returns these fields, completed by those of the others that are missing here."""
         return Fields({**others._values, **self._values}, self.where, self.prefix)
 
     def made(self, values: Mapping[str, Any]) -> Fields:
-        """Other fields at the same place."""
+        """Returns fields with these values, at the same place of the file."""
         return Fields(values, self.where, self.prefix)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is written, if only as null."""
+        """Whether the field is present, even if it is null."""
         return name in self._values
 
     def has(self, name: str) -> bool:

@@ -1,9 +1,9 @@
 """Structured output (guided decoding): which tokens a JSON schema, regular expression or grammar
 allows next.
 
-The state of a grammar is a function of the tokens generated so far. The state therefore does not
-travel with a request: every instance that draws the next token allows the same ones, before and
-after a fault. The matchers kept here are only a cache, which saves reading those tokens again.
+The state of a grammar is a function of the tokens generated so far. The state is therefore not sent
+with a request: every instance that draws the next token allows the same tokens, before and after a
+fault. The matchers kept here are only a cache, which saves reading those tokens again.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a tokenizer is made from. `source` is the text of a `tokenizer.json`.
+    """The files or data from which a tokenizer is made. `source` is the text of a `tokenizer.json`.
 
     `special_tokens` are by the names that templates use, such as `bos_token`.
     """
@@ -46,7 +46,7 @@ class ChatTemplateError(ValueError):
 
 
 class Vocabulary(Protocol):
-    """What each token of a model stands for."""
+    """The text of each token of a model."""
 
     special_token_ids: frozenset[int]
     """Tokens without text."""
@@ -78,7 +78,7 @@ class Tokenizer(Vocabulary, Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What `tokenizer_config.json` says of it, with the chat template in use."""
+        """Returns the content of `tokenizer_config.json`, with the chat template in use."""
         ...
 
     def use_chat_template(self, source: str) -> None:

@@ -3,7 +3,7 @@
 Each call names its play (a program), its session (an agent of it), and the calls that it depends
 on: it starts `delay_ms` after they completed, or after they were dispatched. If a call has several
 delays, the longest one counts, after the last of the named calls has ended. A call that depends
-only on dispatched calls waits for the same calls as those, plus its delay.
+only on dispatched calls waits for the same calls as these, and then for its delay.
 
 Block ids are unique within a play.
 """

@@ -191,8 +191,8 @@ def _answer(row: AgentLine) -> int:
 
 def _own_blocks(row: AgentLine, num_input: int, block_tokens: int) -> tuple[int, ...]:
     """Returns block ids for a prompt of which only the length is known; prompts of one session
-    begin alike. Other rows have none: the text that a row adds to its session is named later, and a
-    standalone row shares nothing."""
+    begin alike. Other rows get no ids here: the text that a row adds to its session gets them
+    later, and a standalone row shares no blocks."""
     session = name_of(row.session_id)
     if not session or row.request_id is None:
         return ()

@@ -231,8 +231,9 @@ def session_rows(name: str, found: Iterable[CallSpan], exact: bool = False) -> l
     by_time = sorted(found, key=lambda call: call[:2])
     calls = [one for one in by_time if _tokens(one[3], _INPUT) and _tokens(one[3], _OUTPUT)]
     rows: list[ParsedRow] = []
-    under_way: list[tuple[float, int]] = []  # a heap of ends, with the places of their calls
-    # Of those that have ended, only those that no other of them waited for: the rest are implied.
+    under_way: list[tuple[float, int]] = []  # a heap of (end, place of the call)
+    # Of the ended calls, keeps only those for which no other ended call waited, because these imply
+    # the others.
     last: dict[str, int] = {}
     latest = 0.0
     for number, (begin_s, end_s, span, attributes) in enumerate(calls):
@@ -284,8 +285,8 @@ def _span_blocks(name: str, attributes: dict[str, Any], num_tokens: int) -> tupl
 
 class TurnsParser:
     """Parses one of AIPerf's conversations per line. A turn adds its text to the prompt and the
-    answer before it, and starts `delay` milliseconds after that answer; without one, as long after
-    it as their timestamps are apart."""
+    answer before it, and starts `delay` milliseconds after that answer; without `delay`, after the
+    difference of their timestamps."""
 
     format = "turns"
     header_lines = 0

@@ -7,8 +7,8 @@ nobody else shares, a `priority`, of which a lower one is served first, and an `
 service levels the configuration gives (`slo.classes`). Unknown fields are ignored, misspelt ones
 are errors. `write_trace` writes Mooncake's format.
 
-Rows of agents are in forms of their own (`agent_rows`, `agent_graphs`, `corpora`); `jsonl_parser`
-tells by the first rows which form a file has.
+Rows of agents have other forms (`agent_rows`, `agent_graphs`, `corpora`); `jsonl_parser` decides by
+the first rows which form a file has.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def _parser_of_programs(first: dict[str, Any]) -> Parser | ProgramParser | Gathe
 
 
 def _is_published(row: dict[str, Any]) -> bool:
-    """Whether a file's first object is a row of one of these formats, and no line of a log. A line
-    that is not an object is explained by these formats, too."""
+    """Whether a file's first object is a row of one of these formats, and not a line of a log. A
+    line that is not an object is explained by these formats, too."""
     own = ("input_length", "output_length", "hash_ids", "text_input", "wait_for", "message_mode")
     if not row or any(
         field in own or difflib.get_close_matches(field, own[:2], n=1, cutoff=0.8) for field in row
@@ -251,8 +251,8 @@ def _has_untimed_session(rows: list[dict[str, Any]]) -> bool:
 
 
 def _ignored(shape: type, first: dict[str, Any]) -> tuple[str, ...]:
-    """The unused fields of the first row. Raises LineError for one that looks misspelt: optional
-    fields may be absent, so a misspelt one would be ignored silently."""
+    """The unused fields of the first row. Raises LineError for a field that looks misspelt:
+    optional fields may be absent, so a misspelt one would be ignored silently."""
     known = [field.encode_name for field in msgspec.structs.fields(shape)]
     absent = [field for field in known if field not in first]
     unknown = [field for field in first if field not in known and field not in _EXPECTED]

@@ -1,14 +1,14 @@
 """Which calls of a program wait for which, and when a program begins.
 
-A row of a program has no time of its own: it starts when the rows that it waits for have ended and
-its tools have run. Rows are read in the order in which their programs begin, so that a row is known
-before the rows that it waits for are over; `CallOrder.place` gives it the time of its program. A
-row without a prompt or an answer is left out, and the calls that wait for it wait for the calls
-before it instead.
+A row of a program starts not at a given time, but when the rows that it waits for have ended and
+its tools have run. Rows are read in the order in which their programs begin, so that each row is
+read before the rows that it waits for have ended. `CallOrder.place` gives it the time of its
+program. A row without a prompt or an answer is left out, and the calls that wait for it wait for
+the calls before it instead.
 
 A file may name the calls (`wait_for`), or only the session: then each row waits for the previous
-one. If a file tells when answers ended, as logs do, tools ran for the time from the end of one
-answer to the next call. A call that began before the previous one had ended did not wait for it.
+one. If a file contains the ends of answers, like logs, the tools' time is the time from the end of
+an answer to the next call. A call that began before the previous one had ended did not wait for it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SESSION_BLOCK_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """What is known about an agent: its last call, and its context as far as the file gives parts
-    of it."""
+    """The state of an agent while a file is read: its last call, and its context if the file gives
+    it in parts."""
 
     time: float
     parent: str = ""
@@ -76,12 +76,13 @@ class CallOrder:
         """The time of the row that was placed last, even if it was left out."""
         self.has_programs = False
         self.is_needed = False
-        """Whether the lines alone do not tell each row's time, prompt and calls before it."""
+        """Whether rows need this class because their lines alone lack their time, their prompt or
+        the calls before them."""
 
     def place(self, row: ParsedRow) -> ParsedRow | None:
-        """The row with its time, its call, what it waits for, its delay, and with its whole prompt
-        if it only gave a part of it. Returns None if it has no
-        prompt or no answer. Raises LineError."""
+        """Returns the row with its time, its call, the calls that it waits for, its delay, and the
+        whole prompt if the line has only a part of it. Returns None if it has no prompt or no
+        answer. Raises LineError."""
         if not row.session and not row.call:
             if row.time == UNTIMED:
                 raise LineError("this row has neither a timestamp nor a session_id or request_id")
@@ -116,8 +117,8 @@ class CallOrder:
 
     def _named_by(self, row: ParsedRow) -> tuple[tuple[str, ...], float]:
         """The calls that a row names. A call that starts alongside others waits for the same calls
-        as they do. A call that waits for one that was left out waits for what that one waited
-        for."""
+        as they do. A call that waits for a left-out call waits instead for the calls that the
+        left-out one waited for."""
         found: dict[str, None] = {}
         earlier_s = 0.0
         for name in row.after or row.alongside:
@@ -235,8 +236,8 @@ class CallGraph:
     """An order of a file's rows, by their numbers, in which each row comes after the rows that it
     waits for. Files may have the rows that a row waits for in later lines.
 
-    Rows without waits keep the order of their times, and rows of a session that wait for the one
-    before them that of their session: by time where they have one, else by the file.
+    Rows without waits keep the order of their times. Rows that wait for the previous row of their
+    session keep the session's order: by time if they have times, else as in the file.
     """
 
     _rows: list[_Row] = field(default_factory=list)

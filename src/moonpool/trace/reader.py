@@ -1,10 +1,10 @@
 """Opens a trace of any known format as a stream of rows in order of time.
 
-The reader passes over a file twice. The first pass checks every row, so that no run of an hour ends
-at a bad line, and finds the facts that need the whole file: its start, its ticks, and whether it is
-sorted. The second pass yields the rows. Memory does not grow with a sorted file; of an unsorted one
-an index (time, byte offset, line number) is kept, 24 bytes per row. If rows of agents wait for
-later lines, a third pass finds an order first (`CallGraph`).
+The reader passes over a file twice. The first pass checks every row, so that a long run does not
+fail at a bad line, and determines facts about the whole file: its start, its unit of time, and
+whether it is sorted. The second pass yields the rows. A sorted file needs constant memory. For an
+unsorted file, an index (time, byte offset, line number) takes 24 bytes per row. If rows of agents
+wait for later lines, a third pass finds an order first (`CallGraph`).
 
 Ticks: some publishers round times. Mooncake's conversation trace is rounded to 3 s; replayed as it
 is, it would measure bursts of ten. Rows of one tick are therefore spread evenly over it.

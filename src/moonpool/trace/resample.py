@@ -6,8 +6,8 @@ their distances, so bursts stay as they are.
 
 Sharing of prefixes stays within a stretch. A prompt whose cached prefix comes from before its
 stretch gets a prefix of the same length from an earlier prompt of the draw: from the same
-predecessor where the draw has it and no other copy of the prompt continues it, else from the prompt
-that is nearest in age. Copies have blocks of their own, except for common blocks.
+predecessor, if the draw has it and no other copy of the prompt continues it, else from the prompt
+whose age is nearest. Copies have blocks of their own, except for common blocks.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Reuse(NamedTuple):
 
 
 def resample(rows: Sequence[TraceRow], seed: int) -> list[TraceRow]:
-    """Returns another sample of the workload. A seed of 0 gives the trace itself, as does any draw
-    of a trace without duration, or of one without rows. The same seed gives the same rows."""
+    """Returns another sample of the workload. With seed 0, the draw is the trace itself, and so it
+    is for a trace without duration or rows. The same seed gives the same rows."""
     if seed == 0 or not rows or rows[-1].arrived_s <= 0:
         return list(rows)
     rng = Random(seed)

@@ -122,7 +122,7 @@ class LineError(ValueError):
 
 
 class LaterCallError(LineError):
-    """A row waits for a call that no line before it has."""
+    """A row waits for a call that is not on an earlier line."""
 
 
 @runtime_checkable

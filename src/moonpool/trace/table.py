@@ -76,7 +76,7 @@ LOG_COLUMNS = {
 }
 """Names of the columns of a log of one's own, small or capital, with spaces or underscores."""
 CLASS_COLUMN = "slo_class"
-"""Any file may have it, likewise: the class of service levels of each request."""
+"""Any file may also have this column: the SLO class of each request."""
 EPOCH_S, _EPOCH_MS = 10**9, 10**11
 """Smaller times count from the log's start. Larger ones count from 1970: in seconds up to the
 second value, and in ms, us and ns up to a thousand times as much each."""
@@ -310,8 +310,8 @@ def units_since_1970(time: float) -> int:
 
 
 def units_since_start(times: Iterable[float]) -> int:
-    """The same for times that count from the log's start: milliseconds as in Mooncake's files,
-    unless some have fractions."""
+    """Returns the unit of times that count from the log's start: milliseconds as in Mooncake's
+    files, unless some have fractions."""
     finite = (time for time in times if isfinite(time))
     return 1 if any(not float(time).is_integer() for time in finite) else 1000
 

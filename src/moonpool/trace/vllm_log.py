@@ -29,7 +29,7 @@ _TIMES = ("timestamp", "asctime", "time", "@timestamp", "created")
 _YEAR = "2000-"
 """A line of vLLM's log has no year."""
 MAX_REQUESTS = 1_000_000
-"""Requests whose arrivals are kept until their answers come, and after."""
+"""The most requests whose arrivals are kept, until their answers come and afterwards."""
 
 
 class VllmLogParser:

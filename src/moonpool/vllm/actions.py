@@ -150,9 +150,10 @@ class FlushStep:
 
 @dataclass(frozen=True, slots=True)
 class ExplainCache:
-    """Events of the engine's cache do not come, or do not fit (`fits` False): find out why, ask for
-    lost ones again, and post `CacheExplained`. The events may also fit again. `other_block_tokens`:
-    the block size of events that have another size, or 0 without such events."""
+    """The events of the engine's cache are missing, or contradict its answers (`fits` False): find
+    out why, request lost events again, and post `CacheExplained`. The events may also fit again.
+    `other_block_tokens`: the block size of events that have another size, or 0 without such
+    events."""
 
     fits: bool
     other_block_tokens: int = 0

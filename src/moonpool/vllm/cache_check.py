@@ -1,5 +1,5 @@
-"""Why the KV events of a vLLM server cannot be used, and whether its own counts of hits agree with
-what was expected. Pure: used only for words and warnings."""
+"""Explains why the KV events of a vLLM server cannot be used, and checks whether the server's
+counts of hits agree with the expected hits. Pure: used only for words and warnings."""
 
 from __future__ import annotations
 

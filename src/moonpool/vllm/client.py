@@ -1,4 +1,5 @@
-"""The HTTP client of one server of any make: its health, what it tells, and its completions."""
+"""The HTTP client of one server of any make: reads its health and its properties, and sends
+completions."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ IDLE_S = 2.0
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 16 << 20
 MAX_FORWARDED_BYTES = 48 << 20
-"""Largest response that is passed on whole, because it goes to the head in one frame."""
+"""The largest response that can be forwarded in one piece, because it goes to the head in one
+frame."""
 EVENTS = b"text/event-stream"
 LACKS = (404, 405, 501)
 """Statuses by which a server says that it does not serve a path."""
@@ -91,7 +93,7 @@ class VllmClient:
         self.url = address.rstrip("/")
         rank = {} if self.rank is None else {RANK_HEADER: str(self.rank)}
         tls = _tls_context() if self.url.startswith("https") else None
-        # No limit for an answer: the caller cancels one whose request has run out of time.
+        # Answers have no time limit here: the caller cancels a request at its deadline.
         try:
             self._http = HttpClient(
                 self.url, api_key, CONNECT_S, headers=rank, idle_s=IDLE_S, tls=tls

@@ -1,6 +1,6 @@
 """Requests for vLLM's `/v1/completions`, and the parsing of its responses.
 
-Prompts and outputs are token ids (`return_token_ids`), so that both sides mean the same tokens. The
+Prompts and outputs are token ids (`return_token_ids`), so that both sides have the same tokens. The
 head converts token ids to and from text.
 """
 
@@ -25,8 +25,8 @@ nearer."""
 
 
 class DialectError(ValueError):
-    """A response of vLLM cannot be used; one line says why. `refused`: whether a retry would not
-    help."""
+    """A response of vLLM cannot be used; one line says why. `refused`: whether the server refused
+    the call, so that a retry would not help."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -133,7 +133,8 @@ def completion_body(
 
 
 def _cache_fields(submit: SubmitRequest, layout_fingerprint: bytes) -> dict[str, Any]:
-    """Returns whose blocks the request may share, and where its KVCache goes or comes from."""
+    """Returns the fields that say whose blocks the request may share, and to or from which server
+    its KVCache is sent."""
     work, body = submit.attempt, dict[str, Any]()
     salt = salt_of(layout_fingerprint, work.tenant, work.adapter, submit.has_pool)
     if not work.use_cache:

@@ -31,8 +31,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 QUEUED = 100_000  # most queued batches; vLLM keeps as many
 REPLAY_S = 5.0  # longest time without a message from the server
 LOOK_MS, REPLAY_LOOK_MS = 2000, 250
-"""How long events are awaited, normally, and when they are requested because none come
-otherwise."""
+"""How long to wait for events: normally, and when they are requested again because none arrive."""
 Connection = Literal["none", "open", "refused"]
 """The state of the connection to a publisher; `refused` means that what listens there is no
 publisher."""
@@ -72,7 +71,7 @@ class EventsError(Exception):
 def read_batch(payload: bytes) -> tuple[ForeignEvent, ...]:
     """Returns the events of one batch: [time, [event, ...], ...].
 
-    Events of another format are left out. Raises ValueError if the batch has another format.
+    Skips events of another format. Raises ValueError if the batch has another format.
     """
     try:
         batch = _LOOSE.decode(payload)

@@ -50,8 +50,8 @@ ASSUMED_COST = FittedCost(
     shared_memory_bytes_per_s=FAR_BYTES_PER_S,
     network_bytes_per_s=FAR_BYTES_PER_S,
 )
-"""The cost that is assumed: that of a model of 8 billion parameters on a GPU. Times that are too
-short refuse nothing."""
+"""The assumed cost: a model of 8 billion parameters on a GPU. Times that are too short refuse
+nothing."""
 INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "/v1/embeddings": lambda prompt: {"input": prompt},
     "/pooling": lambda prompt: {"input": prompt},

@@ -1,5 +1,5 @@
-"""Notices what a server serves in addition to what it served when it was found: LoRA adapters that
-are loaded and unloaded meanwhile, and another model."""
+"""Notices changes of what a server serves: LoRA adapters that are loaded or unloaded, and another
+model."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 a restart.
 
 Each saved slot is a file that the server writes, and a note beside it that moonpool writes: the
-tokens, and the digest of the file. The name is a hash of model, tenant and tokens, so a note that
-does not belong to its name is none. A file that its note does not fit is a miss, and is deleted.
-Servers of one machine that serve the same model may share a folder.
+tokens, and the digest of the file. The name is a hash of model, tenant and tokens, so a note whose
+content does not match its name is ignored. A file that its note does not fit is a miss, and is
+deleted. Servers of one machine that serve the same model may share a folder.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _parts(path: Path) -> Sequence[Path]:
 
 
 def identity_of(folder: Path, weights: bytes, logprobs: Logprobs) -> bytes:
-    """The same identity for all servers that compute the same with these weights. The folder
-    remembers what earlier ones computed. Raises OSError."""
+    """Returns the identity, which is equal for all servers that compute the same with these
+    weights. The folder remembers what earlier ones computed. Raises OSError."""
     place = folder / f"moonpool-{weights.hex()[:40]}.model"
     marks = _read(place)
     found = next((mark for mark in marks if _is_like(mark.logprobs, logprobs)), None)

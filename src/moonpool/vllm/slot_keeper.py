@@ -94,7 +94,8 @@ class SlotKeeper:
 
     @contextlib.asynccontextmanager
     async def hold(self, prompt: Prompt) -> AsyncIterator[SlotGrant]:
-        """A slot for one request, as soon as one is free, with as much of the prompt as is kept."""
+        """Waits for a free slot for one request, and yields it with as much of the prompt as is
+        stored."""
         if self._quiet is not None:
             self._quiet.cancel()
         async with self._free:

@@ -122,8 +122,8 @@ class SlotTable:
         save = held if is_cut and self._is_worth(held) else None
         after = restore if restore is not None else held
         common = self._common(after, prompt)
-        # The server may look for a better prefix in its own memory, where it is any tenant's, if
-        # less than half of the slot stays.
+        # If less than half of the slot is reused, the server may search its own memory for a better
+        # prefix, which may be another tenant's.
         stays = after is not None and 2 * common * self.block_tokens >= after.num_tokens > 0
         reuses = bool(prompt.keys) and (stays or self.has_one_root)
         expected_tokens = common * self.block_tokens if reuses else 0
@@ -231,8 +231,8 @@ class SlotTable:
     # The choice
 
     def _choose(self, free: Iterable[int], prompt: Prompt) -> tuple[int, Held | None]:
-        """Returns a slot that is continued, else a file, else a slot of which most stays, else the
-        slot that will be missed least."""
+        """Returns a slot that the prompt continues, else a file, else the slot of which most can be
+        reused, else the slot that is least likely to be needed."""
         by_common = sorted(
             free, key=lambda n: (self._common(self._slots[n].held, prompt), self._slots[n].used)
         )

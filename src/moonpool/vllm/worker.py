@@ -86,7 +86,7 @@ MISSING = 404
 FORWARDED_REFUSALS = (MISSING, 405, 415, 501)
 """Statuses with which a server refuses a call that it does not serve."""
 POOL_S = 2.0
-"""How long the pool may take to tell what it has, before the instance joins without it."""
+"""How long the pool may take to report its blocks before the instance joins without it."""
 MAX_UNWELL = 6
 """The sum of weights over successive beats at which the server counts as gone: a busy engine may
 be slow to respond."""

@@ -8,7 +8,7 @@ from moonpool.api.connection.kept_stream import accepted_bytes
 
 
 class Shelf:
-    """Implements `StreamKeeper`. It holds the log of the last answer, even after its end."""
+    """Implements `StreamKeeper`. Keeps the log of the last answer, even after its end."""
 
     def __init__(self, limit_bytes: int = 1 << 20) -> None:
         self.limit_bytes = limit_bytes

@@ -194,7 +194,8 @@ def test_tokenize_and_chat_continue_alike_and_echo_what_they_continue() -> None:
 def test_a_text_is_shortened_as_by_transformers(
     side: str, most: int, tokenizer: HfTokenizer, theirs: Any
 ) -> None:
-    """Whether the tokens around the text stay, as far as there is room."""
+    """Whether the tokens around the text are kept as long as there is room for them, as in
+    transformers."""
     text = "The quick brown fox jumps over Zürich"
     theirs.truncation_side = side
     body = CompletionBody(

@@ -1,4 +1,4 @@
-"""Runs the bench of ranks on a model so small that the test only shows that the bench runs."""
+"""Runs the benchmark of ranks on a tiny model, which shows only that the benchmark runs."""
 
 from __future__ import annotations
 

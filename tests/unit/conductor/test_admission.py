@@ -231,8 +231,8 @@ def test_a_rejection_has_the_numbers_behind_it() -> None:
 
 
 def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
-    """Whether the load counts without a slow instance: placement gives it few decodes, so its load
-    differs from the load of the others."""
+    """Whether a slow instance does not count for the load: placement gives it few decodes, so its
+    load differs from the others'."""
     context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
     context.cluster_state.instance_table.set_cost(2, slow)

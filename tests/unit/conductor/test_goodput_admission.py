@@ -105,8 +105,8 @@ def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
 
 
 def decided(num_tokens: int, num_others: int = 0, queue_s: float = 0.0) -> Rejection | None:
-    """Decides on a prompt under a TTFT SLO of 3 s, at an idle instance whose prompts took twice as
-    long lately as was measured at rest. Another prompt arrived every 2 s."""
+    """Decides on a prompt under a TTFT SLO of 3 s, at an idle instance whose recent prompts took
+    twice as long as those measured at rest. Another prompt arrived every 2 s."""
     cluster_state = ClusterState(IntervalForecast())
     for name in NAMES:
         cluster_state.join(info(name, num_blocks=100_000))

@@ -185,7 +185,8 @@ def test_recent_rows_are_the_last_ones_and_stay(
 
 
 def test_a_new_update_gives_the_same_prices_as_a_new_window() -> None:
-    """Whether the arrays' old arrivals change no price."""
+    """Whether prices do not change through arrivals outside the window that are still in the
+    arrays."""
     needs = arrivals(rate=12.0, prefill_s=1.0, decode_s=0.01)
     old = ResourcePrices()
     for need in needs:

@@ -161,8 +161,8 @@ def test_requests_that_end_together_count_together() -> None:
 
 
 def test_long_requests_make_up_most_of_a_queue() -> None:
-    """Nine short requests take a third of the expected time, and a long request twice the expected
-    time."""
+    """Nine short requests take a third of their expected time, and one long request takes twice its
+    expected time."""
     factor = LearnedFactor(summed=1)
     for number in range(WINDOW):
         long = number % 10 == 0

@@ -125,8 +125,8 @@ def test_colocated_chunks_leave_room_for_the_tbt() -> None:
 
 
 def test_what_shares_nothing_is_given_no_cache_to_keep() -> None:
-    """Whether pools only hold what runs: no SSD, one eviction policy, and no more than the trace
-    fills."""
+    """Whether pools are sized only for running requests: no SSD, one eviction policy, and at most
+    the size that the trace fills."""
     rows = tuple(TraceRow(float(i), 3000, 100, ()) for i in range(60))
     found = prepare(Workload(rows, 0), BASE, [A800], PRICED, 0.9)
     assert not found.shares_prefixes

@@ -275,7 +275,8 @@ def test_a_chain_of_bottlenecks_is_followed_to_its_end() -> None:
 
 
 def test_who_is_overtaken_on_a_full_link_is_rated_too() -> None:
-    """h gains on m1 what k loses on m2, in one instant: l stays full, yet g is owed more there."""
+    """In one instant, h gains on m1 what k loses on m2, so l stays full although g should get more
+    there."""
     bench = Bench(l=13.0, m1=16.0, m2=7.0, q=12.0)
     g, h, k = (bench.send(path, path, 10**6) for path in ("l", "m1 l", "m2 l"))
     for number in range(4):

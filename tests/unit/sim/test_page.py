@@ -207,7 +207,7 @@ def test_changed_settings_stand_out() -> None:
     assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # 8 by default
     assert "<dt>block_tokens</dt><dd>256</dd>" in page
     assert "seed <b>0</b>" in page
-    assert "<dt>threads</dt>" not in page  # says nothing about the simulated cluster
+    assert "<dt>threads</dt>" not in page  # no option of the simulated cluster
 
 
 @pytest.mark.parametrize("hash_seed", ["1", pytest.param("77", marks=pytest.mark.long)])

@@ -1,4 +1,4 @@
-"""Reads the files that former releases left on a machine, as docs/operating.md promises for an
+"""Reads the files that former releases left on a machine; docs/operating.md promises this for an
 upgrade.
 
 The archives hold a config file, step times and an SSD folder, each made by the code of that

@@ -1,4 +1,5 @@
-"""Tests what a vLLM server reports about itself, and reports that no vLLM server makes."""
+"""Tests how the reports of a vLLM server about itself are read, and how reports are refused that no
+vLLM server sends."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ LARGE_BYTES = 70 << 10  # above what the head reads in its own process
 
 
 class ResponseError(BenchError):
-    """A response that is not whole, or one with an error in it; the text says which."""
+    """A response that is not complete, or contains an error; the text says which."""
 
 
 def calls(count: int, seed: int, longest: int = 240) -> list[tuple[str, Body]]:
@@ -41,7 +41,7 @@ def calls(count: int, seed: int, longest: int = 240) -> list[tuple[str, Body]]:
                 found.append(("/v1/responses", body))
             case 4:
                 found.append(("/v1/completions", {"prompt": tokens, **shared, "n": 2}))
-            case 6:  # what may be said depends on the tokens before, including those before a fault
+            case 6:  # allowed tokens depend on all earlier ones, also before a fault
                 banned = {"bad_words": [text[:1], text[:2], text[-2:]]}
                 found.append(("/v1/completions", {"prompt": tokens, **shared, **banned}))
             case 7:

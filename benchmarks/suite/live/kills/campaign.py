@@ -49,7 +49,7 @@ FaultPlan = tuple[str, signal.Signals]
 
 
 class InjectedFault(NamedTuple):
-    """What was done, and how long the streams that ran then had to wait."""
+    """An injected fault, and how long the streams under way had to wait."""
 
     kind: str
     sign: signal.Signals
@@ -72,8 +72,8 @@ class Campaign:
         sizes: Sequence[str] = (MODEL, *SIZES),
         only: Sequence[str] = (),
     ) -> None:
-        """`stop_s`: the shortest and the longest SIGSTOP. `only`: kinds of processes to hit; all of
-        them without any."""
+        """`stop_s`: the shortest and the longest SIGSTOP. `only`: the kinds of processes to kill;
+        () means all kinds."""
         self._only = only
         self._arguments = [*sizes[:1], *arrangement, *sizes[1:], *PATIENT]
         self._calls = calls(streams, rng.randrange(1 << 30))
@@ -89,7 +89,7 @@ class Campaign:
         self.left: list[int] = []
 
     def run(self, kills: int, stops: int, seconds: float) -> None:
-        """Injects so many faults, or those that fit into `seconds`."""
+        """Injects this number of faults, or as many as fit into `seconds`."""
         with LocalServer(self._arguments) as server:
             self.load = Load(server.url, self._calls)
             self.load.learn()
@@ -118,7 +118,7 @@ class Campaign:
             self.left = _still_alive(pids)
 
     def plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
-        """Each kind in turn, from a random one on, in a random order."""
+        """Yields each kind in turn, in a random order from a random start."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]
         plans += [(kinds[n % len(kinds)], signal.SIGSTOP) for n in range(stops)]
@@ -228,7 +228,7 @@ def _prefixed(name: str, report: Callable[[str], None]) -> Callable[[str], None]
 
 
 def figures(campaign: Campaign) -> dict[str, Any]:
-    """What a campaign has seen, for the JSON file."""
+    """Returns the results of a campaign for the JSON file."""
     replies = [r for r in campaign.load.replies if r.outcome]
     kinds = sorted({(f.kind, f.sign, f.had_twin) for f in campaign.faults})
     rows = []
@@ -267,9 +267,9 @@ def figures(campaign: Campaign) -> dict[str, Any]:
 
 
 def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
-    """Whether the call met the end of a head before a byte of its answer: a connection is lost
-    between its acceptance and the record of it, which is some 80 us. A head that stands still is
-    killed after `REPLACED_S`, if it has not gone on before."""
+    """Whether the head ended before a byte of the call's answer: a connection is lost if the head
+    dies between its acceptance and its record, within some 80 us. A head that hangs is killed after
+    `REPLACED_S`, unless it recovers before."""
     ended_s = reply.ended_s or reply.sent_s
     heads = [f for f in campaign.faults if f.kind == "head"]
     late_s = {signal.SIGKILL: 1.0, signal.SIGSTOP: 1.0 + REPLACED_S}
@@ -278,7 +278,7 @@ def _is_unheard(campaign: Campaign, reply: Reply) -> bool:
 
 
 def _trouble(campaign: Campaign, reply: Reply) -> str:
-    """How the call ended, how far it had come, and the last fault before its end."""
+    """Describes how the call ended, its progress until then, and the last fault before its end."""
     ended_s = reply.ended_s or reply.sent_s
     text = f"{reply.outcome}: {reply.detail} ({reply.path}, status {reply.status or 'none'}, "
     text += f"{len(reply.arrivals)} pieces in {ended_s - reply.sent_s:.2f} s"
@@ -306,7 +306,7 @@ def _spread(pauses: Sequence[float]) -> dict[str, float | int]:
 
 
 def _has_joined(server: LocalServer, wanted: dict[str, list[int]]) -> bool:
-    """Whether as many workers as at first have joined the head."""
+    """Whether the initial number of workers has joined the head."""
     try:
         joined = Counter(instance["role"] for instance in server.instances())
         joined["attention worker"] = len(server.attention_pids())

@@ -38,7 +38,8 @@ def processes() -> list[Process]:
 
 
 def kind_of(command: str) -> str:
-    """`head`, `fork server`, `stage`, ..., or a worker's role; "" for what it does not know."""
+    """Returns `head`, `fork server`, `stage` and so on, or a worker's role; "" for an unknown
+    process."""
     if any(words in f"{command} " for words in FORK_SERVER):
         return "fork server"
     if command == SPARE:
@@ -51,8 +52,8 @@ def kind_of(command: str) -> str:
 
 
 def victims(supervisor: int, ready: bool = False) -> dict[str, list[int]]:
-    """The processes that the supervisor and its children have started, by kind. `ready`: without a
-    fork server that still imports."""
+    """The processes that the supervisor and its children have started, by kind. `ready`: leaves out
+    a fork server that still imports."""
     by_parent: dict[int, list[Process]] = {}
     for process in processes():
         by_parent.setdefault(process.parent, []).append(process)

@@ -1,4 +1,4 @@
-"""Starts the engine and messenger of an instance whose blocks lie at attention workers."""
+"""Starts the engine and messenger of an instance whose blocks are at attention workers."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _make_arena(layout: BlockLayout, num_blocks: int, view: ShardView | None) ->
 
 
 class CalibrationEngine:
-    """An engine for `engine.calibrate` that puts its sequences into all arenas by turns, as they
-    lie when the instance serves."""
+    """An engine for `engine.calibrate` that distributes its sequences over all arenas, as when the
+    instance serves."""
 
     def __init__(self, engine: Engine, sizes: Sequence[int]) -> None:
         """`sizes`: number of blocks of each arena."""

@@ -1,12 +1,12 @@
 """The channel for steps between a model worker and an attention worker: a socket or two rings.
 
 Both kinds of channel are ordered byte streams; each end is used by one thread. Within a host, rings
-in shared memory save the kernel's part of every message; the socket beside them shows when the peer
-is gone.
+in shared memory save the system calls for every message. A socket beside the rings shows when the
+peer has ended.
 
 Both sides can block on sending: the attention worker with results, the model worker with the next
-rows. To avoid this deadlock the model worker's end, while it cannot send, reads what has arrived
-into a buffer (`reads_ahead`). The channel never holds more than the results of the steps that the
+rows. To avoid this deadlock, the model worker's end reads arrived data into a buffer while it
+cannot send (`reads_ahead`). The channel never holds more than the results of the steps that the
 worker has under way.
 """
 

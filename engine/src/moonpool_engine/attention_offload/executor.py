@@ -1,9 +1,9 @@
 """The attention worker's side of a step: stores K and V, attends, and returns the results.
 
 One thread serves one channel. The executor owns only the steps under way. The blocks belong to the
-arena, and the model worker decides which of them are written. Over rings, and with native kernels,
-C++ code serves the messages of layers (engine/native/attention_executor.py), and only the others
-reach this module.
+arena, and the model worker decides which of them are written. Over rings and with native kernels,
+C++ code serves the messages of layers (engine/native/attention_executor.py), and only other
+messages reach this module.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class FanIn:
         return () if part is None else part.indices
 
     def count(self, num_bytes: int, seconds: float, corrupt_slices: int = 0) -> None:
-        """Adds what one part moved. Parts run at the same time, so the longest counts."""
+        """Adds the bytes, the time and the corrupt slices of one part. Parts run at the same time,
+        so the longest time counts."""
         self.num_bytes += num_bytes
         self.seconds = max(self.seconds, seconds)
         self.corrupt_slices += corrupt_slices

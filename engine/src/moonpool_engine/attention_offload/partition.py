@@ -1,12 +1,12 @@
 """How one instance's KVCache and steps are shared out among its attention workers.
 
-Blocks are shared out by request or by token range, where each worker has blocks of its own, or by
-head, where each worker has its KV heads of all blocks. `Partition` translates the instance's block
+Blocks are divided by request or by token range, so that each worker has other blocks, or by head,
+so that each worker has its KV heads of all blocks. `Partition` translates the instance's block
 numbers to each worker's own. `split_step` makes the share of a step for each worker:
 
-- A sequence whose blocks all lie at one worker is attended at that worker, as a whole.
-- A sequence whose blocks lie at several is attended segment by segment, each where its blocks are.
-  The model worker merges the partial results in the order of its tokens.
+- If all blocks of a sequence are at one worker, that worker computes its whole attention.
+- If they are at several workers, each worker computes the attention over the segments whose blocks
+  it has. The model worker merges the partial results in the order of its tokens.
 
 Moves no bytes.
 """
@@ -97,7 +97,7 @@ class Partition:
         )
 
     def shares(self, block_ids: Sequence[BlockId]) -> dict[int, tuple[BlockId, ...]]:
-        """Returns, by worker, `own` of each worker that has a part of these blocks."""
+        """Returns `own` of these blocks for each worker that has a part of them."""
         if self.head_ranges:
             workers = list(range(self.num_workers))
         else:
@@ -130,7 +130,8 @@ class Partition:
 # Shares of a step. T is its number of rows (tokens).
 
 Selection = slice | Tensor
-"""Rows of a step: a slice if they are consecutive, which avoids a gather, or else their numbers."""
+"""Selects rows of a step: by a slice if they are consecutive, which avoids a gather, else by their
+numbers."""
 
 
 @dataclass(frozen=True, slots=True)

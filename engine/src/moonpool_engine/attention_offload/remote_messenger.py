@@ -1,4 +1,4 @@
-"""The messenger of an instance whose blocks lie at attention workers.
+"""The messenger of an instance whose blocks are at attention workers.
 
 To the instance it is a messenger like any other. The messenger of the attention worker that has the
 blocks performs each operation on them; peers that connect here are redirected there. After an

@@ -53,7 +53,7 @@ from moonpool_engine.engine.ops import (
 
 STEP_NUMBERS = 1 << 32  # a header has 32 bits for the step
 MAX_STEPS = 2
-"""Steps that may be under way together: two batches that take turns (staggered pipelining)."""
+"""The most steps under way at the same time: two batches that take turns (staggered pipelining)."""
 
 
 class AttentionLostError(RuntimeError):
@@ -143,8 +143,8 @@ class RemoteOps:
     def rope_store(
         self, qkv: Tensor, rope: RopeTable, qk_norm: QkNorm | None, args: AttendArgs
     ) -> Tensor:
-        """Does what `Ops.rope_store` does: qkv [T, row_heads * head_dim] -> q [T, num_heads,
-        head_dim]. Sends Q to all workers first, then K and V."""
+        """Like `Ops.rope_store`: qkv [T, row_heads * head_dim] -> q [T, num_heads, head_dim]. Sends
+        Q to all workers first, then K and V."""
         heads, cache, layer, meta, *_ = args
         step = self._step_of(meta, cache)
         q, kv = self._local.rope(qkv, heads, rope, qk_norm, meta)
@@ -167,8 +167,8 @@ class RemoteOps:
         return q
 
     def attend(self, q: Tensor, args: AttendArgs) -> Tensor:
-        """Does what `Ops.attend` does: q [T, num_heads, head_dim] -> [T, num_heads * value_dim].
-        Receives the workers' results, and merges the partials of split sequences."""
+        """Like `Ops.attend`: q [T, num_heads, head_dim] -> [T, num_heads * value_dim]. Receives the
+        workers' results, and merges the partials of split sequences."""
         heads, cache, layer, meta, _, rule = args
         step = self._step_of(meta, cache)
         width = heads.num_heads * heads.value_dim

@@ -228,7 +228,7 @@ class AttentionService:
         sending = threading.Lock()
 
         def post(event: MessengerEvent) -> None:
-            # Other events come from SSD tiers, which attention workers do not have.
+            # All other events are those of SSD tiers, which attention workers do not have.
             if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
                 self._send(frames, sending, event)
 

@@ -23,8 +23,8 @@ _RECORD_BYTES = 1 << 14  # the most bytes that one call returns
 class TlsChannel(StreamChannel):
     """A channel over a TLS connection, which it owns. See `channel.AttentionChannel`.
 
-    The socket does not block: a record that cannot be sent as a whole must not keep the model
-    worker's end from reading ahead.
+    The socket is non-blocking, so that the model worker's end can read ahead while a record is not
+    completely sent.
     """
 
     transport = "tls"

@@ -111,9 +111,9 @@ class LayerRule(Struct, frozen=True):
 
 class Attach(Struct, frozen=True, tag=True):
     """The first message of a control connection. `layout` and `num_heads` describe the whole model.
-    With `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the elements at
-    the end of a key that are its value too (MLA); 0 means that V is apart. `rules`: the rules of
-    each layer, or none. `token` authorises the step connection."""
+    With `kv_heads`, this worker holds only those heads of all blocks. `latent_dim`: the number of
+    elements at the end of a key that are also its value (MLA); 0 means that V is separate. `rules`:
+    the rules of each layer, or none. `token` authorises the step connection."""
 
     owner: InstanceId
     layout: BlockLayout
@@ -260,13 +260,13 @@ class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One attention worker's share of a step.
 
-    `stores`: rows whose K and V the worker stores.
-    `whole`: sequences that lie entirely at this worker. The first rows of Q belong to these; the
-    worker returns their outputs. `parts`: one entry for each segment at this worker of sequences
-    that lie at several workers. The worker returns their partials, after the outputs. `segments`:
-    the segment number of each entry of `parts`. `part_rows`: the row of Q of each row of `parts`.
-    Both fields are bytes of int32 arrays. `epoch`: see the module's docstring. `early`: whether to
-    attend to old tokens as soon as Q has come, or only once K and V have come, too.
+    `stores`: rows whose K and V the worker stores. `whole`: sequences that lie entirely at this
+    worker. The first rows of Q belong to these; the worker returns their outputs. `parts`: one
+    entry for each segment at this worker of sequences that lie at several workers. The worker
+    returns their partials, after the outputs. `segments`: the segment number of each entry of
+    `parts`. `part_rows`: the row of Q of each row of `parts`. Both fields are bytes of int32
+    arrays. `epoch`: see the module's docstring. `early`: whether to attend to old tokens as soon as
+    Q has arrived; otherwise only after K and V have arrived, too.
     """
 
     stores: SequenceRows

@@ -84,8 +84,8 @@ class AttentionWorkerState:
         self._attached: Attach | None = None
 
     def attach(self, request: Attach, post: Callable[[MessengerEvent], None]) -> Attached:
-        """Begins to serve an owner; ends what the former one had under way. `post` gets the events
-        of the worker's messenger. Raises AttachError, ArenaError or OSError."""
+        """Begins to serve an owner, and ends the operations of the former one. `post` gets the
+        events of the worker's messenger. Raises AttachError, ArenaError or OSError."""
         # After the name of the kernels, `arithmetic` describes weights, which an attention worker
         # does not have.
         if not f"{request.layout.arithmetic} ".startswith(f"{self._ops.arithmetic} "):
@@ -133,7 +133,7 @@ class AttentionWorkerState:
             )
 
     def detach(self) -> None:
-        """Ends what the owner has under way; its blocks stay."""
+        """Ends the owner's operations; its blocks stay."""
         with self._lock:
             messenger, self._messenger, self._attached = self._messenger, None, None
         if messenger is not None:
@@ -238,7 +238,7 @@ class AttentionWorkerState:
     def _uncaching_corrupt(
         self, post: Callable[[MessengerEvent], None]
     ) -> Callable[[MessengerEvent], None]:
-        """Returns a `post` that also takes away the keys of blocks that a peer found corrupt."""
+        """Returns a `post` that also removes the keys of blocks that a peer found corrupt."""
 
         def forward(event: MessengerEvent) -> None:
             if isinstance(event, ReadEnded) and event.corrupt and self._retained is not None:

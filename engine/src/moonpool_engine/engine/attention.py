@@ -88,7 +88,8 @@ class LatentAttention:
 
     The queries of each head are projected into the space of the latent, where one KV head serves
     all. The attention operation returns a mean of latents, from which the values of each head
-    follow. Prefill and decode compute alike, so that a cached token has one value.
+    follow. Prefill and decode use the same computation, so that both give a cached token the same
+    bits.
     """
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:

@@ -59,11 +59,11 @@ class LoadedModel:
     fingerprint: str
     tokenizer: str
     sampling: Mapping[str, float] = field(default_factory=dict)
-    # pooling of embeddings; "none" if this engine does not compute the model's way
+    # pooling of embeddings; "none" if this engine lacks the model's pooling
     pooling: Pooling = "last"
     adapters: tuple[Adapter, ...] = ()
     kv_dtype: str = "auto"  # same meaning as in `BlockLayout`
-    lora_modules: tuple[str, ...] = ()  # as given, so that another process opens the same adapters
+    lora_modules: tuple[str, ...] = ()  # as the user gave them, for other processes
 
     @property
     def adapter_numbers(self) -> dict[str, int]:

@@ -53,8 +53,8 @@ CURVE = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 # number of steps of each kind that are measured even if they are slow, because the fit needs them
 ALWAYS = 3
 PATIENCE_S = 3.0
-"""After this time, a slow model measures only what the fit cannot do without: two prefills and a
-decode. Without kernels, one step may take seconds."""
+"""After this time, only the samples that the fit needs are measured: two prefills and a decode.
+Without kernels, one step may take seconds."""
 REPEATS = 3
 Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # (kind, batch, new tokens, context of each)

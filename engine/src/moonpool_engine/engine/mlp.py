@@ -31,9 +31,9 @@ class GatedMlp:
 class ExpertsMlp:
     """The weighted sum of the experts chosen for each row: [T, hidden] -> [T, hidden].
 
-    A row's experts are added in the order of their scores, in float32, whatever other rows chose.
-    A shard computes its own experts and a share of the shared ones; the sum over all shards is the
-    full output.
+    A row's experts are added in the order of their scores, in float32, so the sum does not depend
+    on other rows. A shard computes its own experts and a share of the shared ones; the sum over all
+    shards is the full output.
     """
 
     def __init__(self, spec: ModelSpec, weights: PlacedWeights, ops: Ops, prefix: str) -> None:

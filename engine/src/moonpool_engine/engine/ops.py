@@ -52,7 +52,8 @@ class StepMeta:
     num_rows: int
     num_sequences: int
     adapters: tuple[int, ...] = ()
-    """The LoRA adapter of each sequence, by its place from 1 on, 0 for none; (): none has one."""
+    """The LoRA adapter of each sequence, numbered from 1; 0 means none. () means that no sequence
+    has one."""
     unchecked: tuple[int, ...] = ()
     """The sequences whose blocks may hold anything: in a measurement, or where some never came."""
 
@@ -244,8 +245,8 @@ class Ops(Protocol):
         ...
 
     def delta_rule(self, x: Tensor, weights: DeltaWeights, args: DeltaArgs) -> Tensor:
-        """Continues each sequence's state over its rows, and writes it into the blocks of its last
-        row and of all that they fill. x [T, spec.width] -> [T, spec.values].
+        """Continues each sequence's state over its rows. Writes the state into each block that the
+        rows fill, and into the block of the last row. x [T, spec.width] -> [T, spec.values].
 
         Per row, with silu after the convolution, unit q and k, and q times key_dim ** -0.5:
         state *= exp(-decay * softplus(a + step_bias)); state += k (v - k state)^T * sigmoid(b);

@@ -44,7 +44,7 @@ class PlacedWeights:
         return self._weights.matrix(name) if on_cpu else self.load(name)
 
     def adapted(self, linear: Linear, modules: Sequence[tuple[str, int]]) -> Linear:
-        """The linear with what adapters add; `modules` as in `LoraPacker.adapted`."""
+        """Returns the linear with its adapters; `modules` as in `LoraPacker.adapted`."""
         return self._lora.adapted(linear, modules)
 
 

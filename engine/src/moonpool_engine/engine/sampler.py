@@ -198,9 +198,9 @@ def _penalised(raw: Row, draw: Draw) -> Row:
 def _masked(row: Row, draw: Draw, allowed: Mask | None) -> Row:
     """The row [vocab] with -inf for each token that may not be drawn; `row` is overwritten.
 
-    At least one token always remains. If grammar, allowed tokens and bad words leave no token, the
-    answer ends, if the model has an end token; end tokens are held back until `min_tokens` only if
-    another token remains.
+    At least one token always remains. If the grammar, the allowed tokens and the bad words leave no
+    token, the answer ends, provided that the model has an end token. Until `min_tokens`, end tokens
+    are masked only if another token remains.
     """
     params = draw.params
     if allowed is not None or params.allowed_token_ids or params.bad_words:
@@ -306,7 +306,7 @@ def _nucleus(probabilities: Row, top_p: float) -> int:
 
 def _logprobs(raw: Row, token_id: int, count: int, listed: Sequence[int] = ()) -> TokenLogprobs:
     """Logprobs of the model's own distribution, before temperature and penalties, as in OpenAI's
-    API. raw: [vocab]. listed: the drawn token and these are told instead of the `count` most
+    API. raw: [vocab]. listed: return these tokens and the drawn one instead of the `count` most
     likely."""
     # subtracted first, because beside a great logit the logarithm has no digits
     scaled = raw - raw.max()

@@ -4,8 +4,8 @@ This module reads and writes elements in plain torch, for the reference operatio
 native kernels use the same order by address.
 
 A slice is K, then V. In "paired-v1" the unit is a 32-bit lane of `pack` neighbours (bfloat16: 2,
-float32: 1), as dot-product instructions need them: K pairs neighbours in head_dim, V neighbours in
-tokens.
+float32: 1), as dot-product instructions need them: neighbours in head_dim for K, neighbouring
+tokens for V.
 
     K [kv_heads][head_dim / pack][block_tokens][pack]
     V [kv_heads][block_tokens / pack][head_dim][pack]

@@ -5,8 +5,8 @@ input is the scheduler's `StepEntry`, one per sequence. `plan_rows` checks that 
 lays its tokens out as rows. This module never touches a block.
 
 The embedding of a prompt is a vector of length 1, made of its final hidden states (`pool`). A sum
-over the tokens is carried from chunk to chunk. Embeddings add one token after the other in float64,
-so that the bits do not depend on the chunks.
+over the tokens is carried from chunk to chunk. For a mean embedding, the tokens are added one after
+another in float64, so that the bits do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BeforeAttend = Callable[[int], Collection[int]]
 """Called in the engine's thread before a layer's attention reads the KVCache of earlier tokens.
 
 The call returns once the layer has arrived, with the indices of the entries for which it never
-will. These entries are still computed, over whatever their blocks hold. Computing them changes no
+will. These entries are still computed, with invalid data in their blocks. Computing them changes no
 other entry's rows, and the engine draws no token for them.
 """
 

@@ -169,8 +169,8 @@ def stored_tensors(spec: ModelSpec) -> dict[str, StoredTensor]:
 
 
 def _halves_first(spec: ModelSpec, stored: Tensor) -> Tensor:
-    """Reorders q or k of a family that rotates neighbours to the order of one that rotates halves.
-    Scores stay equal, because they are sums over a head's elements."""
+    """Reorders q or k of a family whose RoPE rotates neighbours, to the order for RoPE that rotates
+    halves. Scores stay equal, because they are sums over a head's elements."""
     rotated = spec.rope.rotary_dim or spec.head_dim
     heads = stored.unflatten(0, (-1, spec.head_dim))
     pairs = heads[:, :rotated].unflatten(1, (-1, 2))

@@ -52,7 +52,8 @@ class PooledModels:
                 await asyncio.to_thread(host.close)
 
     def use(self, group: PooledModel) -> None:
-        """The one that is longest unused gives way to another model."""
+        """Notes a use of the model. The model that is unused for longest is replaced by a new
+        one."""
         self._num_uses += 1
         group.used = self._num_uses
 

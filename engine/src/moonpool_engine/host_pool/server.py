@@ -1,7 +1,7 @@
 """The pool of a host: serves the clients of all models over a unix socket.
 
-Only processes of the same user may connect. A client that vanishes gives back all that it held; a
-model whose clients have gone keeps its blocks until another model needs the place.
+Only processes of the same user may connect. When a client disconnects, its holds end. A model
+without clients keeps its blocks until another model needs its place.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger("moonpool.pool")
 
 TICK_S = 0.01
 WAITING_S = 0.1
-"""How often a client hears that its find still waits: one that does not hear gives up."""
+"""How often a client is told that its find still waits; a client that hears nothing gives up."""
 FIRST_S = 10.0
 """How long a client may take for its first message."""
 MAX_CLIENTS = 256

@@ -130,8 +130,8 @@ class SpaceHost:
         return places
 
     def commit(self, number: int, checksums: bytes) -> bool:
-        """Takes the blocks of a reservation. Returns False, which ends it, if there are not as many
-        checksums as slices."""
+        """Takes the blocks of a reservation. Returns False, and ends the reservation, if there is
+        not one checksum per slice. Without any checksums, only ends the reservation."""
         blocks = self.space.reserved(number)
         layers = self.layout.num_layers
         if len(checksums) != 8 * len(blocks) * layers:

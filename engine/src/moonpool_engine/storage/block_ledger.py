@@ -28,7 +28,7 @@ from moonpool_engine.storage.kept_memory import HEAD_BYTES
 from moonpool_engine.transfer.arena import Arena, checksum_slice
 
 MAX_WAITING = 65_536
-"""Tasks that may wait to be hashed. A block that finds no place is not kept."""
+"""Tasks that may wait to be hashed. Beyond this number, blocks are not entered in the ledger."""
 HASH_NICE = 10
 RECOVER_THREADS = 4
 _CLOSE_S = 10.0

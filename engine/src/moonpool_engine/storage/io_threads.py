@@ -74,7 +74,7 @@ class IoThreadPool:
 
 
 class ReadsFirst:
-    """Lets writes wait while there are reads, which requests wait for. Thread-safe."""
+    """Delays writes while there are reads, because requests wait for reads. Thread-safe."""
 
     def __init__(self, most_s: float, pause_s: float) -> None:
         """`most_s`: longest time that a write waits, so that endless reads do not stop all writes.
@@ -84,7 +84,7 @@ class ReadsFirst:
         self._num_reads = 0
 
     def begin(self) -> None:
-        """A read has come."""
+        """Notes that a read has begun."""
         with self._changed:
             self._num_reads += 1
             self._changed.notify_all()

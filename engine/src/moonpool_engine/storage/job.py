@@ -118,8 +118,8 @@ class Job:
             return self._ended
 
     def begin_group(self, start: int, part: int = 0) -> bool:
-        """Starts a group of blocks from `start` on, until `group_done`. Starts a group; returns
-        False if its blocks can no longer count, so that the caller must not move them."""
+        """Starts the group of blocks from `start` on, which ends with `group_done`. Returns False
+        if the job has ended for these blocks, so that the caller must not move them."""
         with self._lock:
             now_s = time.monotonic()
             if self._began_s is None:

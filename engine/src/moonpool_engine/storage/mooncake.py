@@ -1,13 +1,13 @@
-"""A Mooncake Store in the place of the SSD tier: blocks are kept in the memory that machines lend
-to it, and every instance of every cluster that uses the same store finds them.
+"""A Mooncake Store in place of the SSD tier: it keeps blocks in memory that machines lend to it,
+and every instance of every cluster with the same store finds them.
 
 A block is an object named by layout and key, `moonpool-<fingerprint>-<key>`. A large block is
 several objects, `...-0`, `...-1` and so on, each some of its layers, so that a load can proceed
 layer by layer (`job`). The bytes are those of a slot on the SSD (`format`): a header with the
 layout's fingerprint, the key and a checksum of each layer's slice, then the block. A block that was
-read is checked against all three in the arena. A wrong one is a miss, is counted and is deleted
-from the store, so that it is written again. The store evicts by its own policy; an evicted block is
-a miss as well. Slot numbers have no meaning here.
+read is checked against all three in the arena. A damaged block is a miss. It is counted, and
+deleted from the store so that it is written again. The store evicts by its own policy; an evicted
+block is a miss as well. Slot numbers have no meaning here.
 
 The store's client runs in a process of its own (`mooncake_client`), which maps the staging memory
 of this module and never the arena. Every call has a deadline. If the master is lost, every

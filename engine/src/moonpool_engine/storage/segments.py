@@ -139,8 +139,8 @@ class Segments:
 
 
 class Disk(Struct, frozen=True, kw_only=False):
-    """`direct`: whether blocks of `block_bytes` bypass the page cache. The rate is that of a short
-    read, which is only good enough for a first estimate."""
+    """`direct`: whether blocks of `block_bytes` bypass the page cache. The rate is measured by a
+    short read, so it is only a first estimate."""
 
     direct: bool
     read_bytes_per_s: float
@@ -195,7 +195,7 @@ def _read_rate(path: Path, flags: int) -> float:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not flags:
             os.fdatasync(fd)  # only written pages can be dropped from the page cache
-        # The best of several: a busy machine makes a disk look slower, never faster.
+        # The fastest of several passes: a busy machine makes a disk look slower, never faster.
         return _PROBE_BYTES / min(_read_s(fd, pages) for _ in range(_PROBE_PASSES))
     except OSError as error:
         if flags and error.errno == errno.EINVAL:

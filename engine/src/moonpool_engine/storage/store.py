@@ -418,7 +418,8 @@ class BlockStore:
     # Failures
 
     def _flush_soon(self) -> None:
-        """Has a thread write the index; one that waits writes all changes until it begins."""
+        """Queues a write of the index on a thread, unless one is queued: that write will include
+        all changes until it begins."""
         with self._state_lock:
             waits, self._flush_waits = self._flush_waits, True
         if not waits and not self._writing.submit([self._flush]):

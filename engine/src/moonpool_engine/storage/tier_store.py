@@ -188,7 +188,7 @@ class ArenaBlocks:
 
     def _sum(self, block_id: BlockId, first: int, end: int) -> None:
         """Computes the checksums of some layers from their bytes, with one call that does not hold
-        the GIL: with one call a slice, threads that read would wait for each other."""
+        the GIL: with one call per slice, reading threads would wait for each other."""
         count = end - first
         for layer in range(first, end):
             self._arena.checksums.set(block_id, layer, 0)

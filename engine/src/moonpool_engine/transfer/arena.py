@@ -13,9 +13,10 @@ because the next process must write it. Peers get a descriptor that is open for 
 A peer's arena on the same host is mapped once and stays mapped while any connection to the peer
 lives. A copy from a mapping costs what memcpy costs; a read through the descriptor pays the kernel
 for each page, and a new mapping for each transfer would cost more than either. The seals make the
-mapping safe: the file can neither shrink nor be written through it, so an invalid offer of a peer
-is rejected by its offset and never raises SIGBUS. A file without seals is mapped only if it belongs
-to the same user and is closed to others; processes of this user could also kill this one.
+mapping safe: the file can neither shrink nor be written through the mapping, so an invalid offer of
+a peer fails the check of its offset and never raises SIGBUS. A file without seals is mapped only if
+it belongs to the same user and is closed to others; processes of this user could also kill this
+one.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class SliceChecksums:
     """The known checksums (xxh3_64) of an arena's slices. Thread-safe. Takes 8 bytes per slice.
 
     A checksum is computed once, when the slice is first received or first sent, and kept until the
-    slice is written again. A stored checksum is sent with the slice instead of one computed from
-    the bytes at that moment; so a reader detects that the source's memory changed after the block
-    was made. Every writer of the arena calls `forget` first: the engine for the blocks of a step,
-    the messenger and the store for the blocks they fill. A writer that fails to do so causes a
-    checksum mismatch: a cache miss, never a wrong answer.
+    slice is written again. The stored checksum is sent with the slice, not one computed at that
+    moment, so a reader detects if the source's memory changed after the block was computed. Every
+    writer of the arena calls `forget` first: the engine for the blocks of a step, the messenger and
+    the store for the blocks they fill. A writer that fails to do so causes a checksum mismatch: a
+    cache miss, never a wrong answer.
 
     A checksum of 0 means unknown. A slice whose checksum happens to be 0 is hashed each time."""
 
@@ -257,8 +258,9 @@ class Arena:
         return self._ahead is not None
 
     def forget_content(self) -> None:
-        """Gives the memory of all blocks back, which then contain zeros. Does nothing to a sealed
-        arena, which the kernel keeps complete, or to one that took its memory at the start."""
+        """Gives the memory of all blocks back, which then contain zeros. Does nothing for a sealed
+        arena, whose memory cannot be returned, or for an arena that allocated its memory at the
+        start."""
         if self._ahead is not None and self._mapping is not None:
             with contextlib.suppress(PermissionError):
                 self._mapping.madvise(mmap.MADV_REMOVE)

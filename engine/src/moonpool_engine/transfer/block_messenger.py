@@ -1,4 +1,4 @@
-"""What an instance asks of whoever moves its blocks."""
+"""The interface through which an instance moves its blocks."""
 
 from __future__ import annotations
 

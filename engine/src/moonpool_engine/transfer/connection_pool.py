@@ -210,8 +210,8 @@ class PooledConnection:
                 self._poll.register(connection.fileno(), select.POLLIN)
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Waits for a wake-up. Returns whether the connection is useless: nothing came in time, the
-        peer closed it, or the peer sent a message outside an operation."""
+        """Waits for a wake-up. Returns whether the connection is useless: no operation came in
+        time, the peer closed it, or the peer sent a message outside an operation."""
         ready = [fd for fd, _ in self._poll.poll(timeout_s * 1000)]
         if self.wake_fd in ready:
             os.eventfd_read(self.wake_fd)

@@ -2,15 +2,15 @@
 
 A `Fetch` consists of `_Transfer`s, each over one connection. Their number has two causes:
 
-- Parts. A large fetch over TCP is split by blocks over several connections. Between machines one
-  TCP connection is limited to what a core can copy or what the network grants one flow (clouds: 5
-  or 10 Gbit/s), not by the line; and even on a loopback, two connections wait less than one.
+- Parts. A large fetch over TCP is split by blocks over several connections. Between machines, one
+  TCP connection is limited by the copying of one core or by the network's limit for one flow (5 or
+  10 Gbit/s in clouds), not by the line. Even over the loopback, two connections wait less than one.
 - Shares. If the source redirects a part to several peers, each of which stores a share of the
   blocks or of every slice, one transfer per peer follows. The part ends when all of these transfers
   have ended.
 
-Each transfer brings layer after layer of all its blocks. A layer that is verified in all parts
-opens the fetch's `LayerGate` for it; the last layer opens only after the end was reported.
+Each transfer brings layer after layer of all its blocks. When a layer is verified in all parts, the
+fetch's `LayerGate` opens for it. The gate of the last layer opens only after the end was reported.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _combine(ended: Sequence[FetchEnded], num_blocks: int) -> FetchEnded:
 
 
 def _nothing() -> None:
-    """Other transfers of the same fetch still run."""
+    """Ends a transfer whose fetch still has other transfers."""
 
 
 class _Transfer:
@@ -215,8 +215,8 @@ class _Transfer:
         progress: FetchProgressReporter | None,
         is_share: bool,
     ) -> None:
-        """`is_share`: whether the peer has only a share of each block or slice, while other peers
-        bring the rest."""
+        """`is_share`: whether the peer sends only a share of each block or slice, and other peers
+        send the rest."""
         self.connection = CancellableConnection()
         self.wanted = wanted
         self.part = part

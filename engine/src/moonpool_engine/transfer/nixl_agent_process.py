@@ -1,8 +1,8 @@
 """The processes in which NIXL runs for an instance: a supervisor, and an agent that it forks.
 
 The agent and its supervisor are separate from the instance for two reasons. NIXL's C++ code may end
-its process (UCX does so if a peer ends at the wrong moment). And a transfer that was given up may
-still write: UCX cannot cancel one, so only the end of its process is sure to end it.
+its process (UCX does so if a peer ends at the wrong moment). Also, a transfer that was given up may
+still write. UCX cannot cancel it, so only the end of the process ends it reliably.
 
     supervisor: maps the arena -> `MAPPED` -> (`START`, which passes the agent's socket, or `STOP`,
                 answered by `STOPPED` once no agent runs) ... -> ends with the instance

@@ -131,8 +131,8 @@ class IncomingReads:
                 read.answer()
 
     def _find_corrupt(self, block_ids: Sequence[BlockId]) -> tuple[BlockId, ...]:
-        """Returns the blocks whose bytes no longer match their checksums: these changed in our
-        memory, not on the way to the peer."""
+        """Returns the blocks whose bytes no longer match their checksums: their bytes changed in
+        this instance's memory, not on the way to the peer."""
         arena, checksum = self._context.arena, self._context.slice_copier.checksum
         corrupt = []
         for block_id in (b for b in block_ids if b != NOWHERE):

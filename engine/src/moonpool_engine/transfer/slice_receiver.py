@@ -22,7 +22,8 @@ from moonpool_engine.transfer.wire import MAX_SLICES_PER_FRAME, OFFER, SliceOffe
 
 _log = limited_logger(__name__)
 GROUP_BYTES = 512 << 10
-"""Copied, then hashed, as one group: small enough to be in the cache still when it is hashed."""
+"""Bytes that are first copied and then hashed as one group; few enough to be in the CPU cache when
+they are hashed."""
 
 MISSING = 0
 VERIFIED = 1
@@ -256,8 +257,8 @@ class SliceReceiver:
 
 
 def count_covered_blocks(receivers: Sequence[SliceReceiver]) -> int:
-    """Returns the number of leading blocks of which these receivers, filled by several peers,
-    together have all bytes."""
+    """Returns the number of leading blocks that these receivers, each filled by another peer,
+    together hold completely."""
     for row in range(receivers[0].num_indices):
         covered = 0
         for start, end in sorted(

@@ -20,7 +20,7 @@ MADV_POPULATE_WRITE = 23
 AHEAD_BYTES = 4 << 20
 STEP_BYTES = 4 << 20
 STRICT = "2"
-"""The kernel's setting that promises no page that it cannot give."""
+"""The value of vm.overcommit_memory at which the kernel never overcommits."""
 log = logging.getLogger("moonpool.worker")
 
 

@@ -1,8 +1,9 @@
 """Copies blocks between vLLM's KVCache tensors and the pool's memory, with checksums.
 
 `HostCopier` is for tensors in host memory: one pass copies and computes checksums. `DeviceCopier`
-is for others: bytes pass a staging buffer of the host, which is summed as it is filled or emptied;
-so what was summed is what the device gets, whatever happens to the pool's memory meanwhile.
+is for other devices: bytes pass through a staging buffer in host memory, and the checksums are
+those of the buffer. So the device gets exactly the verified bytes, even if the pool's memory
+changes meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class BlockCopier(Protocol):
     each block id."""
 
     def mark(self) -> None:
-        """Called by vLLM's thread as a step begins: what was computed before may be stored."""
+        """Called by vLLM's thread when a step begins: blocks that were computed before this call
+        may be stored."""
         ...
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
@@ -57,7 +59,7 @@ class HostCopier:
         """Does nothing, because a step is computed when vLLM's thread continues."""
 
     def wait(self, layer: str) -> None:
-        """Does nothing: what was loaded is there."""
+        """Does nothing, because the blocks of a load are already in place."""
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
         slices = self._slices_of[layer]

@@ -92,8 +92,8 @@ class CacheLayout:
 
     A *slice* is a run of `slice_bytes` bytes. A block has `num_slices` slices over all layers, in
     the order of groups, of their layers, and of addresses in a layer. In a model with several
-    groups that many slices belong to a block's tokens, and each group has a block id of its own for
-    its part: slices `first_slice` to `first_slice + num_slices` of the group.
+    groups, each group has its own block ids, and holds slices `first_slice` to `first_slice +
+    num_slices` of a block's tokens.
     """
 
     slice_bytes: int
@@ -245,7 +245,7 @@ def _kind_of(group: Any, names: Sequence[str]) -> tuple[str, int, int | None]:
 
 def _placed_layers(config: Any) -> dict[str, tuple[int, int]]:
     """Returns what vLLM 0.32 and later tell about a layer's place: the offset of block 0 in the
-    allocation, and the bytes from block to block. Earlier ones say nothing here."""
+    allocation, and the bytes from block to block. Earlier versions report nothing here."""
     found = {}
     for tensor in config.kv_cache_tensors:
         stride = getattr(tensor, "block_stride", None)
@@ -289,7 +289,7 @@ def _form_of(
                 f" with {stride} bytes from block to block instead of {placed[1]}"
             )
     offsets = (sum(o) for o in itertools.product(*(range(0, n * s, s) for n, s in outer)))
-    # The stride of an axis of one says nothing, and may differ.
+    # The stride of an axis of length one has no meaning, and may differ.
     order = sorted((i for i, (n, _) in enumerate(inner) if n > 1), key=lambda i: -inner[i][1])
     sizes = [size for size, _ in inner]
     described = (name, group, str(tensor.dtype), axis, sizes, order, run, len(outer), repr(spec))

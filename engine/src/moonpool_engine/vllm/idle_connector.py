@@ -1,4 +1,5 @@
-"""A connector that moves nothing, for a vLLM that is not known: it serves without the pool."""
+"""A connector that moves no blocks, for a vLLM version that is not known: vLLM then serves without
+the pool."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def idle_connector(base: Any, reason: str) -> Any:
 
 
 def _taken(begin: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the arguments that vLLM's own class takes, of those that vLLM passes to a connector:
-    the first ones."""
+    """Returns the arguments for the constructor of vLLM's own class: the first ones of those that
+    vLLM passes to a connector."""
     signature = inspect.signature(begin)
     for count in range(len(given), 1, -1):
         try:

@@ -64,8 +64,8 @@ def proven_layout(
 
 
 class _Probe:
-    """One proof. Steps are the same on all ranks, whatever one rank finds: errors are kept in
-    `wrong`, and raised at the end. Raises LayoutRefused if there is no room for it."""
+    """One proof. All ranks run the same steps even if one of them finds an error: errors are kept
+    in `wrong`, and raised at the end. Raises LayoutRefused if there is no room for it."""
 
     def __init__(
         self, steps: WorkerSteps, layout: CacheLayout, mover: SliceMover, views: BlockViews
@@ -227,7 +227,7 @@ class _Probe:
 
 def difference(one: Outcome, other: Outcome) -> float:
     """The largest difference between the log-probabilities of two outcomes. A token that only one
-    of both has is at most as likely as the last token of the other."""
+    outcome lists counts as being as likely as the last token of the other outcome."""
     found = 0.0
     for a, b in zip(one, other, strict=True):
         if not all(map(math.isfinite, (*a.values(), *b.values()))):

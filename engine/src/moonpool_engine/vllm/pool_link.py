@@ -2,9 +2,9 @@
 pool.
 
 One thread keeps the connection: it connects, greets, reads, and begins again when the pool has
-gone. Bytes that the socket accepts are sent at once. Bytes that it does not accept, because the
-pool reads slowly, are sent by another thread; a pool that then accepts nothing for a second counts
-as gone, and so does a pool that leaves too many unread.
+gone. Bytes that the socket accepts are sent at once. If the socket accepts no more bytes, because
+the pool reads slowly, another thread sends the rest. A pool counts as gone if it then accepts
+nothing for a second, or if too many bytes wait for it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class PoolLink:
                 self._send_more(sock)
 
     def _send_more(self, sock: socket.socket) -> None:
-        """Sends what the socket takes within `STALL_S`; one that takes nothing is cut."""
+        """Sends the bytes that the socket accepts within `STALL_S`; if it accepts none, closes the
+        connection."""
         with contextlib.suppress(OSError, ValueError):  # the socket was closed
             poll = select.poll()
             poll.register(sock, select.POLLOUT)

@@ -1,9 +1,9 @@
 """The keys of a vLLM request's blocks: a hash chain over all that makes a block's content.
 
 The group (model, layout) is not part of the chain: each group has tables of its own in the pool.
-The chain begins with the cache salt, the adapter's content and, in each block, what its tokens do
-not tell: images and other embeddings. vLLM's own block hashes are not used: they depend on a seed,
-and name an adapter instead of its content.
+The chain begins with the cache salt and the adapter's content. Each block adds what its tokens do
+not identify: images and other embeddings. vLLM's own block hashes are not used: they depend on a
+seed, and name an adapter instead of its content.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class PromptKeys:
 def root_of(request: Any, adapter_hash: Callable[[str], str]) -> BlockKey:
     """Returns the parent of a request's first block, from cache salt and adapter.
 
-    A salt that is a root key already (16 bytes in hexadecimal: Moonpool's own front sends them) is
-    taken as it is, so that front and pool give a block the same key.
+    A salt that already is a root key (16 bytes in hexadecimal, as moonpool's own front sends) is
+    used unchanged, so that the front and the pool give a block the same key.
     """
     salt = getattr(request, "cache_salt", None) or ""
     adapter = ""

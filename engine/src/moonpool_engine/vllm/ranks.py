@@ -1,5 +1,5 @@
-"""What all processes of one vLLM must agree on before they use the pool. All calls are collective:
-each process makes the same calls in the same order."""
+"""The agreement between all processes of one vLLM that they need before they use the pool. All
+calls are collective: each process makes the same calls in the same order."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The scheduler's side of the connector: which blocks to load and to store.
 
 A prompt is looked up in the pool when it arrives. The pool's answer comes while vLLM does other
-work; until then the request waits, and others continue. What the pool has and vLLM has not is
-loaded in a step before the request's first. vLLM could also load within that step, but would then
-let other requests use the blocks before it knows that they arrived as they were stored. What vLLM
-has computed and the pool has not is stored in the step after it was computed: then the tokens are
-final, and blocks do not change. vLLM gives blocks back that have left a window: these are held
-until they are stored (`held_blocks`).
+work; until then the request waits, and others continue. Blocks that only the pool has are loaded in
+a step before the request's first one. vLLM could also load within that step, but would then let
+other requests use the blocks before it knows that they arrived as they were stored. Blocks that
+only vLLM has are stored in the step after they were computed, because then the tokens are final and
+the blocks do not change. vLLM frees blocks that have left a window, so this module holds them until
+they are stored (`held_blocks`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ PAUSE_S = 2.0
 LOAD_S = 20.0
 """The most time for which a request waits for the SSD, or for another vLLM."""
 LOAD_SILENCE_S = 1.0
-"""The same, if the pool says nothing more: it says ten times a second that it is at it."""
+"""The longest silence of the pool during such a wait: a pool that works reports ten times per
+second."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ class DemoRun:
     events: list[Event] = field(default_factory=list)
 
     def last(self, num_turns: int) -> DemoRun:
-        """The same cluster's last turns, without the events."""
+        """The last turns of the cluster, without the events."""
         before = max((row.turn for row in self.rows), default=0) - num_turns
         rows = [row for row in self.rows if row.turn > before]
         return DemoRun(self.cached, self.start_s, self.turns_s[-num_turns:], rows)

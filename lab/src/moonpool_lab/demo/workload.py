@@ -69,7 +69,7 @@ class Conversation:
     book: dict[str, str] = field(default_factory=dict)  # names and codes in the shared text
 
     def skip(self, num_turns: int) -> None:
-        """Goes on as if the first turns had been asked and answered right."""
+        """Continues as if the first turns had been asked and answered correctly."""
         for turn in self.turns[:num_turns]:
             self.note(turn, turn.expected)
 
@@ -106,8 +106,8 @@ def _make_turn(
         return ConversationTurn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
     letter = ""
     if turn == 1 and user == 0:
-        # Too long to be computed beside decodes: it goes to an instance that prefills, and that
-        # must fetch the blocks of the tale's answer from the instance that decoded it.
+        # The prompt is too long to be computed beside decodes, so it goes to a prefill instance,
+        # which must fetch the blocks of the tale's answer from the instance that decoded it.
         letter = f"A letter: {filler(random.Random(user), LETTER_TOKENS)}. "
     crate, content = f"crate-{user}{turn:02d}", _name(rng)
     note = f"Note that [{crate}={content}]. "

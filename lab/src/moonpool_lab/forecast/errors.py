@@ -10,7 +10,7 @@ LATENCIES = ("ttft_s", "tbt_s")
 
 def forecast_errors(forecast: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, float]:
     """Returns the relative errors of latencies (forecast / measured - 1) and the differences of
-    shares. Figures without a value on both sides, and latencies without requests, are left out."""
+    shares. Leaves out figures that lack a value on one side, and latencies without requests."""
     errors: dict[str, float] = {}
     for name in LATENCIES:
         for share, expected in forecast[name].items():

@@ -1,8 +1,8 @@
 """Keeps a table of forecasts and outcomes, a file of JSON lines to which entries are only added.
 
 Each entry names the hash of the previous entry, and has its own hash. So a changed, missing or
-inserted entry breaks the chain, which every reader checks. The chain does not show that the last
-entries were cut off; version control of the table shows it.
+inserted entry breaks the chain, which every reader checks. The chain does not show whether the last
+entries were cut off; the table's version control does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Prompts are timed alone, by length and by cached tokens. Answers are timed by the number of answers
 that decode together. A long prompt beside answers shows how prompts and decodes share steps. At the
-end, prompts fill the cache until the first prompt is no longer cached. Each part has a share of the
-time and measures its most useful cases first; other cases are derived from the measured cases.
+end, prompts fill the cache until the first prompt is no longer cached. Each part of the measurement
+has a share of the time, and measures its most useful cases first. Other cases are derived from
+these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predicts by simulation how a measured server answers several loads, before they are tried.
 
 The simulator gets the cluster that a moonpool server states. For another server, it gets one mixed
-instance that admits everything. This module has no other model of a server.
+instance that admits everything. There is no second model of a server for forecasts.
 """
 
 from __future__ import annotations

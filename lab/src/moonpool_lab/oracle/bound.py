@@ -11,9 +11,9 @@ that lose blocks and over links that take time, meet all these constraints. So t
 that these constraints allow are a bound. Constraints are added where the solution breaks them most,
 until it breaks none by much; the solution of each round is a bound.
 
-The solver is not trusted. Any prices >= 0 of the constraints give a bound (`price_bound`): what all
-capacities cost, plus what requests are worth above what their work costs. The solver only proposes
-prices.
+The solver is not trusted. Any prices >= 0 of the constraints give a bound (`price_bound`): the cost
+of all capacities, plus the value of each request above the cost of its work. The solver only
+proposes prices.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class _Program:
     def price_bound(self, intervals: Sequence[_Interval], prices: Floats) -> float:
         """The bound that these prices (requests per second of capacity) prove.
 
-        No request pays for more than its work within the intervals, so for any prices
-        the optimum is at most: all capacities at their prices, plus for each tree of shared blocks
-        the most that its requests are worth beyond their own work's price and their nodes'.
+        Each request pays only for its work within the intervals. So for any prices, the optimum is
+        at most the cost of all capacities, plus, for each tree of shared blocks, the most that its
+        requests can be worth above the price of their own work and of their nodes.
         """
         demand = self._demand
         paid = np.zeros(self._num + self._num_nodes)

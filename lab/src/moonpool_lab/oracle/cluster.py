@@ -2,9 +2,9 @@
 
 Which instances do what follows the configuration. Decode instances may compute any prompt, in
 chunks (`conductor.inline_chunks`), or only those of the Conductor's inline rule
-(`conductor.inline_prefill`): not longer than a step, and not so long that the step breaks the TBT
-SLO. With `role_balance = "switch"` every instance may do everything.
-Of instances with different hardware, the least time of any of them counts.
+(`conductor.inline_prefill`): prompts that fit into one step without breaking the TBT SLO. With
+`role_balance = "switch"` every instance may do everything. Of instances with different hardware,
+the least time of any of them counts.
 """
 
 from __future__ import annotations

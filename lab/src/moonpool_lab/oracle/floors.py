@@ -10,11 +10,11 @@ hold for every step:
             + departures of the prompts
     time >= alone_s[decodes - 1] + context_s * their context tokens
 
-where a token at position q of its prompt has q pairs. The second line holds with and without
-chunks in the step. A departure is what a measured cost takes away from a roofline's for a prompt as
-a whole (`DomainCost`); what it adds does not count, because prompts may share it. The constant of a
-fitted cost does not count either for prompts that fit into a step together; of longer prompts, only
-one can begin in a step.
+where a token at position q of its prompt has q pairs. The second line holds with and without chunks
+in the step. A departure is the time by which a measured cost is below a roofline's for a whole
+prompt (`DomainCost`). Time above the roofline does not count, because prompts may share it. Nor
+does the constant of a fitted cost count for prompts that fit into one step together. Of longer
+prompts, only one can begin in a step.
 """
 
 from __future__ import annotations
@@ -181,5 +181,5 @@ def _grid(largest: int) -> list[int]:
 
 
 def _never_falling(seconds: Floats) -> Floats:
-    """Raises values so that a step with more decodes than those that count never takes less."""
+    """Raises values so that a step with additional decodes never takes less time."""
     return np.asarray(np.minimum.accumulate(seconds[::-1])[::-1])

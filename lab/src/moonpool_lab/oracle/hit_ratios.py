@@ -10,8 +10,8 @@ from moonpool.sim.capacity import HitRatios, PromptBlocks, PromptCache
 from moonpool.types import BlockKey
 
 Routing = Literal["first", "least-loaded", "round-robin"]
-"""The cache of a prompt: the longest match with ties to the first cache or to the one that computed
-least, or round-robin."""
+"""How the cache of a prompt is chosen: by the longest match, with ties to the first cache or to the
+one that computed least, or round-robin."""
 
 
 def hit_ratios(

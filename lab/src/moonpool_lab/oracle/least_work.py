@@ -4,13 +4,13 @@ Prefill: the tokens behind the blocks that other prompts share are the request's
 the TTFT SLO after its arrival. Shared blocks are nodes of a tree: an instance has to compute them
 once after the first request with them arrives, and before the last effective request needs them.
 That is the reuse of an infinite cache that all instances share without cost. A prompt's departure
-from the costs of its tokens (`CostFloor`) counts as if all of its shared blocks were cached; a node
-gets the least of what its prompts depart more if they compute it themselves.
+from the costs of its tokens (`CostFloor`) is taken as if all of its shared blocks were cached. A
+node adds the smallest further departure of any of its prompts that computes the node itself.
 
-Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of
-which at most `inline_tokens` are not cached. A request with a longer tail of its own is never one.
-Nor is the first request that computes a node, if each prompt with the node goes on for longer than
-that after the node's beginning; and the first one computes all of the node.
+Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of which
+at most `inline_tokens` are not cached. A request with a longer tail of its own is never one. Nor is
+the first request that computes a node, if each prompt with the node continues for longer than that
+after the node's start. The first request computes all of the node.
 
 Decode: all tokens after the first. Three kinds of work bound the requests, each in seconds of an
 instance. With (e, f) a line below the step time (`CostFloor.support`), a step of B decodes takes d

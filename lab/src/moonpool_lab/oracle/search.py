@@ -168,8 +168,8 @@ class _Search:
         return effective
 
     def polish(self, chosen: Chosen) -> int:
-        """Drops what misses its SLOs, until nothing does or it no longer pays. Returns the most
-        effective requests of any run."""
+        """Drops requests that miss their SLOs, until none does or dropping no longer helps. Returns
+        the most effective requests of any run."""
         most = 0
         while chosen and not self.over:
             effective = self._try(chosen)

@@ -146,7 +146,7 @@ def _answer(listener: socket.socket, arena: Arena) -> None:
 
 
 def _look(listener: socket.socket, own: Arena) -> None:
-    """Reads blocks in place, as stages and ranks of an instance do, with the arena mapped here.
+    """Reads blocks in place, like the stages and ranks of an instance, which map the arena.
 
     A block's number is answered with its first and its last byte.
     """

@@ -2,13 +2,13 @@
 
 A put is a layer stream of one block, a get is a fetch of one block. Small blocks are also moved
 several in one request ("many"), like an instance fetches a prefix; other pools use their own calls
-for many blocks. Each round runs every way once, so that a busy moment affects all ways. The result
-is the median of the ratios per round.
+for many blocks. Each round measures every way once, so that a busy moment affects all of them. The
+result is the median of the ratios per round.
 
-A put is a block's first send, so both sides hash it. A get is of a block that was sent or received
-before, like all blocks of a pool: its sums are cached, and only the reader hashes. The bare sockets
-compute no checksums, nor do the other pools. "verify in place" is the hash alone, the least time of
-a verified read without a copy. "read in place" is a read by another process of the same
+A put is a block's first send, so both sides hash it. A get reads a block that was sent or received
+before, like all blocks of a pool, so its checksums are cached and only the reader hashes. The bare
+sockets compute no checksums, nor do the other pools. "verify in place" is the hash alone, the least
+time of a verified read without a copy. "read in place" is a read by another process of the same
 instance, a stage or a rank, which has the arena mapped and receives only the block's number.
 """
 

@@ -87,7 +87,7 @@ def averaged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def chance_words(lives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Says how far apart live runs of the same requests are, which is chance."""
+    """Says by how much live runs of the same requests differ by chance."""
     if len(lives) < 2:
         return
     parts = []

@@ -293,8 +293,8 @@ class Player:
 
 
 def program_headers(row: TraceRow) -> bytes:
-    """The program of a call and the one that waits for it, in OpenCode's headers, which servers
-    that know no programs ignore."""
+    """Returns OpenCode's headers that name the program of a call and the program that waits for it.
+    Servers without support for programs ignore them."""
     if not row.session:
         return b""
     headers = b"X-Session-Id: %b\r\n" % _header_name(row.session)

@@ -24,7 +24,8 @@ PROVEN_P = 0.01
 GRANTED_SHARE = 0.001
 """Share of answers that may differ beyond near-ties on a server that only rounds."""
 GRANTED_SHARE_WITHOUT_LOGPROBS = 0.01
-"""The same where near-ties cannot be told: words left out or doubled may be rounding's."""
+"""The same share if near-ties are not known, because then rounding may have left out or doubled
+words."""
 MAX_EXAMPLES = 20
 
 

@@ -1,8 +1,8 @@
 """Admits a request to its route, or refuses it: keys, the operator, this machine, web pages.
 
-A browser lets any page send requests to a server on the same machine, and a page whose name changes
-its address (DNS rebinding) also read the answers. An API key stops both attacks. Without keys, the
-names in `Host` and `Origin` are checked instead.
+A browser lets any page send requests to a server on the same machine. A page whose host name
+changes to the server's address (DNS rebinding) can also read the answers. An API key stops both
+attacks. Without keys, the names in `Host` and `Origin` are checked instead.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SINGLE = frozenset(
         b"x-slo-tpot-ms",
     }
 )
-"""Headers that decide something: two lines of the same header are refused, because another server
-on the way may have read the other line. The parser checks Content-Length, the connection checks
-Host; of several traceparents none is used, as the W3C text requires."""
+"""Headers on which a decision depends. A request with two lines of one header is refused, because a
+proxy may have read the other line. The parser checks Content-Length, the connection checks Host; of
+several traceparents none is used, as the W3C text requires."""
 _TRACEPARENT = b"traceparent"
 _LOCAL_NAMES = frozenset({"localhost", "localhost."})
 _HOSTS_FILE = "/etc/hosts"
@@ -66,7 +66,8 @@ class CallerCheck:
 
     async def admit(self, context: HttpContext, rule: RouteRule) -> None:
         """Finds out which tenant sent the request. Raises ApiError (400, 401, 403, 415, 503), and
-        RequestRefused where too many requests wait to be told from those of a proxy."""
+        RequestRefused if too many requests already wait for the check whether they come through a
+        proxy."""
         if context.kept is not None:  # the head that received it has checked it already
             context.tenant = context.kept.opening.tenant
             context.is_operator = context.kept.opening.is_operator
@@ -167,8 +168,8 @@ class CallerCheck:
             )
 
     def _is_known(self, host: str) -> bool:
-        """Whether no foreign page can have the name: the name is an address, nobody can register
-        it, or it is the server's own."""
+        """Whether no other website can have this host name: it is an address, a name that nobody
+        can register, or the server's own name."""
         name = _name_of(host).lower().rstrip(".")
         return _is_address_or_private(name) or name in self._own_names
 

@@ -36,7 +36,8 @@ class BodyProcessEndedError(Exception):
 
 
 class NotReadError(Exception):
-    """The process ended before it came to this call, or left it for calls of other tenants."""
+    """The process ended before it reached this call, or skipped the call in favour of other
+    tenants."""
 
 
 @dataclass(frozen=True, slots=True)

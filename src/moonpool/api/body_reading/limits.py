@@ -1,5 +1,5 @@
-"""Limits of what one body may take from the process that reads it, and the errors of a body that
-takes more.
+"""Limits the CPU time and memory that reading one body may take, and makes the errors for a body
+that takes more.
 
 Chat templates and tokenizers come with a model: a text may make them take any time and memory. The
 time is CPU time, so that a busy machine ends nothing. At the limit, Python code is interrupted, and
@@ -61,8 +61,8 @@ class StageNote:
 
 
 class LimitReachedError(BaseException):
-    """Interrupts work that takes too long. It is not an `Exception`, so that little code catches
-    it."""
+    """Interrupts work that takes too long. Not an `Exception`, so that `except Exception` does not
+    catch it."""
 
 
 class CallLimits:
@@ -143,8 +143,8 @@ _TEMPLATE_REMEDY = "Send other messages, or start the server with --chat-templat
 
 
 def limit_error(kind: str, stage: ReadStage, what: str) -> ApiError:
-    """Returns the error for a body of this kind. `what`: what the body did, as in "takes more than
-    2 s"."""
+    """Returns the error for a body of this kind. `what`: the end of the error text, such as "takes
+    more than 2 s"."""
     param: Any = _PARAMS.get(kind, "messages")
     if stage is ReadStage.TEMPLATE:
         text = f"The model's chat template {what} for these messages. {_TEMPLATE_REMEDY}"

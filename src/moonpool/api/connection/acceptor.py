@@ -31,7 +31,8 @@ class Acceptor:
         most_at_once: int = MOST_AT_ONCE,
     ) -> None:
         """Must be called on the running loop. `most_at_once`: connections accepted before other
-        work gets its turn; 1 if processes share the socket, so that the idle ones get more."""
+        work gets its turn; 1 if processes share the socket, so that idle processes get more of the
+        connections."""
         self._most_at_once = most_at_once
         listener.setblocking(False)
         self._listener = listener

@@ -36,9 +36,8 @@ MAX_IGNORED_BYTES = 1 << 20
 """Most bytes of a body that no handler reads."""
 LINGER_S = 1.0
 MAX_LINGER_BYTES = 4 << 20
-"""After its last response a connection waits this long, and reads this much, for its client to
-read the
-response: a connection that is closed with bytes unread is reset, and its response may be lost."""
+"""After its last response, a connection still reads for this time and this many bytes. If it closed
+with unread bytes, the system would reset it, and the client might lose the response."""
 UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
 """A client whose response waits reads this many bytes every UNREAD_S, or loses its connection."""
@@ -256,7 +255,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ignore(LEAST_CHUNK_LINE_BYTES)
 
     def _ignore(self, num_bytes: int) -> None:
-        """Limits the bytes of a body that no handler reads, or that none reads yet."""
+        """Limits the bytes of a body that no handler reads, or reads yet."""
         if self._is_reading:
             return
         self._ignored_bytes += num_bytes

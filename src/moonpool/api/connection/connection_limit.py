@@ -1,4 +1,5 @@
-"""What the connections of one server share: file descriptors, and memory that clients fill."""
+"""Divides a server's resources among its connections: file descriptors, and memory that clients
+fill."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ class ConnectionLimit:
     """The open connections of one server, at most `largest`.
 
     A connection counts as waiting while nothing is computed for it: before a request, within one,
-    and after the response. When all places are taken, a new connection ends the one that waits
-    longest among those of the party with the most connections. So neither waiting connections, nor
-    a single address, lock other clients out.
+    and after the response. When all places are taken, a new connection ends the longest-waiting
+    connection of the party with the most connections. So neither waiting connections, nor a single
+    address, lock other clients out.
     """
 
     def __init__(self, largest: int) -> None:

@@ -155,7 +155,8 @@ class LimitedProtocol(BoundedProtocol):
 
     def leave(self, give: Callable[[int], None]) -> float:
         """Gives the connection away if no call is under way on it. Returns how many seconds to wait
-        for it; 0 if it was given away, or what it has received is kept."""
+        for the connection: 0 if it was given away, or if the data that it has received is in a
+        log."""
         is_kept = self._kept is not None and self._kept.has_socket
         if is_kept or self._half_read or self.transport.is_closing():
             return 0.0
@@ -218,7 +219,7 @@ class LimitedProtocol(BoundedProtocol):
     async def known(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None:
-        """Returns what is known of a call that comes again."""
+        """Returns the known part of the answer, if the call was sent before."""
         return await self.answers.find(tenant, request_id, digest, displaces)
 
     def num_ended(self, tenant: str, digest: bytes) -> int:
@@ -251,14 +252,14 @@ class LimitedProtocol(BoundedProtocol):
 
     @classmethod
     def hold(cls, sock: socket.socket) -> HalfRead | None:
-        """Keeps a connection that was accepted just now. A head that dies before this has ended
-        loses the connection, so it comes before all else, `start_with` after it."""
+        """Keeps a connection that was accepted just now. A head that dies before this call returns
+        loses the connection, so call `hold` before anything else, then `start_with`."""
         with suppress(OSError):
             return cls._new_half_read(sock.fileno(), accepted_bytes(sock.fileno()), party_at(sock))
         return None
 
     def start_with(self, half_read: HalfRead | None) -> None:
-        """Begins with a connection that `hold` keeps. Call it before the connection is made."""
+        """Begins with a connection that `hold` keeps. Call this method before `connection_made`."""
         self._half_read = half_read
 
     def _keep_half_read(self, data: bytes = b"") -> None:

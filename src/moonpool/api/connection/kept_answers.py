@@ -1,7 +1,7 @@
-"""The answers under way and, for a while, those whose clients have lost their connections.
+"""Keeps the answers under way and, for a while, answers whose clients have lost their connections.
 
-A client that comes back with the same call and the same `X-Request-Id` gets the tokens that are
-known, and the rest is computed. The logs are the same by which another head continues an answer
+A client that sends the same call again with the same `X-Request-Id` gets the tokens that are known,
+and the rest is computed. The logs are the same by which another head continues an answer
 (`kept_stream`).
 """
 
@@ -33,7 +33,7 @@ one."""
 
 
 class Known(NamedTuple):
-    """What is known of an answer."""
+    """The known part of an answer."""
 
     facts: StreamFacts
     deliveries: list[Delivered]
@@ -49,7 +49,7 @@ class AnswerFollower(Protocol):
 
 
 class KeptAnswers:
-    """`followers`: parts that are told of each log that a client may come back for."""
+    """`followers`: objects that are told of each log for which a client may come back."""
 
     def __init__(self) -> None:
         self.followers: list[AnswerFollower] = []
@@ -96,8 +96,8 @@ class KeptAnswers:
     async def find(
         self, tenant: str, request_id: str, digest: bytes, displaces: bool
     ) -> Known | None:
-        """Returns what is known of a call that comes again. `displaces`: a running call with the
-        same content ends, because its client has lost it."""
+        """Returns the known part of the answer, if the call was sent before. `displaces`: a running
+        call with the same content ends, because its client has lost it."""
         name = (tenant, request_id, digest)
         if displaces:
             ends = [end for kept, end in self._running.values() if _name(kept) == name]

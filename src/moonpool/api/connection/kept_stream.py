@@ -1,8 +1,8 @@
 """The log that another head needs to continue an answer: its request, and what its client was sent.
 
 The log is in anonymous memory, which the supervisor holds together with the client's socket. An
-increment is logged before its bytes are sent. Everything else in a response follows from the log,
-so a successor makes the same bytes again, and sends those that the kernel has not accepted. A
+increment is logged before its bytes are sent. The whole response follows from the log, so a
+successor makes the same bytes again, and sends the bytes that the kernel has not accepted yet. A
 request that arrives in several pieces has a separate log until it is complete (`HalfRead`).
 """
 
@@ -30,12 +30,12 @@ from moonpool.refusal import Refusal
 from moonpool.types import MALFORMED, FinishReason, Struct, Token
 
 MAX_FRUITLESS = 8
-"""Heads that may die in a row without an increment of an answer, where nothing says that the call
-ended them. After that the answer is refused, because it may be what ends them in a way that is not
-seen."""
+"""The most heads in a row that may die without an increment of an answer, if nothing shows that its
+call ended them. Then the answer is refused, because it may end heads in a way that is not
+detected."""
 MAX_KEPT_SHARE = 5
-"""A fifth of a process's file descriptors is for the logs of answers: the supervisor has two for
-each, and two more for each that it is giving to the next head."""
+"""The logs of answers may use a fifth (1 / MAX_KEPT_SHARE) of a process's file descriptors. The
+supervisor has two for each log, and two more for each log that it is passing to the next head."""
 
 
 class StreamFacts(Struct, frozen=True):
@@ -82,8 +82,8 @@ class Opening(Struct, frozen=True):
     `request`: as bytes of HTTP. `base`: the position of the response's first byte among all bytes
     that this connection sends, as `accepted_bytes` counts them. `arrived_s` is on the machine's
     monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
-    its head. `digest`: the digest of path and body, by which the same call is known when it comes
-    again; empty if it would not go on. `num_returns`: how often the call has come again.
+    its head. `digest`: the digest of path and body, which identifies the call if it is sent again;
+    empty if the call cannot be continued. `num_returns`: how often the call has come again.
     """
 
     request: bytes
@@ -340,14 +340,15 @@ class KeptStream:
 
 
 def _may_come_again(delivered: Delivered) -> bool:
-    """A forwarded answer without an end cannot, because no process could continue it."""
+    """Whether the answer can be sent again. A forwarded answer without an end cannot, because no
+    process could continue it."""
     return delivered.finish is not None or not any(token.payload for token in delivered.tokens)
 
 
 def _num_ended(opening: Opening, entries: Iterable[Entry]) -> int:
-    """Returns the number of heads that a call has ended. Of heads that were killed, only those
-    after the last increment count: a kill from outside hits any call, but seldom the same call
-    twice before it makes progress."""
+    """Returns the number of heads that a call has ended. Killed heads count only after the last
+    increment: a kill from outside may hit any call, but seldom hits the same call twice before that
+    call makes progress."""
     num_ended, num_killed, before = opening.num_ended, 0, TakenOver()
     for entry in entries:
         if isinstance(entry, Delivered):

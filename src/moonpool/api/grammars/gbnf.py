@@ -1,8 +1,9 @@
 """Converts a grammar in GBNF to Lark, which llguidance reads.
 
 GBNF is the notation of llama.cpp and of vLLM's examples (xgrammar's EBNF): rules `name ::= ...`, of
-which `root` is the whole. A rule that does not lead back to itself becomes one terminal, which
-matches like a regular expression. The other rules become rules over these terminals.
+which `root` describes the whole output. A rule that does not lead back to itself becomes one
+terminal, which matches like a regular expression. The other rules become rules over these
+terminals.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class GbnfError(ValueError):
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a line begins a rule as in GBNF, which no line of Lark does."""
+    """Whether a line begins a rule with `::=` as in GBNF, which never occurs in Lark."""
     return _RULE_START.search(text) is not None
 
 

@@ -6,8 +6,8 @@ The Conductor places such a call, counts its load and ends it like any other. If
 before it has sent a part of its response, another server gets the call. After the first part, an
 error ends the call.
 
-No server can continue it either for a client that has lost its connection. If the same call comes
-again, it gets the complete answer if that is known, or an answer that is computed again.
+No server can continue it either for a client that has lost its connection. If the same call is sent
+again, it gets the complete answer if that is known; otherwise the answer is computed again.
 """
 
 from __future__ import annotations
@@ -224,8 +224,9 @@ class Forwarder(ModelEndpoint):
         )
 
     async def _outputs(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
-        """Yields the known outputs of the answer, or the server's. Each output is logged first.
-        Raises RequestRefused, for instance if no server can send the missing part."""
+        """Yields the outputs that are already known, or else those that the server sends. Each
+        output is logged first. Raises RequestRefused, for instance if no server can send the
+        missing part."""
         kept = call.context.kept
         known = call.known
         if kept is not None and kept.is_resumed:
@@ -259,8 +260,8 @@ class Forwarder(ModelEndpoint):
             raise
 
     async def _computed(self, call: _Call, request: Request) -> AsyncGenerator[Output, None]:
-        """Yields the parts of a stream, or the whole answer, because only a whole answer can be
-        sent again."""
+        """Yields the parts of a stream, or the answer in one part, because only a complete answer
+        can be sent again."""
         delivered = () if _is_resumed(call.context) else None
         sent = ForwardedCall(path=call.path, body=call.raw, is_exact=call.prepared.is_exact)
         tokens: list[Token] = []

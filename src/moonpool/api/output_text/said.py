@@ -85,7 +85,7 @@ class Sink:
 
 
 def _rank(said: Said, last_of: bool) -> int:
-    """Returns the place of its last, or first, kind in the order of a `Said`."""
+    """Returns the rank of its last (or first) kind in the order of a `Said`."""
     kinds = [bool(said.reasoning), bool(said.text), bool(said.calls)]
     places = [place for place, is_there in enumerate(kinds) if is_there]
     return places[-1] if last_of else places[0]

@@ -1,7 +1,7 @@
 """The text of one output as it arrives, and the steps that read it.
 
-A reader is a generator that yields where it waits for more text. So a format is written as if its
-text were complete, and gives the same result in whatever pieces the text comes.
+A reader is a generator that yields where it waits for more text. So the reader of a format is
+written as if the text were complete, and gives the same result however the text is divided.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class TextSource:
         self._text += text
 
     def attempt(self, steps: Steps[bool]) -> Steps[bool]:
-        """Tries the steps of a reader. If the steps find nothing, nothing counts as read, unless
-        they have called `settle`.
+        """Tries the steps of a reader. If the steps find nothing, the position goes back to the
+        start, unless they have called `settle`.
 
-        Finds nothing if too many attempts have failed, so that no output takes quadratic time.
+        After too many failed attempts, it tries no further steps and finds nothing, so that no
+        output takes quadratic time.
         """
         place = self._keep()
         if self.num_reread > _MOST_REREAD * place + _FREE_REREAD_CHARS:

@@ -150,7 +150,7 @@ def _read_value(
     """Reads a value. Returns the tag after the value, or "" if the output ends first.
 
     ends: tags that may end the value, and the steps that tell whether one does. A tag that does not
-    end the value is part of it.
+    end the value is part of the value.
     """
     marks = Marks(ends)
     while True:

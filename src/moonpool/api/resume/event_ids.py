@@ -1,10 +1,9 @@
-"""Ids of server-sent events, with which a client continues at any head, even at a head that has no
-log.
+"""Ids of server-sent events, with which a client can continue at any head, even one without a log.
 
 A call with the header `Last-Event-ID: 0` gets an `id:` with each event. The same call with the id
-of the last event that arrived gets the events after it. The answer is computed again for that: an
-id holds what was drawn for the response, so the tokens and bytes are the same, and a digest of the
-tokens so far, so that an answer which differs is an error instead of a wrong continuation.
+of the last event that arrived gets the events after it. For that, the answer is computed again. An
+id contains the seeds of the response, so the tokens and bytes are the same, and a digest of the
+tokens so far, so that a different answer becomes an error instead of a wrong continuation.
 
 A client without ids sends the same call with the same `X-Request-Id`, and the number of tokens that
 it has in `X-Resume-Tokens`. The part of the answer that the server knows is not computed again.

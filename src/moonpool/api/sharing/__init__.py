@@ -1,1 +1,2 @@
-"""What clients of a server share: buffers that they fill, and memory for their bodies."""
+"""Divides a server's resources among its clients: buffers that they fill, and memory for their
+bodies."""

@@ -1,4 +1,4 @@
-"""Buffers that many clients fill, divided so that none of them shuts another out.
+"""Buffers shared by many clients, divided so that no client locks another out.
 
 A **party** is a tenant, or an address where no key tells the tenant. A party may use half of what
 the other parties leave, so that a new party always finds room: two parties that take all they can
@@ -136,8 +136,8 @@ class ReclaimedBuffer(Generic[H]):
             self._buffer.release(party, amount)
 
     def _reclaimable(self, party: str, amount: int) -> list[H]:
-        """Returns parts whose end makes enough room, each of a party that has more than this one
-        would have, or none if there are too few."""
+        """Returns the parts to drop so that there is enough room, or none if that is impossible.
+        Each part belongs to a party that has more than this party would have."""
         wanted = self._buffer.taken_by(party) + amount
         sums = {name: self._buffer.taken_by(name) for name in self._loose}
         oldest = {name: iter(parts) for name, parts in self._loose.items()}
@@ -190,7 +190,8 @@ SMALL_BYTES = 64 << 10
 MAX_SMALL_BYTES = 256 << 20
 """Most bytes held of the beginnings of all bodies together."""
 MAX_LARGE_BYTES = 256 << 20
-"""Most bytes held of the remainders of all bodies, unless eight of the largest bodies need more."""
+"""The most bytes that the unread parts of all bodies may occupy, unless eight bodies of the largest
+size need more."""
 
 
 class BodyMemory:
@@ -198,7 +199,7 @@ class BodyMemory:
     `max_body_bytes`: the size of the largest body.
 
     The first SMALL_BYTES of each body have separate room, so that small calls never wait for large
-    ones. In both kinds of room a party has at most half of what the other parties leave.
+    ones. In both buffers a party has at most half of what the other parties leave.
     """
 
     def __init__(self, max_body_bytes: int = 1) -> None:

@@ -143,7 +143,7 @@ def _become_server(line: list[str], own_pid: int, log_fd: int, write_fd: int) ->
 
 def _run(line: list[str]) -> NoReturn:
     """Ends this process with the command."""
-    import setproctitle  # only what serves needs it and the fork server
+    import setproctitle  # only a serving process needs it and the fork server
 
     from moonpool.cli.main import main
     from moonpool.head.fork_server import end_quickly

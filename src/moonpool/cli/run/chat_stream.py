@@ -27,8 +27,8 @@ class ChatStream:
     seconds."""
 
     def __init__(self, port: int, on_text: Callable[[str], None], on_wait: Callable[[str], None]):
-        """`on_text` gets the answer as it comes; `on_wait` gets what the server does before that,
-        such as "prefill of 4054 tokens, 1024 of them cached"."""
+        """`on_text` gets the parts of the answer as they arrive. Before that, `on_wait` gets the
+        server's present work, such as "prefill of 4054 tokens, 1024 of them cached"."""
         self._port = port
         self._on_text = on_text
         self._on_wait = on_wait

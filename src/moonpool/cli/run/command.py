@@ -85,7 +85,7 @@ def run(
         if not prompt.strip():
             fail("the prompt on stdin is empty: give one, or --prompt TEXT")
     if model is None:
-        from moonpool.cli.default_model import choose_model  # imports what only it needs
+        from moonpool.cli.default_model import choose_model  # slow, and only needed here
 
         model = choose_model("run")
     name = _served_name(model)

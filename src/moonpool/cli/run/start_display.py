@@ -9,17 +9,16 @@ from collections import deque
 from collections.abc import Callable
 
 QUIET_S = 30.0
-"""If nothing is drawn, a start that lasts longer than this says so, and repeats that after the same
-time."""
+"""Without a terminal, a start prints a line each time this many seconds have passed."""
 COUNT_FROM_S = 2.0
 _ERASE = "\r\x1b[K"
 _MOST_WARNINGS = 100
 
 
 class StartDisplay:
-    """On a terminal one line, with what the server does now; elsewhere a line each `QUIET_S`. The
-    server's warnings stay, each once. With `verbose`, the whole log is shown instead, also after
-    the start.
+    """On a terminal it draws one line with the server's present work; elsewhere it prints a line
+    every `QUIET_S`. The server's warnings stay, each once. With `verbose`, the whole log is shown
+    instead, also after the start.
 
     `take` gets lines of the log from any thread; the other methods are for one thread.
     """

@@ -1,4 +1,5 @@
-"""The server that a command asks: its address, the key that it gets, and whom to trust over https.
+"""The server to which a command sends requests: its address, the API key for it, and the authority
+to trust over https.
 
 All commands take these in the same way: the address as an argument, with or without http://, and
 --api-key and --ca-file. Without --api-key the key comes from the environment.

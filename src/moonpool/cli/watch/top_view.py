@@ -122,7 +122,7 @@ def _remark(one: dict[str, Any], is_wide: bool) -> Text:
 
 
 def _load(now: float, booked: float, cells: int) -> Text:
-    """Returns a bar of both loads, whose full length is the SLO, and their numbers."""
+    """Returns both loads as numbers and as a bar, whose full length is the SLO."""
     style = "red" if max(now, booked) >= 1 else "blue"
     solid = min(round(now * cells), cells)
     light = max(min(round(booked * cells), cells) - solid, 0)

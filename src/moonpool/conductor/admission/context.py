@@ -1,4 +1,4 @@
-"""The input of an admission policy: a request, its placement, and what it would add and cost."""
+"""The input of an admission policy: a request, its placement, and its expected gain and cost."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WAITING_SHARE = 0.5
 LEAST_CHANCE = 0.02
 """Requests with a smaller chance to meet both SLOs are rejected, whatever they cost."""
 REST_CHANCE = 0.05
-"""The chance of a TTFT that is in time by the costs measured at rest, but not by those learned
-since. If the request waits for no other work and harms no other request, a rejection would free
-nothing."""
+"""The chance to meet the TTFT SLO when the costs measured at rest predict it, but the costs learned
+since do not. If the request waits for no other work and harms no other request, a rejection would
+free nothing."""
 
 
 class ExpectedGoodput(msgspec.Struct, frozen=True):
-    """What one request adds and costs, in effective requests."""
+    """The gain and the cost of admitting one request, in effective requests."""
 
     worth: float  # the request's chance to meet both SLOs if no prefill waited
     ttft_chance: float
@@ -59,9 +59,9 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
 
     @property
     def cost(self) -> float:
-        # At full load the price of decode and the harm to others count the same loss twice: once
-        # for requests still to come, once for those under way. The price of prefill and the delay
-        # of other requests also count one loss twice.
+        # At full load, the price of decode and the harm to others count one loss twice: for future
+        # requests and for present ones. The price of prefill and the delay of other requests also
+        # count one loss twice.
         return max(self.prefill_cost, self.delay) + max(self.harm, self.decode_cost)
 
     @property

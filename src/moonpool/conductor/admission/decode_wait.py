@@ -1,7 +1,7 @@
-"""The wait before the first token: an admitted request whose prompt is computed joins its decode
-instance only when the batch has room for it.
+"""Delays first tokens: after its prefill, a request joins its decode instance only when the batch
+has room for it.
 
-The KVCache lies at the decode instance by then. There is room while a step takes less than the time
+Its KVCache is already on the decode instance. There is room while a step takes less than the time
 at which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the TTFT
 SLO, and a batch is full without making the answers in it late. The rule is separate
 (`conductor.decode_wait`) and works with any admission policy. The policy judges a TTFT that
@@ -10,8 +10,8 @@ includes the predicted wait.
 Only decode instances hold a first token back. A mixed instance has no handover at which to wait. A
 server such as vLLM has a batch of its own, and fills its steps with prompts whatever the TBT SLO
 (`InstanceTable.fills`). So a request waits at the Conductor until such a batch has room, and its
-prompt is computed after that. What prompts add to the longest gaps there is learned
-(`CostEstimator`).
+prompt is computed after that. `CostEstimator` learns how much prompts lengthen the longest gaps
+there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ The rest of the step is a margin, because contexts grow and later prompts may be
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """The decode pool at the time when an answer can begin."""
+    """The load of a decode instance when an answer can begin."""
 
     others: float  # other decodes on the instance, if this request could make them late
     without_s: float  # predicted step time without this request
@@ -47,9 +47,8 @@ class DecodeLoad(msgspec.Struct, frozen=True):
 
 
 class DecodeWait:
-    """What the Conductor knows of waits at decode instances, whatever the admission policy: the
-    chances that answers meet their TBT SLO, and how long a request waits. A Conductor has one
-    `DecodeWait`."""
+    """Predicts how long a request waits for a decode batch, and the chance that its answer meets
+    the TBT SLO. All admission policies use it. A Conductor has one `DecodeWait`."""
 
     def __init__(self, waits: bool = True) -> None:
         """`waits`: whether requests wait for room in the decode batch. If they do not wait,
@@ -110,8 +109,8 @@ class DecodeWait:
         ttft_s = context.placement.ttft_s
         wait_s = max(until_room_s(context, limit_s, own_s, ttft_s) - ttft_s, 0.0)
         with_s = limit_s if wait_s else min(without_s + own_s, max(limit_s, own_s))
-        # Without a wait, the load grows after the answer has begun, so it says nothing about steps
-        # as long as the limit.
+        # Without a wait, the load still grows after the answer has begun, so its step time does not
+        # last.
         return DecodeLoad(0.0, without_s, with_s, wait_s, limit_s, lasts=wait_s > 0.0)
 
     def _filled(self, context: AdmissionContext, own_s: float) -> DecodeLoad:
@@ -133,8 +132,8 @@ class DecodeWait:
 
 
 def full_step_s(table: InstanceTable, row: int, record: RequestRecord) -> float:
-    """Returns how long the longest gaps of an ended answer should have been on an instance whose
-    steps prompts fill, or 0 if nothing is known of the prompts yet."""
+    """Returns the predicted length of an ended answer's longest gaps on an instance that fills its
+    steps with prompts, or 0 while the effect of prompts is unknown."""
     stall_s = table.prompt_stall_s.item(row)
     return table.decodes_beside_s(row, record.predicted_tbt_s) + stall_s if stall_s else 0.0
 
@@ -164,7 +163,7 @@ def until_room_s(context: AdmissionContext, limit_s: float, own_s: float, ttft_s
 
 
 def added_step_s(table: InstanceTable, row: int, num_tokens: int) -> float:
-    """What one more decode of `num_tokens` adds to each step of an instance."""
+    """Returns the time that one more decode of `num_tokens` adds to each step of an instance."""
     per_token_s = table.decode_s_per_context_token.item(row)
     return table.decode_s_per_sequence.item(row) + per_token_s * num_tokens
 

@@ -124,8 +124,8 @@ class GoodputModel(ClusterObserver):
 
     def _pool_prefill_s(self, context: AdmissionContext) -> float:
         """Returns the time of the request's prefill. If a decode instance computes the prompt,
-        returns the time on a prefill instance: beside decodes a prefill takes longer, but is no
-        more work."""
+        returns the time on a prefill instance: a prefill beside decodes takes longer, although the
+        work is the same."""
         placement, table = context.placement, context.table
         if placement.decode is not None or table.prefills[placement.decoder_row]:
             return placement.prefill_s

@@ -139,9 +139,8 @@ def _pool(context: AdmissionContext) -> _Pool:
 
 
 class _Pool(msgspec.Struct, frozen=True):
-    """Predicted load of the decode pool as a whole. All decodes are spread over its instances so
-    that these are equally slow, as placement does; this request is added on the instance that was
-    chosen."""
+    """Predicted load of the decode pool as a whole. All decodes are spread so that the instances
+    are equally slow, as placement does. This request is added on the chosen instance."""
 
     table: InstanceTable
     row: int

@@ -1,4 +1,4 @@
-"""What a second of prefill and a second of decode are worth, in effective requests.
+"""Prices of a second of prefill and of a second of decode, in effective requests.
 
 Under overload some requests must be rejected, and an admitted request takes the place of others.
 Prices follow from the recent requests: ordered by need, the requests that need least are served

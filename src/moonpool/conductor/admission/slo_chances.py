@@ -130,10 +130,10 @@ class TbtChances:
 class TtftChances:
     """The chance that a TTFT is within a multiple of the predicted one.
 
-    A TTFT near the SLO is mostly a queue, whose prompts' errors cancel out; a short one depends on
-    the step under way. So ratios are learned separately for each class of predicted TTFT as a share
-    of the SLO. A class with few ratios uses those of all classes, scaled, because the relative
-    error of a sum falls with the square root of its length.
+    A TTFT near the SLO is mostly queueing, in which the errors of many prompts cancel out. A short
+    TTFT depends on the step under way. So ratios are learned separately for each class of predicted
+    TTFT as a share of the SLO. A class with few ratios uses those of all classes, scaled, because
+    the relative error of a sum falls with the square root of its length.
     """
 
     def __init__(self) -> None:

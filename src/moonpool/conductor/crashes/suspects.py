@@ -3,10 +3,10 @@
     under way when an instance crashes --> suspected --its turn--> alone --goes on--> released
                                                                      \\--another crash--> culprit
 
-An instance that is killed from outside makes no suspects: its requests are placed again at once.
-An instance that crashes, or whose engine hangs, may do so because of a request, which would crash
-the next instance too. The second crash shows which request it was, if only one of them is under way
-then and nothing new joins it. When the culprit is found, the other suspects are released.
+An instance that is killed from outside makes no suspects: its requests are placed again at once. An
+instance that crashes, or whose engine hangs, may do so because of a request, which would crash the
+next instance too. The second crash shows which request caused both, if only one of them was under
+way and no new request had joined. When the culprit is found, the other suspects are released.
 """
 
 from __future__ import annotations

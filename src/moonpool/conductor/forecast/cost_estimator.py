@@ -47,8 +47,8 @@ STALL_SHARE = 0.95
 the load: few prompts fill a step below the capacity."""
 MIN_STALLS = 8
 TTFT_SHARE = 0.9
-"""The same share, for TTFT. A higher share costs nothing here: the next request in the queue takes
-the place of a rejected one."""
+"""The learned quantile of the ratio of measured to predicted TTFT. A higher share costs nothing
+here: the next request in the queue takes the place of a rejected one."""
 
 
 class CostEstimator(ClusterObserver):
@@ -116,8 +116,8 @@ class CostEstimator(ClusterObserver):
 
     def learn_first_prefills(self, now: float) -> None:
         """Called before a request is placed. The first dozen prompts of an instance are too few for
-        a sample, but if one takes three times as long as predicted, those behind it will be late,
-        too. An instance is looked at again only when its factor may have changed.
+        a sample, but if one takes three times as long as predicted, the prompts behind it will be
+        late, too. An instance is looked at again only when its factor may have changed.
         """
         for name, state in list(self._beginners.items()):
             if now < state.teaches_at_s:

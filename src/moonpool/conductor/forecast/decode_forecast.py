@@ -2,11 +2,11 @@
 
 Mooncake gives every answer the same duration t_d and takes older answers for finished (v3 section
 7.4). That misses the long answers, which are most of what decodes at any moment: with the mean as
-t_d it saw less than two thirds of the load. There are two remedies, and both count requests in
-buckets of time, so that a projection adds up buckets, not requests.
+t_d it saw less than two thirds of the load. Both remedies count requests in buckets of time, so
+that a projection adds up buckets, not requests.
 
-* `SurvivalForecast` learns the distribution of durations. Of the answers of age a, the share that
-  still decodes at a time d from now is the share of answers that lasted a + d among those that
+* `SurvivalForecast` learns the distribution of durations. The share of the answers of age a that
+  still decode after a further time d is the share of answers that lasted a + d among those that
   lasted a.
 * `IntervalForecast` predicts the end of each answer separately, from its expected length.
 """

@@ -29,8 +29,8 @@ class OutputPredictor(ClusterObserver):
         first blocks are indexed."""
 
     def usual_tokens(self, request: Request) -> int:
-        """The length that an answer is given room for: what its client expects, else the mean.
-        Clients set `max_tokens` far above the usual length."""
+        """Returns the length for which KVCache is booked: the length that the client expects, or
+        else the mean. Clients set `max_tokens` far above the usual length."""
         program = request.program
         expected = 0 if program is None else program.expected_tokens
         return expected or int(self.lengths.mean.value)

@@ -164,7 +164,7 @@ PROGRAMS_WAIT = "programs_wait"
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """A `Rejection` says why a request is not served."""
+    """Why a request is not served."""
 
     status: int  # of HTTP
     reason: str  # for machines
@@ -238,9 +238,8 @@ def place(
 
 
 def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
-    """Leaves out instances that still have answers from their time as decode instances, if a prompt
-    in the same step would break the TBT SLO. Keeps all instances if none without such answers is
-    left."""
+    """Leaves out former decode instances that still have answers, if a prompt in the same step
+    would break the TBT SLO of these answers. Keeps all instances if none would be left."""
     rows = np.array(table.remainders)
     free: Bools = possible.copy()
     free[rows] &= (table.booked_batch[rows] == 0) | table.chunk_fits(rows)
@@ -302,8 +301,8 @@ def best_inline(context: SelectionContext, separate_ttft_s: float) -> InlinePref
 def _best_whole(
     context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, separate_ttft_s: float
 ) -> InlinePrefill | None:
-    """The decode instance that gives the first token soonest in a single step, if it does so
-    before the prefill pool: in an idle cluster the pools stay apart.
+    """Returns the decode instance that gives the first token soonest in a single step, or None if
+    the prefill pool is faster. So in an idle cluster the pools stay separate.
 
     Mooncake's inline rule: "a prefill is put into a decode batch only if it needs no chunking and
     does not break the TBT SLO; otherwise it goes to the separate pool" (v3 section 5). A cached
@@ -338,8 +337,8 @@ def _best_whole(
 def _best_in_chunks(
     context: SelectionContext, hit_tokens: Floats, prefill_s: Floats, limit_s: float
 ) -> InlinePrefill | None:
-    """The decode instance that gives the first token soonest by computing the prompt in chunks
-    beside its decodes, if that takes at most `limit_s`.
+    """Returns the decode instance that gives the first token soonest by computing the prompt in
+    chunks beside its decodes, or None if that takes longer than `limit_s`.
 
     In this way decode instances help a prefill pool that has a queue. They do so only while a chunk
     fits into their steps, and their decodes are booked with that chunk
@@ -378,7 +377,8 @@ def _describe(
     """Overwrites `rank`."""
     ids, footprint = context.table.ids, context.footprint
     candidates = [_candidate(context, scores, best)]
-    # The list also has the decode instance that computes the prompt, which is not in `possible`.
+    # The list also has the decode instance that computes the prompt inline, which is not in
+    # `possible`.
     num_others = num_possible - int(context.possible[best])
     rank[best] = np.inf
     for _ in range(NUM_EXPLAINED - 1):
@@ -449,7 +449,7 @@ def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
 
 
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    """The caller adds when there will be room (`waiting.room_forecast`)."""
+    """The caller adds the time at which there will be room (`waiting.room_forecast`)."""
     wanted = footprint.expected_tokens
     text = f"no decode instance has room for {wanted} more tokens of KVCache"
     rows = table.decodes if footprint.decodes else table.prefills

@@ -9,8 +9,8 @@
   from another instance. Fetches of this kind replicate hot prefixes.
 * module:Class: a policy from outside the package (`PlacementPolicy`, docs/extending.md).
 
-On mixed instances, the last two built-in policies add what a part of the answer takes to decode,
-because the choice of the prefill instance is also that of the decode instance.
+On mixed instances, the last two built-in policies add the decode time of a part of the answer,
+because the instance that prefills also decodes.
 
 Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reasons:
 
@@ -22,8 +22,8 @@ Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reason
   says so too, though with the comparison reversed).
 * TTFT is not a plain sum: a fetch runs while the request waits in the queue, so the longer of the
   two counts, then the prefill.
-* The first instance won all ties, so an idle cluster sent everything to it. Here ties go to the
-  instance that has been idle longest.
+* In the paper the first instance wins all ties, so an idle cluster would send every request to it.
+  Here ties go to the instance that has been idle longest.
 * Any instance may be a source, decode instances included: they hold the last turn's answer.
 * Only the few sources with the longest prefix are considered, among equals those that serve the
   fewest fetches.
@@ -44,8 +44,8 @@ from moonpool.kvcache.prefix_index import PrefixMatch
 
 MAX_SOURCES = 3
 ANSWER_SHARE = 0.2
-"""The part of an answer during which the batch that the answer joins stays about the same. After
-that, the batches of several instances have levelled out, because other answers begin and end."""
+"""The part of an answer during which its batch stays about the same. After that, the batches of all
+instances are about equal, because other answers begin and end."""
 _MASK = (1 << 64) - 1
 _Result = TypeVar("_Result")
 
@@ -162,8 +162,8 @@ class PolicyError(Exception):
 class PlacementPolicy(Protocol):
     """A placement policy from outside the package: an object or function to be called.
 
-    A policy returns one score per row of `context.table`, of which the lowest wins; or the row of
-    one instance; or `WorkerScores`, which may also name sources to fetch the prefix from. Rows
+    A policy returns one score per row of `context.table`, where the lowest wins, or the row of one
+    instance, or `WorkerScores`, which may also name the instances to fetch the prefix from. Rows
     outside `context.possible` are ignored. Equal scores go to the shorter queue, then to the
     instance that has been idle longest. A policy may keep state, but must not modify the context or
     read a clock.
@@ -293,7 +293,7 @@ POLICIES: dict[PolicyName, Callable[[SelectionContext], WorkerScores]] = {
 
 
 _Source = tuple[float, float, float, int]
-"""Negative length of the prefix (to be sorted by), part of it on the SSD, fetches served, row."""
+"""A sort key: negative length of the prefix, its part on the SSD, the fetches served, the row."""
 
 
 def _deepest_holders(context: SelectionContext) -> list[int]:
@@ -326,8 +326,9 @@ def _deepest_holders(context: SelectionContext) -> list[int]:
 
 
 def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
-    """Whether `other`, whose prefix is no longer, has no advantage over `one`: it is not less busy,
-    has no less on its SSD, and is on no other instance's host."""
+    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source: it is
+    at least as busy, has as much of the prefix on its SSD, and shares a host with no further
+    instance."""
     if one[1] > other[1] or one[2] > other[2]:
         return False
     host = table.host.item(other[3])

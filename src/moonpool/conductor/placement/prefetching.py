@@ -1,10 +1,10 @@
 """Brings the blocks of a session from an SSD to DRAM before its next turn is due.
 
-A session waits from the end of an answer until a prompt arrives that continues it: one that
+A session waits from the end of an answer until a prompt continues it, which means that the prompt
 contains the last full block of the session's prompt. `TurnForecast` learns how long that takes.
 
-A waiting session that is on an SSD only belongs in DRAM if its next turn is expected sooner than
-that of the sessions which leave DRAM now. So the Conductor notes at which expected rate of return
+A waiting session on an SSD belongs in DRAM only if its next turn is expected sooner than the next
+turns of the sessions that leave DRAM now. So the Conductor notes at which expected rate of return
 sessions are demoted, and prefetches a session once its own rate is well above that. The rate of a
 session changes only where a range of ages begins, so each session is examined a few times.
 
@@ -126,8 +126,8 @@ class Prefetching(ClusterObserver):
                     yield command
 
     def _age(self, now: float) -> None:
-        """Moves sessions to their present ranges of ages. Where a range begins, the rate of a
-        session changes, so those that are on an SSD are examined then."""
+        """Moves sessions to their present ranges of ages. The rate of a session changes where a
+        range begins, so sessions on an SSD are examined then."""
         for number, limit_s in enumerate(AGE_LIMITS_S):
             sessions = self._by_age[number]
             while sessions and sessions[0].since_s + limit_s <= now:

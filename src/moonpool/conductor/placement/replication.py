@@ -2,7 +2,7 @@
 
 A prefix that many sessions begin with (a system prompt, a document) causes prefill work wherever it
 is cached. When its sessions bring more work than its holders should have, Algorithm 1 will soon
-send one of the sessions elsewhere, where it waits for a fetch. So the Conductor measures the work
+send one of them to another instance, where it waits for a fetch. So the Conductor measures the work
 that the sessions of each prefix bring per second, and lets one more instance copy the prefix while
 no request waits for it. The copying instances replace blocks that are used less
 (`scheduler.loading.handover`).

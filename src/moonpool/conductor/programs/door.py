@@ -4,16 +4,16 @@ have begun.
 A call of a program that has begun is never refused for the load: it waits, like a request that was
 admitted before. So the load is limited where programs begin. A new program waits
 
-* while the programs that have begun need the KVCache of the decode pool for themselves. Beyond that
-  number, each program computes again what the others evicted, and all get slower;
+* while the programs that have begun need the KVCache of the decode pool for themselves. With more
+  programs, each one computes again what the others evicted, and all get slower;
 * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are slower
-than the TBT SLO: one more program would only take a share of what the running ones get;
+  than the TBT SLO: one more program would only slow down the running ones;
 * behind programs that came before it.
 
 A sub-agent belongs to its root, and begins with it.
 
-The calls of a program stay where its blocks are, unless another instance is predicted to answer
-sooner (Algorithm 1) and has room: without room, they would evict the blocks of others.
+The calls of a program stay on the instance with its blocks, unless another instance is predicted to
+answer sooner (Algorithm 1) and has room for them, so that they evict no blocks of other programs.
 """
 
 from __future__ import annotations

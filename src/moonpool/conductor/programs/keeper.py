@@ -1,4 +1,5 @@
-"""Applies the rules of programs to their calls: who waits, what is kept, and what leaves first.
+"""Applies the rules of programs to their calls: which calls wait, which blocks stay cached, and
+which blocks are evicted first.
 
 This is the only part of `programs` that the life of a request calls.
 """

@@ -1,4 +1,4 @@
-"""The programs that are under way: their calls, what they hold, and when they go on.
+"""The programs that are under way: their calls, their KVCache, and when their next calls are due.
 
 The identity of a program is what its client says (`ProgramContext`); programs of different tenants
 are never the same. With `programs="all"`, a prompt that goes on after an earlier one is a call of
@@ -245,8 +245,9 @@ class Programs:
     def held_tokens(self) -> dict[InstanceId | None, float]:
         """Returns the tokens of KVCache that the programs which have begun need for themselves, by
         the instance where their blocks are (None for programs without blocks so far). Programs that
-        run count in full, paused programs by the chance that they need their blocks soon. If most
-        programs are still short, each of them counts with the usual size, to which it will grow."""
+        run count in full, paused programs by the chance that they need their blocks soon. While
+        most programs are still short, each of them counts with the size to which it will probably
+        grow."""
         held: dict[InstanceId | None, float] = {}
         present: dict[InstanceId | None, float] = {}
         for program in self._programs.values():

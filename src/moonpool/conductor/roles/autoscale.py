@@ -2,9 +2,8 @@
 
 The wanted number of a pool is its demand (`role_balance`), in instances, over the share of their
 time that instances should be busy. More instances are wanted as soon as the demand of the short or
-of the long window says so, for a new instance takes minutes to boot. Fewer instances are wanted
-only after the demand has been lower for a whole window, and then as many as the highest demand in
-that window needed.
+of the long window says so, for a new instance takes minutes to boot. The number falls only after
+the demand has been lower for a whole window, to what the highest demand in that window needed.
 """
 
 from __future__ import annotations

@@ -13,21 +13,21 @@ looks like a reason for the next one.
   g per context token), and a part of the base time e of each step. The part is 1 / B of the largest
   batch B that meets the TBT SLO and fits the engine's memory.
 
-Both demands are linear in sums over the requests, so a few numbers yield the demand on any
-instance, for any hardware and any present cost estimate.
+Both demands are linear in sums over the requests. So a few sums yield the demand for any hardware
+and any cost estimate.
 
 Demand is that of the requests since the mix last changed (`PresentLoad`), of at most a window.
 Advice must also hold if the ratio of both demands is wrong by SURE standard errors. A switch back
-needs a larger benefit. If the mix has not changed since the last switches, it needs more certainty,
-and a second one in RETURN_S a still larger benefit: so roles do not swing where two splits are
-about equally good.
+needs a larger benefit. If the mix has not changed since the last switch, a switch needs more
+certainty, and a second one within RETURN_S an even larger benefit. So roles do not swing between
+two splits that are about equally good.
 
 The length of an answer is predicted from the length of its prompt, and from whether a part of the
 prompt is cached: long documents get short answers, the next turn of a long conversation does not,
 and the mix of both shifts. Answers under way count (`RunningLengths`). Sums are kept by kind, and
-take the lengths that are known when they are used: what is learned later corrects earlier requests,
-and is not a shift. Advice must also hold if the answers that exceed all known lengths end at once
-(or last long, if prefill is short).
+take the lengths that are known when they are used: what is learned later also corrects earlier
+requests, and does not look like a shift. Advice must also hold if the answers that exceed all known
+lengths end at once (or last long, if prefill is short).
 """
 
 from __future__ import annotations
@@ -219,8 +219,7 @@ class PresentLoad:
 
     The last seconds are compared with the whole time before them, for several numbers of seconds.
     If one of the comparisons differs by `CHANGED` standard errors, the time before is forgotten: a
-    clear change is known after few requests, and where nothing changes the sums are as long and as
-    precise as the window allows.
+    clear change shows after few requests, and without one the sums cover the whole window.
     """
 
     def __init__(self, window_s: float, lengths: RunningLengths) -> None:

@@ -1,9 +1,9 @@
 """Estimates the share of the recent requests that pools with these loads could serve.
 
 Under overload some of these requests are rejected. Admission by expected goodput serves the
-requests that need least, so that two splits with equal loads may serve different numbers of
-requests: where a few long prompts make most of the prefill load, more prefill instances serve
-hardly any more requests.
+requests that need least, so two splits with equal loads may serve different numbers of requests.
+Where a few long prompts cause most of the prefill load, further prefill instances serve few
+additional requests.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _shares(needs: Floats) -> Floats:
 
 
 def _num_served(prefill: Floats, decode: Floats, weights: tuple[float, float]) -> float:
-    """Returns how many requests are served in this order before a pool is used up; the last one
-    counts in part, so that the number follows the loads without steps."""
+    """Returns how many requests are served in this order before a pool is used up. The last one
+    counts in part, so that the result changes continuously with the loads."""
     order = np.argsort(weights[0] * prefill + weights[1] * decode, kind="stable")
     used = np.maximum(np.cumsum(prefill[order]), np.cumsum(decode[order]))
     num = int(np.searchsorted(used, 1.0, side="right"))

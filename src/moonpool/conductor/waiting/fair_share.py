@@ -1,9 +1,9 @@
 """Shares an overloaded cluster among tenants by the tokens that each has and had recently.
 
-A tenant's level is the KVCache that its requests hold now, and the tokens that were computed for it
-recently, over its weight. So an answer counts for as long as it runs, and for some time afterwards.
-Tenants compete while they have requests under way, and for some time after a request. A tenant
-below the mean level of the competitors is owed a place:
+A tenant's level is the sum of the KVCache that its requests hold now and the tokens recently
+computed for it, divided by its weight. So an answer counts for as long as it runs, and for some
+time afterwards. Tenants compete while they have requests under way, and for some time after a
+request. A tenant below the mean level of the competitors is owed a place:
 
 * Its requests wait for a place instead of being refused, and the requests of other tenants come
 after them.

@@ -1,12 +1,12 @@
 """The order in which requests that wait at the Conductor are placed.
 
 The lowest priority value comes first; within a priority, the tenant that has received least
-(`fair_share`); within a tenant, the request that has waited longest, and a call of a program as if
-it had waited since its program came. After half of its time a request counts as one of the best
+(`fair_share`); within a tenant, the request that has waited longest. A call of a program counts as
+waiting since the program arrived. After half of its time a request counts as one of the best
 waiting priority.
 
-A request enters and leaves in logarithmic time, and only the requests that are looked at are
-sorted: at overload an answer ends often, and thousands of requests wait.
+A request enters and leaves in logarithmic time, and only the requests considered are sorted,
+because at overload answers end often while thousands of requests wait.
 """
 
 from __future__ import annotations

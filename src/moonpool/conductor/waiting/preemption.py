@@ -1,10 +1,10 @@
 """Which answers give way where a tenant claims its share of the room (`fair_share`).
 
 The first answer to give way is the youngest one of the tenant farthest above its share. The paused
-answer continues later with the same tokens, so its client only sees a pause. No tenant gives up
-more than what brings it down to the level of the claiming tenant, so that two tenants never take
-the room from each other in turn. Answers past half of their time give way last, because they have
-been under way for long and must end. Books nothing.
+answer continues later with the same tokens, so its client only sees a pause. No tenant falls below
+the level of the claiming tenant, so that two tenants never take the room from each other in turn.
+Answers past half of their time give way last, because they have been under way for long and must
+end. Books nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Preemption:
 
     def overfull(self, now: float) -> list[TrackedRequest]:
         """Returns the answers that must give way on vLLM instances whose answers have outgrown the
-        room: where tenants compete, vLLM itself would preempt the one that came last. Moonpool's
+        room: where tenants compete, vLLM itself would preempt the answer that came last. Moonpool's
         own instances preempt by tenant (`scheduler.batching.queue_order`)."""
         found: list[TrackedRequest] = []
         mean = self._shares.mean(now)

@@ -123,9 +123,9 @@ class WaitingRequests:
 
     def has_place(self, tracked: TrackedRequest) -> bool:
         """Whether the queue takes this request. A request that was admitted before always has a
-        place, and a waiting request keeps its place. Of the places for new requests, a tenant gets
-        one part: each other tenant that waits keeps a part, and so does the next tenant that
-        comes."""
+        place, and a waiting request keeps its place. The places for new requests are divided
+        equally among this tenant, the other tenants that wait, and one tenant that may still
+        come."""
         request = tracked.request
         if tracked.num_attempts or self._is_waiting(tracked):
             return True

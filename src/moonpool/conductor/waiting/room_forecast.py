@@ -5,9 +5,9 @@ length so far:
 
 * An answer that no token ends early (`ignore_eos`) gets all of its `max_tokens`.
 * The length of any other answer is one of the lengths of recent answers that were longer than it is
-now. Of n answers on an instance, the longest one gets the lowest quantile of these lengths, and so
-on, so that some end soon and some late.
-* An answer longer than all recent ones lasts as long again.
+  now. Of n answers on an instance, the longest gets the lowest of n quantiles of these lengths, the
+  next longest the second, and so on, so that some end soon and some late.
+* An answer longer than all recent ones is assumed to double its length.
 
 Requests that already wait take the room that becomes free before this request does.
 """
@@ -52,8 +52,8 @@ class RecentLengths:
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
 
     def left(self, num_tokens: int, share: float) -> float:
-        """Returns the tokens that an answer of `num_tokens` still gets: the quantile `share` of
-        what longer answers got after that length."""
+        """Returns how many tokens an answer of `num_tokens` still gets: the quantile `share` of the
+        tokens that longer answers got after that length."""
         first = bisect_right(self._sorted, num_tokens)
         longer = len(self._sorted) - first
         if longer < LEAST_LONGER:

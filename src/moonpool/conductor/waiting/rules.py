@@ -10,9 +10,9 @@ place.
 * A new program waits for the programs that began before it, until its deadline.
 * A call of a program that has begun waits, because users of agents wait for the program's last
 call.
-* A choice waits for other choices of its call, whose room becomes free, whatever its TTFT.
-* A new request that is refused for the load waits if its tenant is owed a place (`fair_share`), for
-  at most half of its SLO of TTFT.
+* A choice of a call waits, whatever its TTFT, for the room of the call's other choices.
+* A new request that is refused for the load waits for at most half of its TTFT SLO if its tenant is
+  owed a place (`fair_share`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ MAX_TRIED_PER_TURN = 8
 
 
 class WaitRules:
-    """Applies the rules; reads the bookings, and adds requests to the queue. Owns what the rules
-    look at: the queue, the shares of tenants, the forecast of room, and the times at which rejected
-    requests should return."""
+    """Applies the rules; reads the bookings, and adds requests to the queue. Owns the queue, the
+    shares of tenants, the forecast of room, and the times at which rejected requests should
+    return."""
 
     def __init__(
         self, cluster_state: ClusterState, shares: FairShare, refuses_for_slo: bool
@@ -182,9 +182,9 @@ class WaitRules:
         return self.shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
-        """Whether the request waits until its deadline for room that others hold: it, another
-        choice of its call or another call of its program was admitted before, or nothing is refused
-        for its SLO."""
+        """Whether the request waits until its deadline for room that others hold. It does if it,
+        another choice of its call or another call of its program was admitted before, or if no
+        request is refused for its SLO."""
         if rejection.status == UNSERVABLE_STATUS or rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0

@@ -88,7 +88,7 @@ class FrontAnswers(KeptAnswers):
                 give.add_done_callback(self._gives.discard)
 
     async def _give(self, fetch: FetchAnswer) -> None:
-        """Gives an answer away whose client has come back at another front, which continues from
+        """Gives an answer to the front at which its client has come back; that front continues from
         what this front knows."""
         name, known = fetch.name, b""
         found = await super().find(name.tenant, name.request_id, name.digest, fetch.displaces)

@@ -205,7 +205,7 @@ class FrontLink:
         self._channel.wake()
 
     def _send_grown(self) -> None:
-        """Sends the front what its answers have got in this turn of the loop."""
+        """Sends the front the tokens that its answers got in this turn of the loop."""
         if not self._grown:
             return
         grown, self._grown = self._grown, {}

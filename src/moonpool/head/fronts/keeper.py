@@ -29,7 +29,7 @@ from moonpool.protocol.supervision import (
 log = logging.getLogger("moonpool.supervisor")
 
 BUSY_S = 300.0
-"""A front that goes from call to call may be silent for this long before it counts as hung."""
+"""A front that still works on calls may be silent for this long before it counts as hung."""
 FINISH_S = 10.0
 """How long a front may take to end, when no answer is under way."""
 

@@ -21,9 +21,9 @@
       | <-- FetchAnswer, -- AnswerFetched --------------------> |
 
 All other tokens come from the instances (`protocol.direct_tokens`); an instance that cannot reach
-the front sends them by the head. Each part's position tells its place in the answer. The front has
-the true state: where an attempt continues after other tokens than the client has, the front begins
-the request again.
+the front sends them by the head. Each part's position tells its place in the answer. The front's
+state is authoritative: if an attempt continues after other tokens than the client has, the front
+begins the request again.
 
 The front gives each answer a number. The head forgets all answers of a front that is gone; the next
 front sends them again with the tokens that their clients have. A front whose head is gone sends its
@@ -106,7 +106,8 @@ class FrontListens(_Message, frozen=True, tag=True):
 
 
 class CountRefused(_Message, frozen=True, tag=True):
-    """The front refused a call. `model`: the key of the model, or None before it is known."""
+    """A front refused a call; the head counts it. `model`: the key of the model, or None before it
+    is known."""
 
     model: str | None
     reason: str
@@ -184,7 +185,7 @@ class FetchAnswer(_Message, frozen=True, tag=True):
 
 
 class AnswerFetched(_Message, frozen=True, tag=True):
-    """What a front knew of the answer, which it has now forgotten; b"" means nothing."""
+    """The log of an answer from a front that has now dropped it; b"" means that it had none."""
 
     number: int
     known: bytes
@@ -227,7 +228,7 @@ class AnswerPart(Struct, frozen=True, array_like=True):
 
 
 class AnswersGrown(_Message, frozen=True, tag=True):
-    """What all answers of a front got in one turn of the head's loop."""
+    """The new tokens of all answers of a front in one turn of the head's loop."""
 
     parts: tuple[AnswerPart, ...]
 

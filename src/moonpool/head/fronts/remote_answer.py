@@ -1,8 +1,8 @@
 """The answers of one front as they come: from instances directly, and from the head.
 
-Each part's position tells its place in the answer. The front has the true state of its client:
-where an attempt continues after other tokens, or some tokens are lost, the answer must begin again,
-with the tokens that are here.
+Each part's position tells its place in the answer. The front's state is authoritative: if an
+attempt continues after other tokens, or tokens are lost, the answer must begin again after the
+tokens that the front has.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def _load_text(config: Config, offer: ModelOffer, settings: ModelConfig) -> ApiM
 
 
 def named_offer(name: str) -> ModelOffer:
-    """Returns an offer in place of the servers of a model that the configuration names, before any
-    of them comes."""
+    """Returns the offer of a model that the configuration names, to use until a server of this
+    model joins."""
     return ModelOffer(root=name, names=(name,), max_model_tokens=UNKNOWN_TOKENS)
 
 

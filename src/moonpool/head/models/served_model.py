@@ -1,5 +1,5 @@
 """One model that the head serves: its card and tokenizer, its Conductor, its metrics and its event
-log. A model's instances serve no other model, so no decision is about two of them."""
+log. A model's instances serve no other model, so each decision concerns only one model."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class ServedModel:
         actions: list[ConductorAction] = []
         try:
             actions = self.conductor.handle(event, now)
-        finally:  # an event that raises is the one that the log needs most
+        finally:  # an event that raises matters most in the log
             self._events.note(event, now, actions)
         return actions
 
@@ -278,8 +278,8 @@ class ServedModel:
         return tuple(path for path in paths if path in known or path in offer.paths)
 
     def set_parsing(self, offers: Iterable[ModelOffer]) -> None:
-        """Leaves tool calls and reasoning to the servers if all of them parse these, and whole
-        calls if one of them takes no token ids."""
+        """Forwards calls with tools or reasoning if all servers parse these, and all calls if some
+        server takes no token ids."""
         shared: set[Parsing] = set(get_args(Parsing))
         forwards_all = not self.card.knows_tokens
         for offer in offers:

@@ -1,7 +1,7 @@
 """The models that one head serves, and which instance serves which model.
 
-Moonpool's own engine has one model. In front of vLLM servers there are as many models as these
-serve; each is read when the first server that offers it comes, and stays when its last server goes.
+Moonpool's own engine has one model. In front of vLLM servers, there is one model for each that the
+servers offer. A model is read when its first server joins, and stays when its last server leaves.
 """
 
 from __future__ import annotations

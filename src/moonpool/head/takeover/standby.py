@@ -91,7 +91,7 @@ class Standby:
             beat.cancel()
 
     async def replace(self, host: str, port: int) -> None:
-        """Tells the lost head, whenever it comes back, that it was replaced. Never ends."""
+        """Tells the lost head that it was replaced, if it ever comes back. Never ends."""
         while True:
             link = self._link = self._new_link(0.0)
             with contextlib.suppress(WorkerError):

@@ -92,8 +92,8 @@ class Culprits:
         self._is_spared = True
 
     def judge(self, status: int | None, present: Iterable[int]) -> int | None:
-        """Notes that the head has ended with this status. Returns the number of the call that the
-        head ended with, if that is one of the `present` calls."""
+        """Notes that the head has ended with this status. Returns the number of the call on which
+        the head was working when it ended, if that is one of the `present` calls."""
         work = self._hung or (None if self._mark is None else self._mark.read())
         hung, is_spared = self._hung is not None, self._is_spared or status in (0, *ORDERED)
         out_of_memory = self._oom_kills.is_new()

@@ -226,8 +226,8 @@ def _describe_groups(
     ended: Sequence[RequestRecord],
     name_of: Callable[[RequestRecord], str],
 ) -> list[dict[str, Any]]:
-    """Returns what each tenant, or each program, had in the last ten minutes, those with most
-    prompt tokens first. Requests without a name form a group, too."""
+    """Returns the figures of each tenant, or of each program, over the last ten minutes, ordered by
+    prompt tokens, the most first. Requests without a name form a group, too."""
     groups: dict[str, list[RequestRecord]] = {}
     for record in ended:
         groups.setdefault(name_of(record), []).append(record)
@@ -370,8 +370,8 @@ _Bytes = dict[str, float]
 
 
 class MovedBytes:
-    """Bytes that each instance has moved, from the counters of its load reports, and the rates: the
-    newest report compared with one up to `WINDOW_S` older. Reports are remembered only while an
+    """The bytes that each instance has moved, from the counters of its load reports, and the rates
+    between the newest report and one up to `WINDOW_S` older. Reports are remembered only while an
     operator watches."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ _LABELLED_BY_INSTANCES = (
     ("moonpool:prefetched_blocks", "used", "used_prefetched_blocks"),
     ("moonpool:prefetched_blocks", "wasted", "wasted_prefetched_blocks"),
 )
-"""The same for metrics with a label: metric, label value, counter."""
+"""Metrics with a label that are read from instances: metric, label value, counter."""
 CLASS_COUNTERS = (
     "moonpool:slo_class_requests",
     "moonpool:slo_class_effective_requests",
@@ -335,7 +335,8 @@ def _generated(record: RequestRecord) -> int:
 
 
 def _num_blocks(state: InstanceState) -> int:
-    """Returns the instance's present blocks: it may have lost those of an attention worker."""
+    """Returns the instance's present number of blocks, without those of attention workers that it
+    has lost."""
     return (0 if state.load is None else state.load.num_blocks) or state.info.num_blocks
 
 

@@ -1,13 +1,13 @@
 """Evicts blocks of tenants above their share of a pool first, whatever policy is wrapped.
 
 A tenant with a share may have cached blocks up to that share of the pool. While room is left the
-tenant may have more blocks. When another request needs room, these blocks go first: the one
-released longest ago first, and the end of a prompt before its beginning. The wrapped policy orders
-all other blocks.
+tenant may have more blocks. When another request needs room, these blocks are evicted first, in the
+order of their release, and the end of a prompt before its beginning. The wrapped policy orders all
+other blocks.
 
-The pool knows nothing of tenants. `KVCacheManager` tells to which tenant a block belongs when a
-request caches or finds it, for tenants with a share only: without any such tenant, each call costs
-one more check.
+The pool knows nothing of tenants. When a request of a tenant with a share caches or finds a block,
+`KVCacheManager` assigns the block to the tenant. Without such tenants, each call costs one more
+check.
 """
 
 from __future__ import annotations

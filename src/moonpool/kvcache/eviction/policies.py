@@ -38,8 +38,8 @@ class EvictionPolicy(Protocol):
 
     Cost: these methods run on the instance's scheduling path, once or more per step. Each should
     take amortised O(1) per block passed or returned. State must be bounded by a small multiple of
-    the pool's blocks. A policy reads no clock and draws no random numbers: time is what went
-    through the cache, and equal calls give equal evictions on every machine.
+    the pool's blocks. A policy reads no clock and draws no random numbers: it measures time by the
+    blocks that went through the cache, and equal calls give equal evictions on every machine.
     """
 
     def store(
@@ -219,9 +219,8 @@ class LengthAwareEviction(LfuEviction):
     """LengthAware (Mooncake v3, Table 1): like LFU, but among equals evicts the block deepest in
     its prompt.
 
-    The paper says only "like LFU, prioritising blocks that occur later in requests". A policy that
-    kept late blocks would evict prefixes before the blocks that depend on them, so late blocks go
-    first here.
+    The paper says only "like LFU, prioritising blocks that occur later in requests". Late blocks
+    are evicted first, because without the blocks before them they are useless.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,16 @@
 """Predictive eviction: evicts the block with the fewest predicted hits for the space it takes.
 
-A block's class is made from its prompt's last visit: how often the block was used before; for a new
-block, how often its last known predecessor was (a session continues, a shared beginning starts many
-prompts); how many new blocks the visit added; and whether the prompt came back without using the
-block (it was left behind). `survival` learns online how soon blocks of a class are used again, also
-from blocks that were evicted and missed: their keys (ghosts) are remembered for a while.
+The class of a block consists of three facts about its prompt's last visit: how often the block was
+used before (for a new block, how often its last known predecessor was, because a session continues
+and a shared beginning starts many prompts); how many new blocks the visit added; and whether the
+prompt came back without using the block (it was left behind). `survival` learns online how soon
+blocks of a class are used again, also from blocks that were evicted and missed: their keys (ghosts)
+are remembered for a while.
 
 Consecutive blocks of a visit that have one class are a segment. There is one queue of segments for
 each class and range of ages (a cell). The cell with the least worth loses the last block of its
-oldest segment. Only ends of cached prompts are in queues: a segment that other segments continue
-enters its queue when those are gone, so no block stays cached whose predecessor was evicted.
+oldest segment. Only the last segments of cached prompts are in queues. A segment enters its queue
+when no cached segment continues it, so no block is evicted before the blocks that depend on it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from moonpool.kvcache.eviction.policies import EvictionPolicy, WrappedEviction
 from moonpool.types import BlockId, BlockKey
 
 LIFE = 1 << 32
-"""A *life* tells one content of a block from the next. It is the block id plus LIFE times how often
-the block got or lost a key, so it is odd in units of LIFE while the block is cached."""
+"""A *life* identifies one content of a block. It is the block id plus LIFE times how often the
+block got or lost a key, so it is odd in units of LIFE while the block is cached."""
 NO_LIFE = -1
 
 
@@ -142,7 +142,7 @@ class ReplicaAwareEviction(WrappedEviction):
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if evict(block_id):
-                # Does what `_end_all` does: a loose block is in no count, and no tight block
+                # `_end_all` reduced to this case: a loose block is not counted, and no tight block
                 # continues it.
                 self._parent[block_id] = NO_LIFE
                 self._lives[block_id] += LIFE

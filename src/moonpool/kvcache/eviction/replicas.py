@@ -4,9 +4,9 @@ changes.
 Of several holders of a block, one is its *owner* and keeps it; to the others the block is spare
 (`kvcache.eviction.replica_aware`). Each holder owns a share of the blocks in proportion to its
 pool, so that a block stays equally long wherever it is owned. If every holder could drop its
-replica first, those with the most traffic for their pool (a lone decode instance) would lose blocks
-whose other replicas are gone already. Consecutive blocks of a prompt with the same holders have the
-same owner, because a prefix is matched as a whole on one instance.
+replica first, the holders with the most traffic for their pool (a lone decode instance) would drop
+replicas that have become the last ones. Consecutive blocks of a prompt with the same holders have
+the same owner, because a prefix is matched as a whole on one instance.
 
 `ReplicaOwners` stores nothing about blocks that one instance holds alone, and sends no message
 itself. A lost notification makes an instance keep a replica too long; a late one can let it drop a
@@ -84,8 +84,7 @@ class ReplicaTracker:
         self._changed.update(dict.fromkeys(keys))
 
     def note_dropped(self, keys: Iterable[BlockKey], bit: int) -> None:
-        """Notes that one of several holders lost these blocks, and with them the marks that it
-        had."""
+        """Notes that one of several holders lost these blocks, and with them their marks."""
         notified_of = self._notified
         for key in keys:
             self._changed[key] = None

@@ -73,8 +73,9 @@ class ReuseModel:
         # Since the last lesson, by class: blocks released by epoch, and used again by age.
         self._released_now: list[list[int]] = []
         self._reused_now: list[list[int]] = []
-        # By class there was at the last lesson: all blocks released until the end of each of the
-        # latest epochs; those released long enough ago to have reached the age; those used again.
+        # At the last lesson, by class: the blocks released by the end of each of the latest epochs;
+        # the blocks released long enough ago to have reached each age; the blocks used again at
+        # each age.
         self._released_by = np.zeros((0, MAX_AGE + period + 1), dtype=np.int64)
         self._exposed: Floats = np.zeros((0, NUM_AGES - 1))
         self._reused: Floats = np.zeros((0, NUM_AGES - 1))
@@ -156,9 +157,8 @@ def _shares(reused: Floats, exposed: Floats, prior: Floats) -> Floats:
 
 
 def _own_shares(reused: Floats, exposed: Floats, families: Floats) -> Floats:
-    """Returns the shares of each class: its family's curve, scaled, where the class has little
-    history, and its own curve where it has much. Both arrays are indexed by class and range of
-    ages."""
+    """Returns the shares of each class: mostly its own curve if the class has much history, else
+    mostly the scaled curve of its family. Both arrays are indexed by class and range of ages."""
     expected = np.cumsum(exposed * families, axis=1)[:, -1:]
     total = np.cumsum(reused, axis=1)[:, -1:]
     factor = (total + PRIOR_HITS) / (expected + PRIOR_HITS)
@@ -166,8 +166,8 @@ def _own_shares(reused: Floats, exposed: Floats, families: Floats) -> Floats:
 
 
 def _worths(shares: list[float]) -> list[float]:
-    """Returns the worth at the beginning of each range: the steepest slope from there on of the
-    curve of hits over cache space x time, which is the slope of the curve's concave hull."""
+    """Returns the worth at the beginning of each range. It is the steepest slope from there on of
+    the curve of hits over cache space x time, which is the slope of the curve's concave hull."""
     survivors = 1.0
     costs, gains = [], []
     for share, width in zip(shares, WIDTHS, strict=True):

@@ -13,12 +13,12 @@ BYTES_PER_TOKEN = 4
 TEXT_FIELDS = ("messages", "prompt", "input")
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 HINT_FIELDS = ("vllm_xargs", "agent_hint", "prompt_cache_key")
-"""What names the program (agent) of a call."""
+"""The fields that name the program (agent) of a call."""
 
 
 class ReplicaCall(Struct, frozen=True):
-    """One call of a deployment. `token_ids` stand for pieces of its prompt: equal prefixes have
-    equal ones, and there are about as many as tokens. `max_tokens` 0: it states no limit.
+    """One call of a deployment. `token_ids` represent pieces of its prompt: equal prefixes have
+    equal ids, and there are about as many ids as tokens. `max_tokens` 0: it states no limit.
     `program`: which one it belongs to, or None if its client names none."""
 
     call_id: str
@@ -31,8 +31,8 @@ class ReplicaCall(Struct, frozen=True):
 def read_call(
     call_id: str, args: Sequence[Any], kwargs: Mapping[str, Any], model: str = ""
 ) -> ReplicaCall:
-    """Reads a call of a handle: the first argument that has a prompt, whatever its kind. Of a call
-    without a body, such as a raw HTTP request, only its presence is known."""
+    """Reads a call of a handle: the first argument that has a prompt, whatever its kind. A call
+    whose arguments are unknown, such as a raw HTTP request, has no prompt."""
     for value in (*args, *kwargs.values()):
         fields = _fields_of(value)
         prompts = [fields[name] for name in TEXT_FIELDS if fields.get(name)]

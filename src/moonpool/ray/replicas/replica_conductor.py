@@ -77,8 +77,8 @@ Decision = PlacedCall | RefusedCall
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a router has seen of an answer at `now`: this many tokens, or its end. `replica`: the
-    replica that reports; "" for the one that has the call."""
+    """A router's observation of an answer at `now`: its number of tokens, or its end. `replica`:
+    the replica that reports; "" for the one that has the call."""
 
     call_id: str
     now: float
@@ -100,8 +100,8 @@ class _Answer:
 
 class ReplicaTimes:
     """The times of one replica, as routers see them: until enough of them are known, they are
-    assumed. A prompt is a sample if nothing else ran on the replica while it was computed, and a
-    step if no prompt was. `tokens_came` returns the fitted cost, once."""
+    assumed. A prompt's time is a sample if nothing else ran on the replica during it, and a step's
+    time if no prompt was computed during it. `tokens_came` returns the fitted cost, once."""
 
     def __init__(self) -> None:
         self._answers: dict[str, _Answer] = {}
@@ -117,7 +117,7 @@ class ReplicaTimes:
         self._answers[call_id] = _Answer(num_tokens, now, alone)
 
     def starts(self, call_id: str, cached_tokens: int) -> None:
-        """Its prompt is computed now, but for these tokens."""
+        """Notes that the replica computes the prompt now, except for the cached tokens."""
         if call_id in self._answers:
             self._answers[call_id].cached_tokens = cached_tokens
 
@@ -330,7 +330,7 @@ class ReplicaConductor:
     def _finish(self, under_way: _UnderWay, now: float) -> None:
         """The answer is complete."""
         call_id, replica = under_way.call.call_id, self._replicas.get(under_way.replica)
-        if not under_way.num_tokens:  # not streamed: all came at once, and how many is unknown
+        if not under_way.num_tokens:  # not streamed: all tokens arrived together, in unknown number
             self._see_tokens(under_way, 1, now)
         if replica is not None:
             self._end_step(replica)

@@ -28,8 +28,8 @@ log = logging.getLogger("moonpool.ray")
 TICK_S = 0.1
 IDLE_S = 600.0
 GONE_S = 5.0
-"""A replica that no router has named for this long, while some have named others, is gone: routers
-hear of changes one after the other."""
+"""A replica is gone if no router has named it for this long, although routers have named others.
+The time is needed because routers learn of changes one after another."""
 CALLS = 4096
 """Calls of this actor at a time: one for each call of the deployment that waits for its place."""
 

@@ -1,4 +1,4 @@
-"""A replica of Serve whose answers are seen as they pass: how many tokens, and when."""
+"""Wraps a replica of Serve and observes its answers: how many tokens arrive, and when."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     RequestRouterConfig(request_router_class="moonpool.ray.ConductorRouter")
 
-A router that cannot reach its Conductor falls back to Serve's power of two choices, says so, and
-asks again after a while.
+A router that cannot reach its Conductor falls back to Serve's power of two choices, logs that, and
+tries again after a while.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def _name_of(replica_id: ReplicaID) -> str:
 
 
 def _program_of(pending: PendingRequest) -> ProgramContext | None:
-    """Which program (agent) a call belongs to: by its body, else by Serve's session. What names
-    none rightly is for the deployment to refuse."""
+    """Which program (agent) a call belongs to: by its body, else by Serve's session. A call with
+    invalid fields names no program; the deployment refuses it."""
     session = getattr(pending.metadata, "session_id", "")
     headers = {b"x-session-id": session.encode()} if session else {}
     try:

@@ -343,7 +343,7 @@ class PartitionedPool(BlockPool):
         for pool in self._pools:
             self._note_changes(pool)
         changes, self._pending = self._pending, PoolChanges()
-        # Keys that an arena lost may have come back with that arena.
+        # A key that was lost with an arena may have come back with it.
         both = {*changes.stored} & {*changes.removed}
         if both:
             changes.stored = [k for k in changes.stored if k not in both]
@@ -440,10 +440,9 @@ UserT = TypeVar("UserT", bound=BlockUser)
 
 
 class ArenaTracker(Generic[UserT]):
-    """Tracks which arenas of an instance are lost, and when a returned arena can be used, which is
-    once no request holds blocks of the lost arena. Requests that no other instance can take wait
-    for the arena. Does nothing if `pool` has one arena only: that arena is lost with the
-    instance."""
+    """Tracks which arenas of an instance are lost. A returned arena can be used once no request
+    holds blocks from before the loss. Requests that no other instance can take wait for the arena.
+    Does nothing if `pool` has one arena only: that arena is lost with the instance."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool if isinstance(pool, PartitionedPool) else None

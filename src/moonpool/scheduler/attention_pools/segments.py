@@ -1,5 +1,5 @@
-"""Keeps account of one instance's blocks in several arenas. A sequence may lie in many of them, but
-each of its segments lies in one.
+"""Keeps account of one instance's blocks in several arenas. A sequence may lie in many arenas, but
+each of its segments lies in one arena.
 
 Attention over a segment is computed in the arena that holds it, so a long sequence has the memory
 and the bandwidth of all arenas. A segment is the run of tokens after which attention starts a new

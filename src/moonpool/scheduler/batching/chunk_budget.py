@@ -5,8 +5,8 @@ costs a whole tile (section 4.3). Sarathi-Serve takes the largest budget whose s
 the time between tokens (section 4.3), once, from a profile. This module computes the budget for
 every step, because contexts grow and batches change.
 
-The module learns by what factor steps with both chunks and decodes take longer than the cost model
-predicts, for each size of step. The module does not choose which requests run.
+For each size of step, the module learns the factor by which steps of chunks and decodes take longer
+than the cost model predicts. The module does not choose which requests run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes chunks shorter while another tenant's prompt may come that would be served first.
 
-A prompt that arrives waits for the step under way, for half of it on average. So a step of one
-tenant takes at most a share of the time that recent prompts of the other tenant take alone. The new
-prompt also shares its step with no more tokens of other tenants than that.
+An arriving prompt waits for the end of the step under way, on average half of that step. So a step
+of one tenant takes at most a share of the time that recent prompts of the other tenant take alone.
+The new prompt also shares its step with no more tokens of other tenants than that.
 """
 
 from __future__ import annotations

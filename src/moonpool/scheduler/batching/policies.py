@@ -1,8 +1,8 @@
 """Batching policies: which requests share the next step, and with how many tokens each.
 
-A policy takes two lists of (request, tokens left to compute), those that decode and those in
-prefill, and returns the step as a list of (request, tokens to compute). The policy knows nothing
-else about a request, so it is pure and its tests use plain names as requests.
+A policy takes two lists of (request, tokens left to compute), one of decodes and one of prefills,
+and returns the step as a list of (request, tokens to compute). The policy knows nothing else about
+a request, so it is pure and its tests use plain names as requests.
 
 `chunked` is SARATHI's and the default; the others are baselines to compare with.
 """

@@ -31,7 +31,8 @@ class TenantAccounts:
     A counter is that of the Virtual Token Counter of Sheng et al. (OSDI'24): prompt and output
     tokens over the tenant's weight. The tenant with the smallest counter is next. The counter of a
     tenant that returns after a pause is moved to within `credit_tokens` of the present tenants'
-    counters, so that no tenant saves up service while idle, or pays for service of long ago.
+    counters, so that no tenant saves up service while it is idle, or pays for service that it got
+    long ago.
     """
 
     def __init__(self, credit_tokens: float) -> None:
@@ -137,8 +138,8 @@ class QueueOrder:
         return self.priority(request), request.account.served
 
     def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
-        """Whether another request, which is no more urgent, should give way to an attempt that
-        needs room. The other request gives way if the attempt's tenant was served less by more
+        """Whether another request of the same or a worse priority should give way to an attempt
+        that needs room. It should if its tenant is ahead of the attempt's tenant by more served
         tokens than both requests have, so that two tenants do not take the room from each other in
         turn."""
         if self.priority(other) < attempt.priority or other.account is None:

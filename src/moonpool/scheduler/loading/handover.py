@@ -27,7 +27,8 @@ def hottest(
     kv_cache: KVCacheManager, num_blocks: int, lost_with_it: bool = False
 ) -> tuple[HotPrefix, ...]:
     """Returns the most used prefixes, of `num_blocks` blocks in total. Among equally used prefixes,
-    the one used last comes first. A continuation that is used as often is part of the same entry.
+    the one used last comes first. An equally used continuation of a prefix is part of the same
+    entry.
 
     With `lost_with_it`, leaves out prefixes whose last block a shared store holds. Changes nothing.
     """

@@ -1,9 +1,9 @@
 """Loads blocks from the SSD before a request needs them, as the Conductor commands.
 
 Requests have priority. A prefetch reads `BATCH_BLOCKS` at a time, so a load that a request starts
-shares the disk with one batch at most. No batch begins while another load runs, nor without blocks
-that are free: what a prefetch displaces is demoted first, like all that leaves DRAM. Prefetched
-blocks that no request has used yet are at most 1 / `MAX_SHARE` of the pool's blocks.
+shares the disk with one batch at most. A batch begins only while no other load runs and enough
+blocks are free. A prefetch first demotes the blocks that it displaces. Prefetched blocks that no
+request has used yet are at most 1 / `MAX_SHARE` of the pool's blocks.
 
 A prefetch counts as a use of its blocks, so they are as safe from eviction as those of a request
 that has just ended.
@@ -117,11 +117,13 @@ class Prefetch:
         return load_s < self._cost.prefill_s(num_tokens, present_tokens)
 
     def _refresh(self, keys: Sequence[BlockKey]) -> None:
-        """Counts a use of the whole prefix, whose blocks are worthless without its beginning."""
+        """Counts a use of the whole prefix, because its later blocks are worthless without the
+        first ones."""
         self._pool.acquire(_TOUCH, self._pool.find_all(keys))
         self._pool.release(_TOUCH)
 
     def validate(self) -> None:
-        """Asserts that the unused prefetched blocks lie in DRAM, and are no more than the bound."""
+        """Asserts that the unused prefetched blocks are in DRAM, and that their number is within
+        the bound."""
         assert len(self._unused) <= self._pool.num_blocks // MAX_SHARE
         assert all(self._pool.find(key) is not None for key in self._unused)

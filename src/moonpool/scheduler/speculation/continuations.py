@@ -2,7 +2,7 @@
 it.
 
 A block's name is the hash of its tokens and of all tokens before it, rooted in the tenant's salt.
-So a request only finds what followed its own text exactly, and only in requests of its tenant.
+So a request finds only continuations of exactly its own text, in requests of its own tenant.
 """
 
 from __future__ import annotations

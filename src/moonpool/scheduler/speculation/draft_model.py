@@ -1,4 +1,4 @@
-"""A draft model beside an instance's model: which requests it keeps KVCache of, and at what price.
+"""Decides for which requests a draft model computes and keeps KVCache.
 
 The draft model runs in the instance's own process, before the step that verifies its guesses. The
 KVCache of the draft model is separate, of a fixed size and in blocks that no other instance sees.
@@ -174,9 +174,9 @@ class DraftModel:
     def _take_from_others(
         self, request: RequestState, num_blocks: int, keep: Collection[AttemptId]
     ) -> bool:
-        """Makes `num_blocks` free. Takes them from requests that lack more than this one, so that
-        no two requests take blocks from each other in turn. Returns False, having taken nothing, if
-        those requests have too few blocks."""
+        """Makes `num_blocks` free. Takes the blocks only from requests that lack more than this
+        one, so that two requests never take blocks from each other in turn. Returns False, having
+        taken nothing, if those requests have too few blocks."""
         least = max(READY_TOKENS, self.num_lacking(request))
         others = [
             other

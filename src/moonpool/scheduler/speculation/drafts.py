@@ -1,4 +1,4 @@
-"""What is known of one request's drafts: where to find them, and how often they were right."""
+"""The state of one request's drafts: where to find them, and how often they were right."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class PromptLookup:
 
     def __init__(self, least: int, most: int) -> None:
         """An earlier place counts if its last `least` tokens equal the newest ones. Of several
-        places, the one that agrees in most tokens is taken, where `most` are enough, and among
-        equals the newest."""
+        places, chooses the one with the longest match, up to `most` tokens, and of equally long
+        matches the newest."""
         assert 0 < least <= most
         self._least, self._most = least, most
         self._begin = -1  # position of the first token read; -1 means that none was
@@ -45,8 +45,8 @@ class PromptLookup:
         return tuple(found)
 
     def _index(self, tokens: Tokens) -> None:
-        """Adds the runs that end before the last token to the index: the text goes on after each of
-        them."""
+        """Adds the runs that end before the last token to the index, because only these have a
+        continuation."""
         if self._begin < 0:
             self._begin = max(0, tokens.size - REMEMBERED_TOKENS)
             self._read = self._begin + self._least

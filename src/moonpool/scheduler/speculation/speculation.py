@@ -2,17 +2,17 @@
 
 A decode with k drafts is a chunk of 1 + k tokens. The engine draws a token from each row and keeps
 those up to the first that differs from the draft. Rows depend neither on their batch nor on chunks,
-and a draw is keyed by (seed, position): the tokens are those of plain decoding, and right drafts
-only bring them earlier.
+and a draw is keyed by (seed, position): the tokens are the same as in plain decoding, and correct
+drafts only bring them earlier.
 
-Drafts come from what followed exactly this text in other requests' cached blocks, or else from an
-earlier place in the request's own text. A draft model (`draft_model`) guesses where both find
-nothing, or are right less often than the model; its time counts as part of the step. Drafts run
-where they pay: the tokens that they are expected to bring, by the share of earlier drafts that were
-right, must save more decoding than their rows cost by the cost model. A step whose budget is used
-up has no room for drafts. Found drafts that do not run are still compared with the token that
-comes, so a request whose text becomes predictable gets drafts again. A draft model that does not
-pay is rarely tried out.
+Drafts come from other requests' cached blocks, if exactly this text was continued there, or else
+from an earlier place in the request's own text. A draft model (`draft_model`) guesses where both
+find nothing, or are right less often than the model; its time counts as part of the step. Drafts
+run where they pay: the expected number of accepted tokens, by the share of earlier drafts that were
+right, must save more decoding time than the drafts' rows cost. A step whose budget is used up has
+no room for drafts. Drafts that were found but not run are compared with the tokens that follow, so
+a request whose text becomes predictable gets drafts again. A draft model that does not pay is
+rarely tried out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moonpool.scheduler.speculation.prompt_lookup import PromptLookup
 
 LEAST_GAIN = 1.05
 """A step with drafts must promise this many times the tokens per second of a step without drafts,
-because the cost model only has the engine's time."""
+because the cost model includes only the engine's time."""
 TRIAL_STEPS = 200
 """After this many steps for which only the learned factor spoke against drafts, one step has
 drafts: the factor may stem from a time when the machine was busy."""
@@ -80,8 +80,8 @@ class DraftedStep(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """How many drafts each attempt gets, the draft model's time for them, and the work per second
-    of such a step relative to a plain one."""
+    """How many drafts each attempt gets, the draft model's time for them, and the tokens per second
+    of such a step relative to a step without drafts."""
 
     counts: dict[AttemptId, int]
     drafting_s: float = 0.0
@@ -89,8 +89,8 @@ class _Choice(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """Offers after the draft model was asked, the positions up to which its KVCache will be
-    complete, the time for that, and an offer to try."""
+    """Offers that include those of the draft model, the positions up to which its KVCache will be
+    complete, the time for that, and an offer to try out."""
 
     offers: list[_Offer]
     until: Mapping[AttemptId, int] = MappingProxyType({})
@@ -317,8 +317,8 @@ class Speculation:
         return _Prepared(settled, until, seconds, trial)
 
     def _try_out(self, offer: _Offer, times: StepTimes, spare: int, limit_s: float) -> _Choice:
-        """Tries drafts of a request that are not expected to pay, because the model's guesses are
-        only known after it has made them."""
+        """Tries drafts that are not expected to pay, because how good the model's guesses are is
+        known only after it has made some."""
         number = min(len(offer.draft), spare)
         while number:
             drafting = self._drafting([(offer, i) for i in range(number)])

@@ -14,8 +14,8 @@ the domain (`cost.domain`), and a decode's departure keeps its value at the bord
 there.
 
 Prompts were measured one at a time. All departures that shorten a step count, but only the largest
-departure that lengthens it: a step pays a constant of each prompt, such as the engine's overhead,
-only once.
+departure that lengthens it: a constant of each prompt, such as the engine's overhead, occurs once
+per step.
 """
 
 from __future__ import annotations

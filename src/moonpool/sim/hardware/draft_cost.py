@@ -1,9 +1,9 @@
 """Computes the step times and the memory of a draft model in simulated instances.
 
 The draft model runs on one device of its instance, as a live draft model runs in one process. A
-round of guesses is a decode step of the draft model on that device. The instance's devices hold
-equal shares of the model and its KVCache, so the memory that the draft model takes of its device
-stays unused on the other devices.
+round of guesses is a decode step of the draft model on that device. All devices of the instance
+hold equal shares of the model and its KVCache, so the memory that the draft model takes on its
+device stays unused on the others.
 """
 
 from __future__ import annotations

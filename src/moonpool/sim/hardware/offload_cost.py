@@ -40,9 +40,9 @@ def piecewise_steps_s(
 ) -> float:
     """Returns the seconds of `num_steps` decode steps whose contexts grow by one token each.
 
-    `step_s(batch, context tokens)` must be piecewise linear in the context. Where the middle step
-    lies on the line between the first and the last one, the whole range is linear, and its mean
-    counts; otherwise the range is halved.
+    `step_s(batch, context tokens)` must be piecewise linear in the context. If the middle step lies
+    on the line between the first and the last step, the range counts as linear, with the mean as
+    its step time; otherwise the range is halved.
     """
     first_s = step_s(batch, context_tokens)
     last_s = step_s(batch, context_tokens + batch * (num_steps - 1))
@@ -61,8 +61,8 @@ def piecewise_steps_s(
 class AttentionPool:
     """The attention devices, with the KV heads divided among them.
 
-    If the number of devices does not divide the heads, the devices with one head more are the
-    slowest, and their time counts.
+    If the heads do not divide evenly among the devices, the time is that of the devices with one
+    head more.
     """
 
     device: Device
@@ -210,11 +210,11 @@ class MeasuredOffload(OneStage):
     """Implements `StepCost` from the profile of a live instance.
 
     The profiled instance had `parts.seen_workers` attention workers, or none, and one batch at a
-    time. Its times are corrected for the difference to the simulated workers: the modelled time of
-    its layers (model, messages, attention) gives way to the simulated layers' time. The KVCache
-    that the instance keeps (`own_tokens`) is one more share, which the instance attends to while
-    the workers compute. With as many workers as in the profile, a step takes the profiled time. Two
-    staggered batches overlap as in `OffloadCost`, limited by the number of cores.
+    time. Its times are corrected for the difference to the simulated workers: the time of the
+    simulated layers replaces the modelled time of the measured layers (model, messages, attention).
+    The KVCache that the instance keeps (`own_tokens`) is one more share, which the instance attends
+    to while the workers compute. With as many workers as in the profile, a step takes the profiled
+    time. Two staggered batches overlap as in `OffloadCost`, limited by the number of cores.
     """
 
     def __init__(

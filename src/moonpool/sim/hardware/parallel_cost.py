@@ -8,8 +8,8 @@ pp      pipeline parallelism: layers divided into stages, steps of whole prompts
 cpp     chunked pipeline parallelism: the same stages, steps of chunks (Mooncake v3, section 5.1).
         pp and cpp differ only in the chunk size, so they share a cost
 
-A `RooflineCost` is split by operator, so short inputs gain less from more nodes. Any other cost is
-known only as a whole: it is divided by the number of nodes, and the time on the NICs is added.
+A `RooflineCost` is split by operator, so short inputs gain less from more nodes. Any other cost has
+no known parts, so it is divided by the number of nodes, and the time on the NICs is added.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PipelineCost:
 
 
 class DividedCost(OneStage):
-    """A cost known only as a whole, divided by the number of nodes, plus the time on the NICs.
+    """A cost without known parts, divided by the number of nodes, plus the time on the NICs.
 
     It ignores that small inputs are less efficient, that each node reads its weights, and overlap.
     `ring` chooses between sequence parallelism (the KVCache passes around a ring) and tensor

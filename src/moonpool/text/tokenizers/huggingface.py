@@ -36,7 +36,7 @@ from moonpool.text.tokenizers.chat_template import ROLES_TEMPLATE, ChatTemplate,
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _RELEASE_GIL_ABOVE_CHARS = 4096
 _OF_FILES = frozenset({"auto_map", "name_or_path", "vocab_file", "merges_file", "tokenizer_file"})
-"""What `tokenizer_config.json` says of places and code, which clients do not need."""
+"""Keys of `tokenizer_config.json` about paths and code, which clients do not need."""
 MAX_TOKEN_CHARS = 4096
 """Longest token that is read: a stream may send one for each step."""
 MAX_GROWTH = 16
@@ -45,7 +45,8 @@ MAX_SOURCE_BYTES = 256 << 20
 
 
 class _Source(msgspec.Struct):
-    """What is read of a `tokenizer.json` beside the tokenizers library. The rest is skipped."""
+    """The parts of `tokenizer.json` that are read without the tokenizers library. The rest is
+    skipped."""
 
     decoder: dict[str, Any] | None = None
 
@@ -70,7 +71,8 @@ class HfTokenizer(WithChatTemplate):
         self._chat = ChatTemplate(default, parts.tool_template, parts.special_tokens)
 
     def _end_tokens(self, parts: TokenizerParts) -> tuple[int, ...]:
-        """All end tokens: chat models often end a turn and a text with different tokens."""
+        """Returns all end tokens, because chat models often end a turn and a text with different
+        tokens."""
         ids = list(parts.eos_token_ids)
         token = parts.special_tokens.get("eos_token")
         named = self._tokenizer.token_to_id(token) if token else None

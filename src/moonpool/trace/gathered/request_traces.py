@@ -1,9 +1,9 @@
 """Dynamo's request traces, as `DYN_REQUEST_TRACE` writes them: a line at the end of each answer.
 
-A line without a session is a standalone request. Of a session, a request waits for the one before
-it if that had ended, for the last request of its parent that came before its session began, and for
-sub-agents that ended since the request before it. A request starts as long after those requests as
-it did in the file. Lines about tools are left out: their time is in between.
+A line without a session is a standalone request. A request waits for the previous one of its
+session if that had ended, for its parent's last request before the session began, and for
+sub-agents that have ended since the previous request. A request starts as long after those requests
+as it did in the file. Lines about tools are left out: their time is in between.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ COMPUTE = "/completion"
 SAMPLERS = ("penalties", "temperature", "min_p", "top_k", "top_p")
 """Samplers in vLLM's order. Any other sampler that a server was started with is switched off."""
 AS_TEXT = {"logit_bias": [["a", 200.0]]}
-"""Makes an answer text, whatever the model says to a meaningless prompt: newer servers answer with
-an error if the text is not UTF-8. Log-probabilities are those without this constraint."""
+"""Forces valid text as the answer to a meaningless prompt, because newer servers answer with an
+error if the text is not UTF-8. Log-probabilities are those without this constraint."""
 UNFINISHED, UNFINISHED_BYTES = "\ufffd", 3
 """Text that stands for an incomplete character."""
 _SEED_MASK = (1 << 31) - 1

@@ -154,7 +154,8 @@ class OpenAiDialect(ServerDialect):
         return forwarded_body(asked.work, model, asked.fingerprint, salted)
 
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
-        """A prompt of about as many tokens as the attempt has; only the times count."""
+        """Returns a prompt of about the attempt's length; its content does not matter for a
+        measurement."""
         work, facts = asked.work, asked.facts
         text = " ".join(f"{token:x}" for token in work.token_ids[: -(-len(work.token_ids) // 2)])
         is_chat = CHAT in facts.offer.paths

@@ -1,4 +1,4 @@
-"""How a server of one make is asked what it is, what it computes, and what it has cached."""
+"""Defines how to ask a server of one make for its version, its model and its cached blocks."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: one launch for all kernels of a step instead of hundreds.
 
 A graph is recorded once per padded batch size and number of key runs, and replayed with new
-contents in its tensors. Padding rows have position -1: they write nothing, and since rows are
-independent they change nothing. Prefills, mixed steps and steps with announced layers run without
-graphs.
+contents in its tensors. Padding rows have position -1, so they write nothing, and rows are
+independent, so they change no other row. Prefills, mixed steps and steps with announced layers run
+without graphs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(slots=True)
 class _Recorded:
-    """A graph and all tensors it reads and writes. The graph holds only their addresses, so the
-    tensors must live as long."""
+    """A graph and all tensors it reads and writes. The graph holds only addresses, so the tensors
+    must live as long as the graph."""
 
     graph: torch.cuda.CUDAGraph
     token_ids: Tensor  # [batch] int64

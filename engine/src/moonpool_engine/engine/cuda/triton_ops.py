@@ -28,8 +28,8 @@ from moonpool_engine.engine.slices import ROWS_INNER, key_rows, value_rows
 ROW_TILE = 64  # rows of an attention tile: tokens times the query heads of one KV head
 KEY_TILE = 64
 SPLIT = 1024
-"""Keys in one run of a program. The length of a run is part of the arithmetic, because each run has
-a separate sum. Short runs keep the whole GPU busy with few sequences; long runs save work."""
+"""Keys in one run of a program. A change of this length changes result bits, because each run has a
+separate sum. Short runs keep the whole GPU busy with few sequences; long runs save work."""
 PROGRAMS_PER_PROCESSOR = 2
 LOG2_E = 1.4426950408889634
 

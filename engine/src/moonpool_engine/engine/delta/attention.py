@@ -2,9 +2,9 @@
 
 A layer of linear attention has a state of one size per sequence in place of K and V of each token.
 A state lies in the layer's slice of the block of its newest token, in float32. The state is
-overwritten until the block is full, and then stays: a full block holds the state after its last
-token, as it holds K and V of the other layers. So blocks are cached, moved and stored like blocks
-of any other model, and a cached prefix continues from the state of its last block.
+overwritten until the block is full. So a full block holds the state after its last token, beside
+the K and V of the other layers. So blocks are cached, moved and stored like blocks of any other
+model, and a cached prefix continues from the state of its last block.
 
 A state's slice has, in this order:
 
@@ -13,7 +13,7 @@ A state's slice has, in this order:
     the newest taps - 1 rows of q, k and v before the convolution, oldest first [taps - 1][channels]
 
 A state knows how many tokens it is of. If the number differs from the step's start, the block does
-not hold what the scheduler believes: the step fails, and no token comes from it.
+not hold what the scheduler believes, so the step fails and draws no token.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _family(fields: Fields) -> str:
 
 
 def _text_config(fields: Fields, family: Family) -> Fields:
-    """The text part of a config of text and images, with what the family's configs leave out."""
+    """Returns the text part of a config of text and images, with the values that the family's
+    configs leave out."""
     inner, defaults = fields.within("text_config"), fields.made(dict(family.defaults))
     if family.inside and inner.names:
         outer = fields.picked(

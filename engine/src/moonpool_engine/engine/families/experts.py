@@ -52,7 +52,8 @@ def read_experts(fields: Fields, family: Experts, num_layers: int) -> ExpertSpec
 
 
 def _groups(fields: Fields, family: Experts) -> tuple[int, int, str]:
-    """The number of groups, how many are kept, and how they are judged."""
+    """Returns the number of expert groups, how many of them are chosen, and how groups are
+    scored."""
     greedy = family.groups == "max" and fields.text("topk_method", "greedy") == "greedy"
     if not family.groups or greedy:
         return 1, 1, ""

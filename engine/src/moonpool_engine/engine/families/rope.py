@@ -16,8 +16,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 def full_rope(
     fields: Fields, family: Family, head_dim: int, max_positions: int
 ) -> tuple[RopeSpec, int, tuple[str, ...]]:
-    """Returns the RoPE of layers that see the whole context, the length of context that it serves,
-    and notes.
+    """Returns the RoPE of layers that see the whole context, the longest context for it, and notes
+    for the user.
 
     Raises ModelError.
     """

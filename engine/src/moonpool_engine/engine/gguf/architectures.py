@@ -1,8 +1,8 @@
 """The architectures of GGUF files that are read, and where a file has each of a model's tensors.
 
-A file's `general.architecture` names its architecture. A description says which class of Hugging
-Face's it is, and how llama.cpp's converter stores it: renamed, with the experts of a layer in one
-tensor, or with the rows of q and k in another order.
+A file's `general.architecture` names its architecture. A description names the class of
+transformers, and tells how llama.cpp's converter stores the weights: renamed, with the experts of a
+layer in one tensor, or with the rows of q and k in another order.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class GgufWeights:
             return joined(self._latent, keys, values)
         place = self._places[name]
         order = self._order(place)
-        # A choice between experts must not turn on a rounded weight, nor a decay.
+        # Rounded weights would change the choice of experts, and the decay of a state.
         exact = ".router." in name or name.endswith((".A_log", ".dt_bias"))
         dtype = torch.float32 if exact else self._dtype
         if self._file.tensors[place.name].kind in FORMATS:
@@ -128,8 +128,8 @@ class GgufWeights:
         if not self._swapped or part not in SWAPPED:
             return None
         count = place.shape[0]
-        # Stored are the pairs that rotate together; the model has all first elements, then all
-        # second ones, of each head.
+        # The file stores the elements that rotate together as neighbours. The model needs all first
+        # elements of a head, then all second ones.
         rows = torch.arange(count).view(self._heads[part], -1)
         pairs = rows[:, : self._rotated].unflatten(1, (-1, 2))
         return torch.cat((pairs[..., 0], pairs[..., 1], rows[:, self._rotated :]), 1).reshape(-1)

@@ -1,5 +1,5 @@
-"""What GGUF files of Qwen3.5 have besides the others': sizes of linear attention, its tensors, and
-q with its gate in one tensor.
+"""Reads what only GGUF files of Qwen3.5 have: the sizes and tensors of linear attention, and q with
+its gate in one tensor.
 
 llama.cpp's converter stores value heads in turns by key head, and -exp(A_log) for A_log.
 """

@@ -1,5 +1,5 @@
-"""What GGUF files of DeepSeek's architecture have besides the others': sizes of the latent, the
-choice between experts, and the latent's up-projection in two tensors.
+"""Reads what only GGUF files of DeepSeek's architecture have: the sizes of the latent, the choice
+between experts, and the latent's up-projection in two tensors.
 
 llama.cpp's name for it is `deepseek2`. Such files contain DeepSeek V2 and V3, Kimi K2, Moonlight
 and any other model with these parts.
@@ -23,8 +23,8 @@ _UP = "self_attn.kv_b_proj.weight"
 _KEYS, _VALUES = "self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"
 _SOFTMAX, _SIGMOID = 1, 2
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
-"""Groups of experts, and how many are kept, by layers and experts: of DeepSeek V2 and V3, whose
-files have no key for it if they were made before October 2025."""
+"""The number of expert groups, and how many of them are chosen, by (layers, experts) of DeepSeek V2
+and V3. Files made before October 2025 have no key for these numbers."""
 
 
 def latent_config(values: MetadataValues, file: GgufFile) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file, or of all its parts, and maps its tensors.
 
-A file may be damaged or hostile. Every count and length is compared with the bytes that are left
-before anything of that size is made, so reading allocates no more than a few times the header.
+A file may be damaged or hostile. Every count and length is compared with the remaining bytes before
+memory of that size is allocated, so reading allocates no more than a few times the header's size.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class GgufFile:
         return _stored_rows(entry, self.stored(entry, begin, begin + size), count)
 
     def read_rows(self, name: str, first: int = 0, count: int | None = None) -> StoredRows:
-        """Rows of a quantized tensor in memory: to read them all takes a tenth of the time that the
-        page faults of a mapping take on virtual machines. Raises `ModelError`."""
+        """Reads rows of a quantized tensor into memory: on virtual machines this takes a tenth of
+        the time of the page faults of a mapping. Raises `ModelError`."""
         import torch
 
         entry = self.tensors[name]

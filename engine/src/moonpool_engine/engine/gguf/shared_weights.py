@@ -43,10 +43,10 @@ class SharedWeights:
 def share_weights(config: Config) -> SharedWeights | None:
     """Packs the weights of a GGUF file, in a process that stays without further threads.
 
-    Returns None for a model that its workers load themselves: of another kind, or computed in
-    parts, on a GPU or with attention workers. A model that cannot be loaded is also left to the
-    workers, which report why. Other kinds of models are packed by torch's threads, which no fork
-    survives.
+    Returns None for a model that its workers load themselves: a model of another kind, or one
+    computed by several ranks or stages, on a GPU or with attention workers. A model that cannot be
+    loaded is also left to the workers, which report why. Other kinds of models are packed by
+    torch's threads, which no fork survives.
     """
     engine, own = config.engine, config.model
     parts = max(

@@ -4,7 +4,8 @@ Without `--all` it compiles only for this machine's best instruction set, which 
 work. With `--all` it compiles for every instruction set, as a library for other machines needs.
 
 The library's name carries a hash of sources and flags, so a stale library is never loaded. The hash
-is also part of the block names: an edit of a source, even of a comment, makes other blocks.
+is also part of the block names: after an edit of a source, even of a comment, earlier blocks are
+not found.
 
 The module imports only the standard library, because `setup.py` uses it. Without a compiler the
 command prints one line, and the engine runs on plain torch.
@@ -119,7 +120,7 @@ def open_library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # the system has no OpenMP library, and torch's is not loaded yet
+    except OSError:  # no OpenMP library in the system, and torch's is not loaded
         return _beside_torchs_openmp(path)
 
 

@@ -119,8 +119,8 @@ class NativeSplitOps(NativeOps):
         dtype: torch.dtype,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Like `SplitOps.merge`. Raises ValueError for tensors of another dtype or with gaps, and
-        IndexError for a row that names a partial that is not there."""
+        """Like `SplitOps.merge`. Raises ValueError for tensors of another dtype or that are not
+        contiguous, and IndexError for a row that names a missing partial."""
         num_partials, num_heads, size = partials.shape
         rows = starts.shape[0] - 1
         if any(x.dtype is not torch.int32 or not x.is_contiguous() for x in (order, starts)):

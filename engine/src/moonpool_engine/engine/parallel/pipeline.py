@@ -1,12 +1,11 @@
-"""The pipeline-parallel engine, as its first stage sees it, which starts the other stages.
+"""The first stage's part of the pipeline-parallel engine; it starts the other stages.
 
 Chunks of one prompt, or micro-batches of decodes, are in different stages at the same time: `begin`
 returns as soon as the first stage has computed a step, and steps end in the order they began.
 
-All stages write their layers' slices into one arena, so the rest of the system sees whole blocks.
-On GPUs each stage computes in GPU blocks and copies its slices to the arena. The engine does not
-decide what runs, and keeps nothing but weights between steps. Figures:
-docs/decisions/parallelism.md.
+All stages write their layers' slices into one arena, so other parts see complete blocks. On GPUs
+each stage computes in GPU blocks and copies its slices to the arena. The engine does not decide
+what runs, and between steps it keeps only the weights. Figures: docs/decisions/parallelism.md.
 """
 
 from __future__ import annotations
@@ -303,7 +302,8 @@ class PipelineEngine:
             log.exception("a step of %d rows failed", rows.meta.num_rows)
             error = f"{type(broken).__name__}: {broken}"
         seconds = time.perf_counter() - began_s
-        # Counted before the last stage can finish, so that one thread ends all steps, in order.
+        # Counted before the last stage can finish the step, so that always the same thread ends
+        # steps, in their order.
         self._on_step_done(0, StepDone(number=number, seconds=seconds, error=error))
         for tensor in done:
             self._after.write(tensor)

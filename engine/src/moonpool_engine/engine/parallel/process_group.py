@@ -52,7 +52,8 @@ log = logging.getLogger("moonpool.peer")
 
 
 class StageLostError(Exception):
-    """A stage or rank did not start, or has ended. The instance cannot continue without it."""
+    """A stage or rank did not start, or has ended. A stage or rank was lost, without which the
+    instance cannot continue."""
 
 
 # The first process's side

@@ -213,7 +213,7 @@ class ShardedModel:
         return None if normed is None else self.logits(normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Returns what `DecoderModel.logits` does, on rank 0 alone."""
+        """Like `DecoderModel.logits`; only rank 0 computes it."""
         return self._shards[0].logits(normed)
 
     def hidden(
@@ -278,8 +278,8 @@ class ShardedModel:
         """Returns the last layer's output of the `wanted` rows, [len(wanted), hidden], or None
         without wanted rows.
 
-        residual, normed: [T, hidden]. A layer's waiting and announcing hold for all ranks, because
-        no rank passes a sum that another rank has not reached.
+        residual, normed: [T, hidden]. Rank 0 waits for and announces a layer on behalf of all
+        ranks, because no rank passes a sum that another rank has not reached.
         """
         first, group = self._shards[0], self.group
         caches, last = self._parts(cache), first.spec.num_layers - 1

@@ -1,4 +1,4 @@
-"""The tensor-parallel engine, as its first rank sees it, which starts the other ranks.
+"""The first rank's part of the tensor-parallel engine; it starts the other ranks.
 
 Each rank writes its shards' part of every slice into one arena, so cache, messenger and disk see
 whole blocks. The first rank sends every step to the other ranks. The first rank does not decide

@@ -1,9 +1,8 @@
 """Quantized Hugging Face checkpoints: which tensors hold a linear, and how they become a matrix.
 
-Read are 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4 bits in
+It reads 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4 bits in
 memory, MXFP4 experts (gpt-oss), and FP8 weights with a scale per tensor, row or block, which are
-dequantized at load.
-Activations are never rounded to 8 bits, whatever the checkpoint suggests.
+dequantized at load. Activations are never rounded to 8 bits, whatever the checkpoint suggests.
 """
 
 from __future__ import annotations
