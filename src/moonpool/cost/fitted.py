@@ -245,9 +245,15 @@ def fit_cost(
         squares = (0.5 * new * new + new * cached,) if single_steps else (new * new, new * cached)
         prefill_rows.append((1.0, float(new), *map(float, squares)))
     decode_rows = [(1.0, float(s.batch), float(s.context_tokens)) for s in decodes]
-    a, b, *quadratic = _fit_non_negative(prefill_rows, [s.seconds for s in prefills])
-    if single_steps and not b and not any(quadratic):
-        a, b = _token_s(a, prefills, decodes)
+    prefills_s = [s.seconds for s in prefills]
+    a, b, *quadratic = _fit_non_negative(prefill_rows, prefills_s)
+    if single_steps and not b:
+        # Noise made the longer chunk too slow. Every token has a part of its own besides attention,
+        # and a square taken from short chunks would let a long one last for minutes.
+        a, b = _fit_non_negative([row[:2] for row in prefill_rows], prefills_s)
+        quadratic = [0.0] * len(quadratic)
+        if not b:
+            a, b = _token_s(a, prefills, decodes)
     c, d = (0.5 * quadratic[0], quadratic[0]) if single_steps else quadratic
     e, f, g = _fit_non_negative(decode_rows, [s.seconds for s in decodes])
     apart = FittedCost(prefill=(a, b, c, d), decode=(e, f, g), domain=_domain_of(prefills, decodes))

@@ -29,10 +29,12 @@ class InstanceRecord(Struct, frozen=True):
 
 class CostEstimatorRecord(Struct, frozen=True):
     """The costs of all instances, as recorded. `errors` are the prediction errors, by predicted
-    quantity."""
+    quantity. With `only_estimates`, a simulated step takes the time of its hardware, and profiles
+    are only what the instances and the Conductor estimate with."""
 
     instances: tuple[InstanceRecord, ...]
     errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    only_estimates: bool = False
 
 
 class RecordError(ValueError):

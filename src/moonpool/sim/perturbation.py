@@ -2,7 +2,8 @@
 
 There are three departures: noise of single steps, instances slower than their role, and the
 recorded behaviour of a live cluster (`cost.recorded`). With a record, an instance reports the
-recorded profile, and each step takes that profile's time multiplied by a recorded ratio.
+recorded profile, and each step takes that profile's time multiplied by a recorded ratio. With a
+record of estimates only, a step takes the hardware's time multiplied by the ratio.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Perturbation:
     def hardware(self, hardware: NodeHardware, role: Role, number: int) -> NodeHardware:
         """Returns the hardware of the `number`-th instance of a role, with any recorded profile."""
         record = self._record(role, number)
-        if record is None:
+        if record is None or self._recorded is None:
             return hardware
+        if self._recorded.only_estimates:
+            return replace(hardware, estimate=record.profile)
         return replace(hardware, ground_truth=record.profile, estimate=record.profile)
 
     def step_factor(

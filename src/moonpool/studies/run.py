@@ -76,7 +76,7 @@ def run_simulation(
         config, profile, catalogue, settings.prefill_belief, settings.decode_belief
     )
     log = RequestLog()
-    recorded = read_beliefs(settings.beliefs_file)
+    recorded = settings.recorded or read_beliefs(settings.beliefs_file)
     simulation = Simulation(config, hardware, structs.replace(settings, recorded=recorded))
     sizes = (rows.info.block_tokens, config.pool.block_tokens, hardware.largest_request_tokens)
     with rare_collections():

@@ -228,3 +228,13 @@ def test_a_short_step_that_took_longer_than_a_long_one_does_not_make_tokens_free
     fixed, per_token, *_ = cost.prefill
     assert fixed == pytest.approx(0.06)
     assert fixed + 32 * per_token == pytest.approx(0.83)
+
+
+def test_a_long_step_that_took_too_long_does_not_make_longer_ones_last_for_minutes() -> None:
+    prefills = [
+        PrefillSample(num_tokens=4, cached_tokens=0, seconds=0.32),
+        PrefillSample(num_tokens=32, cached_tokens=0, seconds=2.9),
+    ]
+    decodes = [DecodeSample(batch=1, context_tokens=64, seconds=0.5)]
+    cost = fit_cost(prefills, decodes, single_steps=True)
+    assert 20.0 < cost.prefill_s(512, 0) < 60.0

@@ -8,13 +8,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from timed_server import TimedServer
 from virtual_loop import VirtualLoop
 
+from moonpool.cost.fitted import FittedCost
+from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.http_client import client as http_client
 from moonpool.studies.trace_rows import TraceRows
 from moonpool.trace.row import TraceRow
+from moonpool.types import InstanceId, Role
 from moonpool_lab.forecast import front_door, measured_server
 from moonpool_lab.forecast.forecast_table import TableError, add_entry, read_table
 from moonpool_lab.forecast.run import ForecastPlan, run_forecast
@@ -57,9 +61,9 @@ def sessions(count: int = 120, seed: int = 5) -> TraceRows:
 def forecast(loop: VirtualLoop, server: TimedServer, table: Path, **plan: Any) -> dict[str, Any]:
     async def main() -> dict[str, Any]:
         async with server.serving():
-            given = {"measure_s": 60.0, "run_s": 20.0} | plan
+            given = {"measure_s": 60.0, "run_s": 20.0, "trace": sessions()} | plan
             return await run_forecast(
-                ForecastPlan(url=server.url, trace=sessions(), table=table, **given), lambda _: None
+                ForecastPlan(url=server.url, table=table, **given), lambda _: None
             )
 
     return loop.run_until_complete(main())
@@ -116,6 +120,64 @@ def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_p
     found = forecast(loop, server, tmp_path / "table.jsonl", loads=(0.5,), measure_s=20.0)
     assert 0.8 < found["forecast"]["measured"]["drift"] < 1.25
     assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
+
+
+def test_a_load_is_that_share_of_the_capacity(loop: VirtualLoop, tmp_path: Path) -> None:
+    """Whether a trace that begins with few requests is tried at the rate that is forecast."""
+    rows = sessions(400).rows
+    thin = [msgspec.structs.replace(row, arrived_s=0.2 * row.arrived_s) for row in rows[40:]]
+    late_s = rows[40].arrived_s - thin[0].arrived_s
+    thin = [msgspec.structs.replace(row, arrived_s=row.arrived_s + late_s) for row in thin]
+    trace = TraceRows([*rows[:40], *thin], 16, "thin")
+    given = GIVEN | {"trace": trace, "run_s": 10.0, "loads": (0.5, 1.0)}
+    found = forecast(loop, TimedServer(), tmp_path / "table.jsonl", **given)
+    capacity_rps = found["forecast"]["capacity_rps"]
+    half, full = found["forecast"]["loads"]
+    for load in (half, full):
+        assert load["rows"] == round(load["load"] * capacity_rps * 10.0) > 40
+        gone_s = trace.rows[load["rows"]].arrived_s / load["speed"]
+        assert gone_s == pytest.approx(10.0, rel=0.02)
+    assert full["figures"]["effective_share"] >= 0.9
+    assert worst(found, "effective_share") < 0.1, found["outcomes"]
+    at_half = found["outcomes"][0]["errors"]
+    assert max(abs(at_half["ttft_s.p50"]), abs(at_half["tbt_s.p50"])) < 0.1, at_half
+
+
+def test_steps_that_differ_are_forecast_as_such(loop: VirtualLoop, tmp_path: Path) -> None:
+    server = TimedServer(ratios=(0.7, 0.9, 1.0, 1.0, 1.1, 1.3))
+    given = GIVEN | {"loads": (0.4,), "run_s": 20.0, "trace": sessions(400)}
+    found = forecast(loop, server, tmp_path / "table.jsonl", **given)
+    errors = found["outcomes"][0]["errors"]
+    names = ("ttft_s.p50", "tbt_s.p50", "tbt_s.p90", "tbt_s.p99")
+    assert max(abs(errors[name]) for name in names) < 0.15, errors
+
+
+def test_a_moonpool_server_decides_by_the_costs_that_it_states(
+    loop: VirtualLoop, tmp_path: Path
+) -> None:
+    """Whether the forecast takes the short chunks of a server that believes prompts to be ten times
+    as slow as they are."""
+    tables = {
+        "cluster": {"prefill": 0, "decode": 0, "mixed": 1},
+        "conductor": {"admission": "none", "learning": False},
+        "engine": {"chunk_tokens": 512, "max_sequences": 64},
+        "pool": {"block_tokens": 16, "eviction": "lru", "dram_tokens_per_instance": 0},
+        "slo": {"ttft_s": 3.0, "tbt_s": 0.1},
+    }
+    believed = FittedCost(prefill=(0.0, 1e-3, 0.0, 0.0), decode=(0.004, 0.0, 0.0), mixed=(0.0, 0.0))
+    stated = InstanceRecord(InstanceId("mixed-0"), Role.MIXED, believed)
+    pages = {
+        "/server_info": {"config": tables, "model": {"vocab_size": 1000}},
+        "/beliefs": msgspec.to_builtins(CostEstimatorRecord((stated,))),
+    }
+    server = TimedServer(chunk_tokens=85, pages=pages)  # 85 believed ms, within .85 of the SLO
+    given = {"loads": (0.5,)}
+    found = forecast(loop, server, tmp_path / "table.jsonl", **given)
+    made = found["forecast"]
+    assert made["simulated"]["pool"]["dram_tokens_per_instance"] == pytest.approx(65_536, rel=0.05)
+    errors = found["outcomes"][0]["errors"]
+    names = ("ttft_s.p50", "tbt_s.p50", "tbt_s.p90", "tbt_s.p99")
+    assert max(abs(errors[name]) for name in names) < 0.15, errors
 
 
 def test_the_forecast_is_written_before_anything_is_tried(

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 BLOCK = 16
@@ -29,7 +30,8 @@ class _Running:
 
 class TimedServer:
     """A step takes `fixed_s`, and more for each prompt token, each decode and each token that
-    these attend to."""
+    these attend to. Each step takes one of `ratios` times as long. `pages` are JSON answers to
+    other routes."""
 
     def __init__(
         self,
@@ -40,6 +42,8 @@ class TimedServer:
         chunk_tokens: int = 512,
         sequences: int = 64,
         cache_blocks: int = 4096,
+        ratios: tuple[float, ...] = (1.0,),
+        pages: dict[str, Any] | None = None,
     ) -> None:
         self.fixed_s = fixed_s
         self.prompt_token_s = prompt_token_s
@@ -47,6 +51,10 @@ class TimedServer:
         self.context_token_s = context_token_s
         self.chunk_tokens = chunk_tokens
         self.sequences = sequences
+        self.ratios = ratios
+        self._random = Random(1)
+        self._pages = {"/v1/models": {"data": [{"id": "known", "max_model_len": 8192}]}}
+        self._pages |= pages or {}
         self.url = ""
         self.num_requests = 0
         self.on_request = lambda: None
@@ -109,7 +117,8 @@ class TimedServer:
         seconds += self.prompt_token_s * sum(num_tokens for _, num_tokens in chunks)
         seconds += self.decode_s * len(decodes)
         contexts = sum(len(one.prompt) + one.generated for one in decodes)
-        await asyncio.sleep(seconds + self.context_token_s * contexts)
+        seconds += self.context_token_s * contexts
+        await asyncio.sleep(seconds * self._random.choice(self.ratios))
         for one, num_tokens in chunks:
             one.computed += num_tokens
             if one.computed == len(one.prompt):
@@ -138,8 +147,8 @@ class TimedServer:
 
     async def _reply(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if path != "/v1/completions":
-            data = json.dumps({"data": [{"id": "known", "max_model_len": 8192}]}).encode()
-            status = b"200 OK" if path == "/v1/models" else b"404 Not Found"
+            data = json.dumps(self._pages.get(path)).encode()
+            status = b"200 OK" if path in self._pages else b"404 Not Found"
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(data), data))
             return
         self.num_requests += 1

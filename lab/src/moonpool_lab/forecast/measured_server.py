@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
-from statistics import fmean, median
+from itertools import pairwise, product
+from statistics import fmean, median, median_low
 from time import monotonic
 
 import msgspec
 
-from moonpool.cost.fitted import DecodeSample, FittedCost, MixedSample, PrefillSample, fit_cost
+from moonpool.cost.fitted import (
+    DecodeSample,
+    DecodeSpread,
+    FittedCost,
+    MixedSample,
+    PrefillSample,
+    fit_cost,
+)
 from moonpool.distributions import rank_above
 from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 from moonpool_lab.profiling.decode_curve import with_decode_curve
+from moonpool_lab.profiling.learned_decode_steps import equally_likely
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
 """The shares of the measuring time for the kinds of measurement; the rest fills the cache."""
@@ -35,6 +43,14 @@ HIT_SHARE = 0.75
 BATCHES = (1, 4, 8, 2, 16, 32, 64)
 STEPS = 24
 HANDOVERS = 3
+HANDOVER_STEPS = 8
+LEAST_LENGTHS = 3
+"""A middle, the longest and the shortest length: without the last, the time of a prompt of one
+token would be that of all prompts."""
+LEAST_TIMES = 6
+"""So many times of prompts show how much single steps differ."""
+LEAST_RATIO = 0.01
+"""Two tokens that a client reads at once still have a step between them."""
 MOST_ANSWER_TOKENS = 256
 BESIDE = 8
 """At most this many answers run beside the long prompt that shows the size of chunks."""
@@ -65,6 +81,7 @@ class MeasuredServer(Struct, frozen=True):
     hits_said: bool
     handover_s: float  # by how much the first of several tokens comes later than a single one
     seconds: float
+    chunk_ratios: tuple[float, ...] = ()  # of times of single prompts to the usual, mean 1
     drift: float = 1.0  # time of a prompt at the end, divided by its time at the beginning
 
     @property
@@ -134,6 +151,9 @@ class _Measurement:
         self._prefills: list[PrefillSample] = []
         self._decodes: list[DecodeSample] = []
         self._mixed: list[MixedSample] = []
+        self._prompt_times_s: dict[int, list[float]] = {}
+        self._gap_ratios: list[float] = []
+        self._first_gap_ratios: list[float] = []
         self._chunk_tokens = 0
         self._max_sequences, self._limited = 1, False
         self._has_cache, self._hits_said = False, False
@@ -161,6 +181,7 @@ class _Measurement:
                 token_bytes=KV_BYTES_PER_TOKEN,
                 shared_memory_bytes_per_s=INSTANT_BYTES_PER_S,
                 network_bytes_per_s=INSTANT_BYTES_PER_S,
+                decode_spread=self._decode_spread(),
             ),
             prefills=tuple(self._prefills),
             decodes=tuple(self._decodes),
@@ -172,6 +193,7 @@ class _Measurement:
             hits_said=self._hits_said,
             handover_s=handover_s,
             seconds=monotonic() - self._began_s,
+            chunk_ratios=self._chunk_ratios(cost),
             drift=drift,
         )
 
@@ -181,14 +203,14 @@ class _Measurement:
     async def _measure_prefills(self) -> None:
         """Times single prompts that share nothing, each length in turn, until the time is over."""
         part = _Part(PREFILL_SHARE * self._seconds)
-        times_s: dict[int, list[float]] = {}
+        times_s = self._prompt_times_s
         lengths = list(_spread(self._lengths))
         for number in range(MOST_REPEATS * len(lengths)):
             length = lengths[number % len(lengths)]
             answer = await self._first_token_s(self._door.prompt(length))
             self._hits_said = answer.cached_tokens is not None
             times_s.setdefault(length, []).append(answer.ttft_s)
-            if not part.has_time and len(times_s) >= min(2, len(lengths)):
+            if not part.has_time and len(times_s) >= min(LEAST_LENGTHS, len(lengths)):
                 break
         self._prefills = [
             PrefillSample(num_tokens=length, cached_tokens=0, seconds=self._engine_s(found))
@@ -208,8 +230,12 @@ class _Measurement:
         shortest = self._prefills[0]
         times_s = []
         for _ in range(HANDOVERS):
-            answer = await self._door.ask(self._door.prompt(shortest.num_tokens), 2)
+            prompt = self._door.prompt(shortest.num_tokens)
+            answer = await self._door.ask(prompt, HANDOVER_STEPS)
             times_s.append(answer.ttft_s)
+            first_s, *others_s = gaps_of(answer.token_s)
+            if len(others_s) > 1:
+                self._first_gap_ratios.append(max(first_s / median(others_s), LEAST_RATIO))
         return max(self._engine_s(times_s) - shortest.seconds, 0.0)
 
     async def _measure_cached(self) -> None:
@@ -276,38 +302,73 @@ class _Measurement:
         if step_s is not None:
             context = batch * (length + num_tokens // 2)
             self._decodes.append(DecodeSample(batch=batch, context_tokens=context, seconds=step_s))
+            self._gap_ratios += [max(gap_s / step_s, LEAST_RATIO) for gap_s in common_gaps(answers)]
+
+    def _decode_spread(self) -> DecodeSpread:
+        usual = equally_likely(self._gap_ratios)
+        return usual, usual, tuple(self._first_gap_ratios) if usual else ()
+
+    def _chunk_ratios(self, cost: FittedCost) -> tuple[float, ...]:
+        """Returns by how much single steps with prompts differ from each other, with a mean of 1:
+        few times say more about the spread than they could correct the fit. Prompts of several
+        chunks say less, because their times are sums."""
+        chunk_tokens = self._chunk_tokens or DEFAULT_CHUNK_TOKENS
+        found = [
+            max(self._engine_s([one_s]) / cost.prefill_s(length, 0), LEAST_RATIO)
+            for length, times_s in self._prompt_times_s.items()
+            if length <= chunk_tokens
+            for one_s in times_s
+        ]
+        if len(found) < LEAST_TIMES:
+            return ()
+        mean = fmean(found)
+        return tuple(sorted(ratio / mean for ratio in found))
 
     async def _measure_chunks(self, cost: FittedCost) -> None:
-        """Measures how many steps compute a long prompt beside answers, and their times."""
+        """Measures how many steps compute a long prompt beside answers, and their times. The
+        answers add little to a chunk's time, so the median of several prompts counts."""
+        part = _Part(CHUNK_SHARE * self._seconds)
         alone = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.num_tokens)
-        length, prefill_s = alone.num_tokens, alone.seconds
         beside = min(BESIDE, self._max_sequences - 1)
+        if not beside or alone.seconds > CHUNK_SHARE * self._seconds:
+            return
         step_s = max(cost.decode_step_s(beside, beside * SHORTEST_PROMPT), 1e-6)
-        num_tokens = min(2 * STEPS + int(2 * prefill_s / step_s), 2 * MOST_ANSWER_TOKENS)
-        if not beside or prefill_s > CHUNK_SHARE * self._seconds:
+        num_tokens = min(2 * STEPS + int(2 * alone.seconds / step_s), 2 * MOST_ANSWER_TOKENS)
+        wait_s = STEPS // 2 * step_s + beside * cost.prefill_s(SHORTEST_PROMPT, 0)
+        found = []
+        for _ in range(MOST_REPEATS):
+            steps = await self._steps_beside(alone.num_tokens, beside, num_tokens, wait_s)
+            found += [] if steps is None else [steps]
+            if not part.has_time:
+                break
+        if not found:
             return
-        async with asyncio.TaskGroup() as group:
-            prompts = [self._door.prompt(SHORTEST_PROMPT) for _ in range(beside)]
-            asked = group.create_task(self._door.ask_together(prompts, num_tokens))
-            await asyncio.sleep(STEPS // 2 * step_s + beside * cost.prefill_s(SHORTEST_PROMPT, 0))
-            long = await self._first_token_s(self._door.prompt(length))
-        found = steps_of_prompt(long, asked.result()[0], self._front_s)
-        if found is None:
-            return
-        num_steps, seconds = found
+        num_steps = median_low([number for number, _ in found])
+        seconds = median([seconds / number for number, seconds in found])
         # In all known engines a chunk is a power of two, or the whole prompt.
-        each = -(-length // num_steps)
-        self._chunk_tokens = 1 << (each - 1).bit_length() if num_steps > 1 else length
+        each = -(-alone.num_tokens // num_steps)
+        self._chunk_tokens = 1 << (each - 1).bit_length() if num_steps > 1 else alone.num_tokens
         self._mixed.append(
             MixedSample(
                 num_tokens=each,
                 cached_tokens=0,
                 batch=beside,
                 context_tokens=beside * (SHORTEST_PROMPT + num_tokens // 2),
-                seconds=seconds / num_steps,
-                chunk_s=prefill_s / num_steps,
+                seconds=seconds,
+                chunk_s=alone.seconds / num_steps,
             )
         )
+
+    async def _steps_beside(
+        self, length: int, beside: int, num_tokens: int, wait_s: float
+    ) -> tuple[int, float] | None:
+        """Sends a prompt of this length once `beside` answers run; returns `steps_of_prompt`."""
+        async with asyncio.TaskGroup() as group:
+            prompts = [self._door.prompt(SHORTEST_PROMPT) for _ in range(beside)]
+            asked = group.create_task(self._door.ask_together(prompts, num_tokens))
+            await asyncio.sleep(wait_s)
+            long = await self._first_token_s(self._door.prompt(length))
+        return steps_of_prompt(long, asked.result()[0], self._front_s)
 
     async def _fill_cache(self) -> tuple[int, bool]:
         """Sends prompts until the first prompt is no longer cached, then searches for the oldest
@@ -370,13 +431,26 @@ def most_at_once(answers: Sequence[TimedAnswer]) -> int:
     return most
 
 
-def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
-    """Returns the mean step time while all answers ran, or None if this time was too short."""
+def gaps_of(times_s: Sequence[float]) -> list[float]:
+    return [after_s - before_s for before_s, after_s in pairwise(times_s)]
+
+
+def _common(answers: Sequence[TimedAnswer]) -> list[list[float]]:
+    """Returns the times of each answer's tokens while all answers ran."""
     begin_s = max(answer.token_s[0] for answer in answers)
     end_s = min(answer.token_s[-1] for answer in answers)
+    return [[s for s in answer.token_s if begin_s <= s <= end_s] for answer in answers]
+
+
+def common_gaps(answers: Sequence[TimedAnswer]) -> list[float]:
+    """Returns the times of single steps while all answers ran, as the first answer shows them."""
+    return gaps_of(_common(answers)[0])
+
+
+def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
+    """Returns the mean step time while all answers ran, or None if this time was too short."""
     found = []
-    for answer in answers:
-        kept = [s for s in answer.token_s if begin_s <= s <= end_s]
+    for kept in _common(answers):
         if len(kept) <= STEPS // 4 or kept[-1] <= kept[0]:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))

@@ -28,6 +28,7 @@ from moonpool_lab.forecast.simulated_loads import (
     SimulatedServer,
     forecast_figures,
 )
+from moonpool_lab.forecast.stated_costs import read_stated_costs
 from moonpool_lab.replay.run import ReplayPlan, run_replay
 from moonpool_lab.replay.server import ASSUMED_VOCAB, ServerFacts, ServerUnfitError, query_server
 
@@ -84,20 +85,22 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
         tell(f"measuring {facts.model} for {plan.measure_s:g} s")
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
         measured = await measure_server(door, _lengths(trace), plan.measure_s, tell)
+        stated = await read_stated_costs(client) if facts.config is not None else ()
     finally:
         client.close()
-    server = SimulatedServer(measured, facts.config, trace)
+    server = SimulatedServer(measured, facts.config, stated, trace)
     try:
         slo = _slo(plan, facts, server)
-        capacity = server.capacity_speed(slo)
-        if not capacity:
+        capacity_rps = server.capacity_rps(plan.run_s, slo)
+        if not capacity_rps:
             raise ForecastError(
                 f"the server would not meet TTFT {slo.ttft_s:g} s and TBT {slo.tbt_s:g} s for"
                 " single requests: give longer ones with --slo-ttft and --slo-tbt"
             )
-        loads = server.forecast(plan.loads, capacity, plan.run_s, slo)
-        entry = _forecast_entry(plan, facts, trace, measured, slo, capacity, loads)
+        loads = server.forecast(plan.loads, capacity_rps, plan.run_s, slo)
+        entry = _forecast_entry(plan, facts, measured, slo, capacity_rps, loads)
         entry |= {"left_out": num_left_out, "simulated": server.tables}
+        entry |= {"stated": msgspec.to_builtins(stated)}
     finally:
         server.close()
     forecast_hash = add_entry(plan.table, entry)
@@ -152,17 +155,15 @@ def _slo(plan: ForecastPlan, facts: ServerFacts, server: SimulatedServer) -> Slo
 def _forecast_entry(
     plan: ForecastPlan,
     facts: ServerFacts,
-    trace: TraceRows,
     measured: MeasuredServer,
     slo: Slo,
-    capacity: float,
+    capacity_rps: float,
     loads: Sequence[LoadForecast],
 ) -> Entry:
-    per_s = len(trace.rows) / max(trace.rows[-1].arrived_s, 1e-9)
     return {
         "kind": "forecast",
         "written": _now(),
-        "title": plan.title or f"{facts.model}, {trace.name}",
+        "title": plan.title or f"{facts.model}, {plan.trace.name}",
         "model": facts.model,
         "server": "moonpool" if facts.config is not None else "another",
         "host": urlsplit(plan.url).hostname,
@@ -171,11 +172,12 @@ def _forecast_entry(
         "run_s": plan.run_s,
         "seed": plan.seed,
         "slo": msgspec.to_builtins(slo),
-        "capacity_rps": round(capacity * per_s, 6),
+        "capacity_rps": round(capacity_rps, 6),
         "measured": msgspec.to_builtins(measured),
         "loads": [
             {
                 "load": one.load.share,
+                "rps": one.load.rps,
                 "speed": one.load.speed,
                 "rows": len(one.load.rows),
                 "figures": one.figures,

@@ -16,12 +16,13 @@ import msgspec
 
 from moonpool.config.tables import Config
 from moonpool.cost.fitted import Profile
+from moonpool.cost.recorded import InstanceRecord
 from moonpool.studies.cluster import cluster_config
 from moonpool.studies.run import RunSettings, run_simulation
 from moonpool.studies.trace_rows import TraceRows
-from moonpool.trace.row import TraceRow
 from moonpool.types import Slo, Struct
 from moonpool_lab.forecast.measured_server import MeasuredServer
+from moonpool_lab.forecast.stated_costs import record_of
 
 ATTAINMENT = 0.9
 """The capacity is the highest rate at which this share of the requests meets both SLOs."""
@@ -31,8 +32,9 @@ ALONE_SPEED = 1e-4
 """At this multiple of the trace's speed, requests never overlap."""
 SEARCH_STEPS = 6
 MOST_DOUBLINGS = 24
+LEAST_RPS = 1e-4
 LEAST_REQUESTS = 20
-CAPACITY_REQUESTS = 300
+ALONE_REQUESTS = 300
 ENGINE_BLOCK_TOKENS = 16
 MESSAGES_OF_A_HANDOVER = 3
 INSTANT_S = 1e-9
@@ -42,9 +44,11 @@ OWN_TABLES = ("cluster", "conductor", "engine", "pool")
 
 
 class TriedLoad(Struct, frozen=True):
-    """A load, as a share of the predicted capacity, and the requests that make it."""
+    """A load, as a share of the predicted capacity, and the requests that make it: the first rows
+    of the trace, `speed` times as fast, so that `rps` of them come per second."""
 
     share: float
+    rps: float
     speed: float
     rows: TraceRows
 
@@ -58,14 +62,19 @@ class SimulatedServer:
     """A measured server in the simulator."""
 
     def __init__(
-        self, measured: MeasuredServer, described: dict[str, Any] | None, trace: TraceRows
+        self,
+        measured: MeasuredServer,
+        described: dict[str, Any] | None,
+        stated: Sequence[InstanceRecord],
+        trace: TraceRows,
     ) -> None:
         """`described` is the configuration that a moonpool server shows, or None for another
-        server. Raises ConfigError, TraceError."""
+        server, and `stated` are the costs by which its instances decide. Raises ConfigError,
+        TraceError."""
         self._trace = trace
         self._folder = tempfile.TemporaryDirectory()
         profile = Path(self._folder.name) / "profile.json"
-        tables = _own_tables(described) if described is not None else {}
+        tables = _own_tables(measured, described) if described is not None else {}
         if not tables:
             tables = _foreign_tables(measured, trace)
         # Messages are part of the measured times, except for those between prefill and decode.
@@ -75,6 +84,7 @@ class SimulatedServer:
         profile.write_bytes(
             msgspec.json.encode(msgspec.convert(msgspec.to_builtins(cost), Profile))
         )
+        self._recorded = record_of(stated, cost, measured.chunk_ratios)
         tables["hardware"] = {"cost": str(profile)}
         self._tables = tables
         self._config = cluster_config(tables, {})
@@ -89,24 +99,25 @@ class SimulatedServer:
 
     def usual_slo(self) -> Slo:
         """Returns the SLOs that follow from latencies without load."""
-        alone = self.run(self._first(CAPACITY_REQUESTS), ALONE_SPEED, Slo(ttft_s=1e4, tbt_s=1e4))
+        alone = self.run(self._first(ALONE_REQUESTS), ALONE_SPEED, Slo(ttft_s=1e4, tbt_s=1e4))
         ttft, tbt = SLO_FACTORS
         return Slo(ttft_s=ttft * alone["ttft_s"]["p90"], tbt_s=tbt * alone["tbt_s"]["p90"])
 
-    def capacity_speed(self, slo: Slo) -> float:
-        """Returns the highest speed, as a multiple of the trace's, at which the share ATTAINMENT of
-        requests meets the SLOs, or 0 if not even single requests do."""
-        rows = self._first(CAPACITY_REQUESTS)
+    def capacity_rps(self, run_s: float, slo: Slo) -> float:
+        """Returns the most requests per second of a run of `run_s` of which the share ATTAINMENT
+        meets the SLOs, or 0 if not even single requests do. The requests are those that the load 1
+        replays, because other parts of a trace have other lengths and bursts."""
 
-        def holds(speed: float) -> bool:
-            return bool(self.run(rows, speed, slo)["effective_share"] >= ATTAINMENT)
+        def holds(rps: float) -> bool:
+            load = self._load(1.0, rps, run_s)
+            return bool(self.run(load.rows, load.speed, slo)["effective_share"] >= ATTAINMENT)
 
         low, high = 0.0, 1.0
         for _ in range(MOST_DOUBLINGS):
             if not holds(high):
                 break
             low, high = high, 2.0 * high
-        while not low and high > ALONE_SPEED:
+        while not low and high > LEAST_RPS:
             high /= 2.0
             low = high if holds(high) else 0.0
             high = 2.0 * high if low else high
@@ -116,29 +127,35 @@ class SimulatedServer:
         return low
 
     def forecast(
-        self, shares: Sequence[float], capacity: float, run_s: float, slo: Slo
+        self, shares: Sequence[float], capacity_rps: float, run_s: float, slo: Slo
     ) -> list[LoadForecast]:
         """Returns the figures of each load, from the requests of `run_s` seconds."""
         found = []
         for share in shares:
-            speed = share * capacity
-            load = TriedLoad(share, speed, self._first_seconds(run_s * speed))
-            found.append(LoadForecast(load, self.run(load.rows, speed, slo)))
+            load = self._load(share, share * capacity_rps, run_s)
+            found.append(LoadForecast(load, self.run(load.rows, load.speed, slo)))
         return found
 
     def run(self, rows: TraceRows, speed: float, slo: Slo) -> dict[str, Any]:
         """Simulates the rows; returns `forecast_figures`."""
         slos = {"slo": {"ttft_s": slo.ttft_s, "tbt_s": slo.tbt_s}}
         config: Config = cluster_config({**self._tables, **slos}, {})
-        settings = RunSettings(speed=speed, capped_answers=True)
+        settings = RunSettings(speed=speed, capped_answers=True, recorded=self._recorded)
         return forecast_figures(run_simulation(rows, config, settings, keep_requests=False).summary)
 
     def _first(self, count: int) -> TraceRows:
         return TraceRows(self._trace.rows[:count], self._trace.block_tokens, self._trace.name)
 
-    def _first_seconds(self, seconds: float) -> TraceRows:
-        rows: list[TraceRow] = [row for row in self._trace.rows if row.arrived_s <= seconds]
-        return self._first(max(len(rows), LEAST_REQUESTS))
+    def _load(self, share: float, rps: float, run_s: float) -> TriedLoad:
+        """Returns the first requests of the trace at the rate that a run of `run_s` needs. The run
+        is longer if it would have fewer than LEAST_REQUESTS, and shorter if the trace ends."""
+        rows = self._trace.rows
+        count = min(max(round(rps * run_s), LEAST_REQUESTS), len(rows))
+        if count < len(rows):
+            took_s = rows[count].arrived_s - rows[0].arrived_s
+        else:
+            took_s = (rows[-1].arrived_s - rows[0].arrived_s) * count / max(count - 1, 1)
+        return TriedLoad(share, rps, (took_s * rps / count) or 1.0, self._first(count))
 
 
 def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
@@ -156,12 +173,17 @@ def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _own_tables(described: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tables of a moonpool server with its own instances, or no tables."""
+def _own_tables(measured: MeasuredServer, described: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tables of a moonpool server with its own instances, or no tables. A pool without
+    a stated size has the size that the server shows."""
     tables = {name: dict(described[name]) for name in OWN_TABLES if name in described}
     cluster = tables.get("cluster", {})
-    if not any(cluster.get(role) for role in ("prefill", "decode", "mixed")):
+    num_instances = sum(cluster.get(role) or 0 for role in ("prefill", "decode", "mixed"))
+    if not num_instances:
         return {}
+    pool = tables.get("pool", {})
+    if not pool.get("dram_tokens_per_instance") and measured.full and measured.cache_tokens:
+        pool["dram_tokens_per_instance"] = measured.cache_tokens // num_instances
     return tables
 
 
