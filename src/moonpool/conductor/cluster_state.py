@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from moonpool.conductor.forecast.beginners import Beginners
 from moonpool.conductor.forecast.decode_forecast import DecodeInterval, Forecast
-from moonpool.conductor.instance_table import NEVER_S, InstanceTable, to_ns
+from moonpool.conductor.instance_table import InstanceTable, to_ns
 from moonpool.conductor.placement.choice import PlannedAttempt
 from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, TrackedRequest
 from moonpool.kvcache.prefix_index import PrefixIndex
@@ -39,6 +40,7 @@ class ClusterState:
         self.index = PrefixIndex()
         self.forecast = forecast
         self.instances: dict[InstanceId, InstanceState] = {}
+        self.beginners = Beginners()  # instances that learn from their first prefills
 
     @property
     def answer_s(self) -> float:
@@ -60,7 +62,7 @@ class ClusterState:
         state = self.instances.pop(instance_id, None)
         if state is None:
             return None
-        state.teaches_at_s = NEVER_S
+        self.beginners.wake(state)
         for tracked in state.prefills.values():
             assert tracked.attempt is not None
             self.index.unexpect(instance_id, tracked.attempt.expected_keys)
@@ -123,7 +125,7 @@ class ClusterState:
             return
         attempt.started_s = now
         state.started[attempt.attempt_id] = attempt
-        state.teaches_at_s = NEVER_S
+        self.beginners.wake(state)
         self.instance_table.waiting_ns[state.row] -= attempt.prefill_ns
         self.instance_table.busy_until_s[state.row] = state.busy_until_s()
 
@@ -164,7 +166,7 @@ class ClusterState:
         if next(iter(state.started)) == attempt.attempt_id:
             state.freed_s = now
         del state.started[attempt.attempt_id]
-        state.teaches_at_s = NEVER_S
+        self.beginners.wake(state)
         self.instance_table.busy_until_s[state.row] = state.busy_until_s()
 
     def begin_decoding(self, attempt: Attempt, now: float) -> None:

@@ -160,8 +160,6 @@ class InstanceState:
     # booked tokens by number of the fetch
     handover_tokens: dict[int, int] = field(default_factory=dict)
     freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
-    # Before then, its first prefills teach nothing new (`CostEstimator.learn_first_prefills`).
-    teaches_at_s: float = NEVER_S
     load: InstanceLoad | None = None
     resyncing: bool = False  # whether a snapshot of its blocks was requested
     drain: Drain | None = None

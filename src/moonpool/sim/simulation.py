@@ -415,9 +415,9 @@ class Simulation:
         """Ticks only while requests or drains are pending, because a trace may pause for years.
         While all programs pause, ticks become rarer with time, until the next call."""
         now = self.clock.now
-        drains = any(state.drain for state in self.conductor.instances.values())
         scales = self.config.conductor.autoscale and self.clients.has_more
-        if self._num_output_tokens or drains or scales:
+        states = self.conductor.instances.values()  # read only where no request is under way
+        if self._num_output_tokens or scales or any(state.drain for state in states):
             self._busy_s = now
         elif not self.clients.in_pause:
             return

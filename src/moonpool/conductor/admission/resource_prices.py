@@ -40,6 +40,8 @@ BURST_SHARE = 0.2
 
 ROUNDING = 1.0 + 1e-9
 """Tolerance for rounding: sums of the same needs in two orders differ by less."""
+LEAST_NEED = 1e-9
+"""Least need that counts, so that the worth per unit of need stays finite."""
 
 
 class RequestNeed(NamedTuple):
@@ -184,13 +186,18 @@ class ResourcePrices:
         self._worth, self._alone_s, self._elapsed_s = worth, alone_s, elapsed_s
         self._all_alone_s = float(alone_s.sum())
         pace = _pace(capacity.queue_s / slo_s)
-        supply_s = capacity.num_prefills * (1.0 + self._help(now)) * elapsed_s * pace
-        self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
+        self._prefill = 0.0
+        # Mostly the prefill instances alone suffice, and nothing else has to be computed.
+        if not _suffices(capacity.num_prefills * elapsed_s * pace, prefill_s):
+            supply_s = capacity.num_prefills * (1.0 + self._help(now)) * elapsed_s * pace
+            self._prefill = _price(worth - self._decode * decode_s, prefill_s, supply_s)
         pace = _pace(capacity.wait_s / slo_s)
         turnover = elapsed_s / max(capacity.lifetime_s, 1e-3)
         unused_s = max(capacity.decode_load_s - capacity.decode_used_s, 0.0)
         supply_s = capacity.decode_load_s * turnover * pace + unused_s
-        self._decode = _price(worth - self._prefill * prefill_s, decode_s, supply_s)
+        self._decode = 0.0
+        if not _suffices(supply_s, decode_s):
+            self._decode = _price(worth - self._prefill * prefill_s, decode_s, supply_s)
 
 
 def _pace(waiting: float) -> float:
@@ -198,12 +205,19 @@ def _pace(waiting: float) -> float:
     return max(1.0 + GAIN * (QUEUE_SHARE - waiting), 0.0)
 
 
+def _suffices(supply: float, need: Floats) -> bool:
+    """Whether the supply is certainly enough for all requests, so that `_price` would return 0 for
+    any worth."""
+    most = float(need.sum()) + LEAST_NEED * len(need)
+    return most * ROUNDING * ROUNDING <= supply
+
+
 def _price(worth: Floats, need: Floats, supply: float) -> float:
     """Returns the worth of the last unit when requests are served in falling order of worth per
     unit of need until the supply is used up. Returns 0 if the supply suffices for all requests with
     a positive worth."""
     wanted = worth > 0.0
-    worth, need = worth[wanted], np.maximum(need[wanted], 1e-9)
+    worth, need = worth[wanted], np.maximum(need[wanted], LEAST_NEED)
     if not len(need) or float(need.sum()) * ROUNDING <= supply:
         return 0.0
     density = worth / need

@@ -23,7 +23,6 @@ from msgspec import structs
 from moonpool.conductor.admission.context import SloBudget
 from moonpool.conductor.cluster_state import ClusterState
 from moonpool.conductor.forecast.estimators import PredictionError
-from moonpool.conductor.instance_table import NEVER_S
 from moonpool.conductor.observers import ClusterObserver
 from moonpool.conductor.placement.choice import Placement
 from moonpool.conductor.state import InstanceState, TrackedRequest
@@ -33,7 +32,7 @@ from moonpool.cost.recorded import CostEstimatorRecord, InstanceRecord
 from moonpool.distributions import rank_above
 from moonpool.protocol.messages import AttemptId, PrefillStarted, StepTokens
 from moonpool.request_record import RequestRecord
-from moonpool.types import InstanceId, Role
+from moonpool.types import Role
 
 PROBE_EVERY_S = 5.0
 """Least time between two requests that test the cost estimate of an idle instance."""
@@ -65,8 +64,7 @@ class CostEstimator(ClusterObserver):
         self.ttft_tail = LearnedFactor(TTFT_SHARE, summed=1)
         self._cluster_state, self._table = cluster_state, cluster_state.instance_table
         self._learning = learning
-        self._beginners: dict[InstanceId, InstanceState] = {}
-        """Instances that have started a prefill, and whose times are not learned yet."""
+        self._beginners = cluster_state.beginners
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
         """Notes that the first chunk is computed now, and a fetch has ended."""
@@ -86,8 +84,7 @@ class CostEstimator(ClusterObserver):
             beside_s = self._table.mixed_prefill_s(row, alone_s, new_tokens, now=True)
             attempt.expected_s = beside_s.item()
         if not state.prefill_factor.is_learned:
-            self._beginners[state.info.instance_id] = state
-            state.teaches_at_s = NEVER_S
+            self._beginners.enter(state)
         if source is None or not report.fetched_tokens or not report.fetch_s:
             return
         host = state.info.address.host_id
@@ -117,21 +114,19 @@ class CostEstimator(ClusterObserver):
     def learn_first_prefills(self, now: float) -> None:
         """Called before a request is placed. The first dozen prompts of an instance are too few for
         a sample, but if one takes three times as long as predicted, the prompts behind it will be
-        late, too. An instance is looked at again only when its factor may have changed.
+        late, too.
         """
-        for name, state in list(self._beginners.items()):
-            if now < state.teaches_at_s:
-                continue
-            factor = state.prefill_factor
+        for state in self._beginners.due(now):
+            name, factor = state.info.instance_id, state.prefill_factor
             if factor.is_learned or self._cluster_state.instances.get(name) is not state:
-                del self._beginners[name]
+                self._beginners.leave(name)
                 continue
             began_s, expected_s = now, 0.0
             if state.started:  # the started prefills may share steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
                 if not all(attempt.expected_s for attempt in started):
-                    state.teaches_at_s = inf  # until a prefill starts or ends
+                    self._beginners.sleep(state, inf)  # until a prefill starts or ends
                     continue
                 began_s = max(started[0].started_s, state.freed_s)
                 expected_s = fsum([attempt.expected_s for attempt in started])
@@ -139,7 +134,7 @@ class CostEstimator(ClusterObserver):
             if factor.begin(now - began_s, expected_s):
                 self._apply(state, factor, before)
             elif now > began_s or not state.started:
-                state.teaches_at_s = began_s + factor.begins_after_s(expected_s)
+                self._beginners.sleep(state, began_s + factor.begins_after_s(expected_s))
 
     def step(
         self,
@@ -214,7 +209,7 @@ class CostEstimator(ClusterObserver):
         state.info = structs.replace(state.info, cost=cost)
         state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
         state.transfer_factor = LearnedFactor()
-        self._beginners.pop(state.info.instance_id, None)
+        self._beginners.leave(state.info.instance_id)
         self._table.set_cost(state.row, cost)
 
     def may_probe(
@@ -251,7 +246,7 @@ class CostEstimator(ClusterObserver):
         self, state: InstanceState, factor: LearnedFactor, seconds: float, expected_s: float
     ) -> None:
         before = factor.value
-        state.teaches_at_s = NEVER_S
+        self._beginners.wake(state)
         if factor.observe(seconds, expected_s):
             self._apply(state, factor, before)
 
@@ -269,11 +264,13 @@ class CostEstimator(ClusterObserver):
         the other instances have learned. Without this, these instances would seem faster than all
         other instances on a slow machine."""
         states = self._cluster_state.instances.values()
-        alike = [state for state in states if state.info.cost == profile]
-        known = sorted(s.prefill_factor.value for s in alike if s.prefill_factor.has_steps)
+        alike = [s for s in states if s.info.cost is profile or s.info.cost == profile]
+        known = sorted([s.prefill_factor.value for s in alike if s.prefill_factor.has_steps])
         for state in alike:
+            if state.prefill_factor.has_steps:
+                continue
             before = state.prefill_factor.value
-            state.teaches_at_s = NEVER_S
+            self._beginners.wake(state)
             if state.prefill_factor.inherit(known[(len(known) - 1) // 2]):
                 self._apply(state, state.prefill_factor, before)
 

@@ -94,7 +94,10 @@ class WaitRules:
     ) -> Iterator[TrackedRequest]:
         """Yields the waiting requests that may find a place now. A request that finds a place
         leaves the queue before the next request is asked for."""
-        waiting, most_tokens = self.waiting, self._table.most_room_tokens()
+        waiting = self.waiting
+        if not len(waiting):
+            return
+        most_tokens = self._table.most_room_tokens()
         num_failures = 0
         least_tokens: float = inf  # least number of tokens for which there was no room
         for tracked in islice(waiting.due(now), MAX_PLACED_PER_TURN):
