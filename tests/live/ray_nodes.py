@@ -61,10 +61,10 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         self._folder = tempfile.TemporaryDirectory()
-        os.environ.update(SETTINGS | {"RAY_gcs_storage_path": self._folder.name})
+        os.environ.update(SETTINGS)
         self._node = {**NODE, "num_cpus": cpus, "resources": resources}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node | agent_ports())
-        for _ in range(num_nodes - 1):
+        self.cluster: Any = Cluster()
+        for _ in range(num_nodes):
             self.add_node()
 
     @property
@@ -75,6 +75,9 @@ class RayNodes:
         """`more` holds settings that this node has beside the settings of the others, or in place
         of them."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
+            if self.cluster.head_node is None:  # this one will be it, with state of its own
+                store = tempfile.mkdtemp(dir=self._folder.name)
+                os.environ.update({"RAY_gcs_storage_path": store})
             with contextlib.suppress(Exception):
                 return self.cluster.add_node(**self._node | agent_ports() | more)
         raise AssertionError("Ray cannot start a raylet")
@@ -301,6 +304,7 @@ class OnRay:
     def __init__(self, nodes: RayNodes | AutoscalingNodes, *arguments: str) -> None:
         self.nodes = nodes
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - lives as long
+        self._last_log = ""
         line = ["serve", *arguments, "--launcher", "ray", "--ray-address", nodes.address]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moonpool", *line], stdout=self._log, stderr=self._log
@@ -308,6 +312,8 @@ class OnRay:
 
     @property
     def log(self) -> str:
+        if self._log.closed:
+            return self._last_log
         return Path(self._log.name).read_text(errors="replace")
 
     def wait_until_up(self, num_instances: int) -> list[str]:
@@ -348,6 +354,7 @@ class OnRay:
             return self.process.wait(WAIT_S)
         finally:
             self.process.kill()
+            self._last_log = self.log
             self._log.close()
 
 
