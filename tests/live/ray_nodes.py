@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,11 @@ class RayNodes:
             if self.cluster.head_node is None:  # this one will be it, with state of its own
                 store = tempfile.mkdtemp(dir=self._folder.name)
                 os.environ.update({"RAY_gcs_storage_path": store})
-            with contextlib.suppress(Exception):
+            before = descendants_of(os.getpid())
+            try:
                 return self.cluster.add_node(**self._node | agent_ports() | more)
+            except Exception:  # Ray leaves what it has started of the node
+                kill_all(set(descendants_of(os.getpid())).difference(before))
         raise AssertionError("Ray cannot start a raylet")
 
     def raylet_of(self, node: Any) -> int:
@@ -94,9 +97,7 @@ class RayNodes:
     def kill_node(self, node: Any) -> None:
         """Kills a machine: the raylet and all its descendants end at the same moment."""
         pids = [self.raylet_of(node), *descendants_of(self.raylet_of(node))]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(pids)
         node.all_processes["raylet"][0].process.wait()
         wait_until_gone(pids[1:])
 
@@ -176,10 +177,7 @@ class AutoscalingNodes:
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        pids = [self._process.pid, *descendants_of(self._process.pid)]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([self._process.pid, *descendants_of(self._process.pid)])
         self._process.wait()
         self._folder.cleanup()
 
@@ -241,9 +239,7 @@ class TypedNode:
 
     def _end(self) -> None:
         assert self._process is not None
-        for pid in [self._process.pid, *descendants_of(self._process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([self._process.pid, *descendants_of(self._process.pid)])
         self._process.wait()
 
     def type(self, *words: str) -> str:
@@ -356,6 +352,12 @@ class OnRay:
             self.process.kill()
             self._last_log = self.log
             self._log.close()
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_raylet(pid: int) -> bool:
