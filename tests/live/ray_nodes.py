@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,10 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         self._folder = tempfile.TemporaryDirectory()
-        os.environ.update(SETTINGS | {"RAY_gcs_storage_path": self._folder.name})
+        os.environ.update(SETTINGS)
         self._node = {**NODE, "num_cpus": cpus, "resources": resources}
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args=self._node | agent_ports())
-        for _ in range(num_nodes - 1):
+        self.cluster: Any = Cluster()
+        for _ in range(num_nodes):
             self.add_node()
 
     @property
@@ -74,8 +74,14 @@ class RayNodes:
     def add_node(self, **more: Any) -> Any:
         """`more`: settings of this node that add to or replace the common settings."""
         for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
-            with contextlib.suppress(Exception):
+            if self.cluster.head_node is None:  # this one will be it, with state of its own
+                store = tempfile.mkdtemp(dir=self._folder.name)
+                os.environ.update({"RAY_gcs_storage_path": store})
+            before = descendants_of(os.getpid())
+            try:
                 return self.cluster.add_node(**self._node | agent_ports() | more)
+            except Exception:  # Ray leaves what it has started of the node
+                kill_all(set(descendants_of(os.getpid())).difference(before))
         raise AssertionError("Ray cannot start a raylet")
 
     def raylet_of(self, node: Any) -> int:
@@ -90,9 +96,7 @@ class RayNodes:
     def kill_node(self, node: Any) -> None:
         """Kills a machine: the raylet and all its descendants end at the same moment."""
         pids = [self.raylet_of(node), *descendants_of(self.raylet_of(node))]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(pids)
         node.all_processes["raylet"][0].process.wait()
         wait_until_gone(pids[1:])
 
@@ -172,10 +176,7 @@ class AutoscalingNodes:
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        pids = [self._process.pid, *descendants_of(self._process.pid)]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([self._process.pid, *descendants_of(self._process.pid)])
         self._process.wait()
         self._folder.cleanup()
 
@@ -237,9 +238,7 @@ class TypedNode:
 
     def _end(self) -> None:
         assert self._process is not None
-        for pid in [self._process.pid, *descendants_of(self._process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all([self._process.pid, *descendants_of(self._process.pid)])
         self._process.wait()
 
     def type(self, *words: str) -> str:
@@ -300,6 +299,7 @@ class OnRay:
     def __init__(self, nodes: RayNodes | AutoscalingNodes, *arguments: str) -> None:
         self.nodes = nodes
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 - lives as long
+        self._last_log = ""
         line = ["serve", *arguments, "--launcher", "ray", "--ray-address", nodes.address]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "moonpool", *line], stdout=self._log, stderr=self._log
@@ -307,6 +307,8 @@ class OnRay:
 
     @property
     def log(self) -> str:
+        if self._log.closed:
+            return self._last_log
         return Path(self._log.name).read_text(errors="replace")
 
     def wait_until_up(self, num_instances: int) -> list[str]:
@@ -347,7 +349,14 @@ class OnRay:
             return self.process.wait(WAIT_S)
         finally:
             self.process.kill()
+            self._last_log = self.log
             self._log.close()
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_raylet(pid: int) -> bool:

@@ -557,7 +557,7 @@ def test_a_real_vllm_behind_a_real_envoy(tmp_path: Path) -> None:
             words = ["--enforce-eager", "--served-model-name", "own"]
             words += ["--kv-events-config", json.dumps(told)]
             assert python and model
-            options = {"--block-size": 16, "--max-model-len": 1024}
+            options = {"--block-size": 32, "--max-model-len": 1024}
             server = stack.enter_context(VllmServer(python, model, "0", options, words))
             port = server.port
         file = tmp_path / "endpoints.yaml"

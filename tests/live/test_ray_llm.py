@@ -25,6 +25,7 @@ from tests.live.waiting import WAIT_S
 MODEL = os.environ.get("MOONPOOL_VLLM_MODEL", "")
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         find_spec("ray") is None or find_spec("vllm") is None or not MODEL,
         reason="needs ray and vllm in one environment, and MOONPOOL_VLLM_MODEL",

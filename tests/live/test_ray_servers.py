@@ -1,5 +1,5 @@
-"""Runs clusters on Ray: one of vLLM stubs with a pool on each node, one with attention workers, and
-one for which Ray's autoscaler adds machines.
+"""Runs clusters on Ray: of servers of vLLM's kind with a pool on each node, and with attention
+workers, which both lose actors under 16 streams; and one for which Ray's autoscaler adds machines.
 
 `pip install '.[ray]'` lets these tests run.
 """
@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,9 +24,12 @@ from tests.live.ray_nodes import (
     AutoscalingNodes,
     OnRay,
     RayNodes,
+    descendants_of,
+    parent_of,
     processes_of,
 )
 from tests.live.test_faults import wait_until_gone
+from tests.live.test_standby import Body, CutStream, whole
 from tests.live.waiting import wait_until
 
 pytestmark = [
@@ -90,30 +93,101 @@ def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path
     assert not list(Path(f"/dev/shm/moonpool-{os.getuid()}").glob("ray-servers-*"))
 
 
-def test_attention_workers_are_actors(nodes: RayNodes, tmp_path: Path) -> None:
+@contextmanager
+def served_by_vllms(nodes: RayNodes, tmp_path: Path) -> Iterator[OnRay]:
+    """Serves by two servers that compute: moonpools, which speak the needed part of vLLM's HTTP."""
+    words = ["serve", MODEL, "--mixed", "1", *SMALL, "--admission", "none", "--slo-ttft", "600"]
+    line = " ".join([sys.executable, "-m", "moonpool", *words, "--port", "{port}"])
+    config = tmp_path / "computing.toml"
+    config.write_text(
+        "[cluster]\nlauncher = 'ray'\nmixed = 2\nprefill = 0\ndecode = 0\n"
+        "[engine]\nkind = 'vllm'\n"
+        f"[ray]\nname = 'computing'\npool_bytes = {POOL_BYTES}\nvllm_command = '{line}'\n"
+    )
+    with ended(OnRay(nodes, MODEL, "--config", str(config), "--port", "0")) as served:
+        yield served
+
+
+@contextmanager
+def served_with_attention(nodes: RayNodes, tmp_path: Path) -> Iterator[OnRay]:
     config = tmp_path / "attention.toml"
     config.write_text("[ray]\nname = 'lamina'\n")
-    counts = ["--prefill", "1", "--decode", "1", "--attention", "1", "--port", "0"]
-    served = OnRay(nodes, MODEL, "--config", str(config), *counts, *SMALL)
+    counts = ["--prefill", "1", "--decode", "1", "--attention", "2", "--port", "0"]
+    with ended(OnRay(nodes, MODEL, "--config", str(config), *counts, *SMALL)) as served:
+        yield served
+
+
+@contextmanager
+def ended(served: OnRay) -> Iterator[OnRay]:
+    """Ends the cluster after the `with` block. The end must be orderly."""
     try:
-        url = served.wait_until_up(2)[0]
-
-        def workers() -> list[dict[str, Any]]:
-            found = fresh.get(f"{url}/cluster", timeout=120).json()["attention"]
-            return [worker for worker in found if worker["owner"] == "decode-0"]
-
-        wait_until(lambda: len(workers()) == 1, "no attention worker has joined")
-        answer = fresh.post(f"{url}/v1/completions", json=BODY, timeout=120).json()["choices"]
-        lost = workers()[0]["pid"]
-        os.kill(served.actor_of(lost), signal.SIGKILL)
-        wait_until(lambda: [w["pid"] for w in workers()] not in ([], [lost]), "it is not replaced")
-        again = fresh.post(f"{url}/v1/completions", json=BODY, timeout=120).json()["choices"]
-        assert again[0]["text"] == answer[0]["text"]
+        yield served
     finally:
         assert served.stop() == 0, served.log[-3000:]
 
 
-BODY = {"prompt": [9, 8] * 100, "max_tokens": 100, "temperature": 1, "seed": 5, "ignore_eos": True}
+BODIES: list[Body] = [
+    {
+        "prompt": [3 + number] * 100,
+        "max_tokens": 350,
+        "ignore_eos": True,
+        "temperature": number % 2,
+        "seed": number,
+    }
+    for number in range(16)
+]
+# What is drawn at another vLLM is drawn with another seed.
+GREEDY = [body | {"temperature": 0} for body in BODIES]
+
+
+def stream_while(url: str, bodies: list[Body], lost: int) -> list[str]:
+    """Streams all bodies, and kills an actor when each stream has some text. Returns the texts. No
+    stream may be cut: these clients do not come back."""
+    streams = [CutStream(url, body) for body in bodies]
+    wait_until(lambda: all(len(stream.text) > 5 for stream in streams), "no text")
+    os.kill(lost, signal.SIGKILL)
+    for stream in streams:
+        stream.thread.join()
+    assert not [number for number, stream in enumerate(streams) if stream.is_cut]
+    return [stream.text for stream in streams]
+
+
+def test_a_lost_actor_of_a_vllm_or_of_a_pool_cuts_no_stream(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    with served_by_vllms(nodes, tmp_path) as served:
+        url = served.wait_until_up(2)[0]
+        expected = [whole(url, body)[0] for body in GREEDY]
+
+        def instance() -> int:
+            return int(served.instances(url).get("mixed-0", {}).get("pid", 0))
+
+        def pools() -> list[int]:
+            return processes_of(nodes, "pool serve --dram")
+
+        for lost in (instance(), pools()[0]):
+            actor = parent_of(lost)
+            below = descendants_of(actor)  # also a vLLM's own processes
+            assert stream_while(url, GREEDY, actor) == expected
+            assert wait_until_gone(below) == []
+            wait_until(lambda: instance() and len(pools()) == 2, "none has taken its place")
+
+
+def test_a_lost_actor_of_an_attention_worker_cuts_no_stream(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    with served_with_attention(nodes, tmp_path) as served:
+        url = served.wait_until_up(2)[0]
+
+        def workers() -> set[int]:
+            found = fresh.get(f"{url}/cluster", timeout=120).json()["attention"]
+            return {each["pid"] for each in found if each["owner"] == "decode-0"}
+
+        wait_until(lambda: len(workers()) == 2, "no two attention workers have joined")
+        expected = [whole(url, body)[0] for body in BODIES]
+        lost = min(workers())
+        assert stream_while(url, BODIES, parent_of(lost)) == expected
+        wait_until(lambda: len(workers() - {lost}) == 2, "it is not replaced")
 
 
 def test_rays_autoscaler_adds_a_machine_for_what_the_conductor_wants(tmp_path: Path) -> None:
