@@ -37,6 +37,10 @@ THEME = """
 .md-header, .md-tabs { border-bottom: 1px solid var(--rule); box-shadow: none !important; }
 .md-search__form, .md-search__form:hover { background: var(--code); border-radius: 7px; }
 [data-md-toggle="search"]:checked ~ .md-header .md-search__form { border-radius: 7px 7px 0 0; }
+/* What is found is legible on code and tags too, and code in results wraps: it cannot be scrolled
+   by the keyboard. */
+.md-search-result mark { color: var(--ink); text-decoration-color: var(--c2); }
+.md-search-result .md-typeset pre > code { white-space: pre-wrap; overflow: visible; }
 .md-header__title { font-weight: 700; }
 .md-typeset h1 { color: var(--ink); font-weight: 700; letter-spacing: -.02em; }
 .md-typeset h2 { font-weight: 700; padding-bottom: .2em; border-bottom: 1px solid var(--rule); }

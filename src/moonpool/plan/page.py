@@ -53,7 +53,7 @@ def render_plan(
         .get_template("page.html.jinja")
         .render(
             trace_name=figures["run"]["trace"],
-            ended=f"The search ended early: {plan.stopped}." if plan.stopped else "",
+            ended=_ended(plan),
             parts=[(part["label"] or "Answer", part["text"]) for part in figures["answer"]],
             charts=[
                 attainment_by_price(plan, figures["goal"]["wanted"]),
@@ -178,6 +178,13 @@ def _by_load(
     if prepared.base.slo.classes:
         how = "Share of requests within their SLOs, in the class with the lowest."
     return [ReportFigure(title, how, plot.svg(title), key=tuple(key))]
+
+
+def _ended(plan: ClusterPlan) -> str:
+    """Says why the search ended early. An answer without a choice says it itself."""
+    if not plan.stopped or plan.choice is None:
+        return ""
+    return f"The search ended early: {plan.stopped}."
 
 
 def _table(figures: dict[str, Any]) -> Table:

@@ -26,7 +26,7 @@ FRONT_ROWS = 12
 
 def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[str, Any]) -> None:
     """Prints the answer, the neighbours, the front and the mixes of hardware."""
-    if plan.stopped:
+    if plan.stopped and plan.choice is not None:
         click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
     for line in found.lines():
         click.echo(line)
@@ -38,8 +38,9 @@ def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[
         if plan.neighbours:
             click.echo("\nnext to it (other clusters, one step away)")
         _print_neighbours(plan.neighbours, choice, wanted)
-    click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
     front = plan.front()[-FRONT_ROWS:]
+    if front:
+        click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
     width = max((len(_what(each.candidate)) for each in front), default=0)
     for each in front:
         click.echo(f"  {_row(each, wanted, width)}")

@@ -1,5 +1,6 @@
 // The view of the cluster, made anew from each frame.
 const TIERS = [["dram", "DRAM", "b3"], ["fetched", "fetched", "b1"], ["ssd", "SSD", "b2"], ["computed", "computed", "b5"]];
+const ENDED = { stop: "answered", length: "answered, cut at its limit" };
 const STAGES = [["placement", "b5"], ["queue_and_fetch", "b2"], ["prefill", "b1"], ["handover", "b4"], ["decode", "b3"]];
 let key = "", model = "", stated = new Set();  // models with a temperature of their own
 const headers = more => Object.assign({}, key ? { Authorization: "Bearer " + key } : {}, more);
@@ -14,7 +15,7 @@ function showState(f) {
   else if (leaving.length) [word, how] = ["serving, " + leaving.length + " draining", "warn"];
   $("state").textContent = word + (f.tenant ? ", requests of " + f.tenant : ""); $("state").className = how;
   const h = f.head, facts = [model];
-  if (h) facts.push("release " + h.release, "up " + ago(h.up_s).replace(" ago", ""), ...(h.restarts ? [h.restarts + " earlier heads"] : []), ...(f.standbys && f.standbys.length ? ["a standby is there"] : []));
+  if (h) facts.push("release " + h.release, "up " + ago(h.up_s).replace(" ago", ""), ...(h.restarts ? [count(h.restarts, "earlier head")] : []), ...(f.standbys && f.standbys.length ? ["a standby is there"] : []));
   $("facts").textContent = facts.filter(Boolean).join(" · ");
 }
 function showTiles(f) {
@@ -63,7 +64,7 @@ function showInstances(f) {
     c.append(el("div", "row", held, el("span", "", num(i.held) + " of " + num(i.blocks))), fill(i.held, i.blocks, "b3"));
     c.append(el("div", "row", cached, el("span", "", num(i.cached) + " of " + num(i.blocks))), fill(i.cached, i.blocks, "b3"));
     if (i.ssd) c.append(el("div", "row", el("span", "", "SSD"), el("span", i.ssd.error ? "bad" : "", i.ssd.error || num(i.ssd.cached) + " of " + num(i.ssd.blocks) + " blocks")));
-    c.append(el("p", "soft", i.prefills + " prefills, " + i.decodes + " decodes, serves " + i.serving_fetches + " fetches"));
+    c.append(el("p", "soft", count(i.prefills, "prefill") + ", " + count(i.decodes, "decode") + ", serves " + count(i.serving_fetches, "fetch")));
     return c;
   }));
   if (!sorted.length) $("instances").replaceChildren(el("p", "soft", "No instance has joined."));
@@ -102,7 +103,7 @@ function showCharts(f) {
   $("charts").replaceChildren(
     ...(c.prefill_load ? [chart("Load by role", each, [["prefill", c.prefill_load], ["decode", c.decode_load]], v => v.toFixed(2), 1)] : []),
     chart("TTFT", each, [["p50", c.ttft_p50_s], ["p90", c.ttft_p90_s]], ms, f.slo.ttft_s), chart("TBT", each, [["p50", c.tbt_p50_s], ["p90", c.tbt_p90_s]], ms, f.slo.tbt_s),
-    chart("Requests per second", each, [["answered", per("answered")], ["no answer", per("not_answered")]], v => v.toFixed(1)),
+    chart("Requests per second", each, [["answered", per("answered")], ["no answer", per("not_answered")]], rate),
     chart("Tokens per second", each, [["", per("generated_tokens")]], num), chart("Prompt tokens cached", each, [["", c.hit]], v => (100 * v).toFixed(0) + " %", 0, 1));
 }
 function chips(names) { const cell = el("td", "left", ...[...names].sort(naturally).map(name => el("span", "chip", name))); if (!names.length) cell.textContent = "–"; return cell; }
@@ -146,7 +147,7 @@ function showRequests(f) {
     const id = el("button", "id", r.id); id.dataset.id = r.id; id.title = "Why did it go there?"; id.onclick = () => explain(r.id, r.tenant);
     const first = el("th", "", id); first.scope = "row"; if (r.tenant && !f.tenant) first.append(" ", el("span", "soft", r.tenant));
     const ok = r.outcome === "stop" || r.outcome === "length", cached = r.tokens.dram + r.tokens.fetched + r.tokens.ssd;
-    const state = el("td", r.outcome && !ok ? "bad" : "", r.outcome ? inWords(r.outcome) : inWords(r.stage) + " …");
+    const state = el("td", r.outcome && !ok ? "bad" : "", r.outcome ? ENDED[r.outcome] || inWords(r.outcome) : inWords(r.stage) + " …");
     const where = r.prefill ? r.prefill + (r.decode && r.decode !== r.prefill ? " → " + r.decode : "") : "–";
     const late = ok && !r.effective, hit = el("td", "", num(cached)); hit.title = TIERS.map(([n, t]) => t + " " + num(r.tokens[n])).join(", ");
     return el("tr", "", first, state, el("td", "", where), el("td", "", num(cached + r.tokens.computed)), hit, el("td", "", num(r.generated_tokens)), el("td", late && r.ttft_s > f.slo.ttft_s ? "bad" : "", ms(r.ttft_s)), el("td", late && r.tbt_s > f.slo.tbt_s ? "bad" : "", ms(r.tbt_s)), el("td", "", ms(r.seconds)), el("td", "", stageBar(r)));
@@ -159,7 +160,7 @@ async function explain(id, tenant) {
   const asked = await fetch("explain/" + encodeURIComponent(id) + (tenant ? "?tenant=" + encodeURIComponent(tenant) : ""), { headers: headers() });
   const found = await asked.json();
   if (!asked.ok) { $("why-text").replaceChildren(found.error.message); return; }
-  $("why-text").replaceChildren(el("p", "", timesOf(found) + `, attempts ${found.attempts}`),
+  $("why-text").replaceChildren(el("p", "", timesOf(found) + `, ${count(found.attempts, "attempt")}`),
     stageBar(found), el("p", "soft", STAGES.map(([n]) => inWords(n) + " " + ms(found.stages_s[n])).join(" · ")),
     el("pre", "", found.why.join("\n")));
 }
