@@ -143,6 +143,7 @@ def test_a_load_is_that_share_of_the_capacity(loop: VirtualLoop, tmp_path: Path)
     assert max(abs(at_half["ttft_s.p50"]), abs(at_half["tbt_s.p50"])) < 0.1, at_half
 
 
+@pytest.mark.long
 def test_steps_that_differ_are_forecast_as_such(loop: VirtualLoop, tmp_path: Path) -> None:
     server = TimedServer(ratios=(0.7, 0.9, 1.0, 1.0, 1.1, 1.3))
     given = GIVEN | {"loads": (0.4,), "run_s": 20.0, "trace": sessions(400)}
@@ -152,6 +153,7 @@ def test_steps_that_differ_are_forecast_as_such(loop: VirtualLoop, tmp_path: Pat
     assert max(abs(errors[name]) for name in names) < 0.15, errors
 
 
+@pytest.mark.long
 def test_a_moonpool_server_decides_by_the_costs_that_it_states(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:
