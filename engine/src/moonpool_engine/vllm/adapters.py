@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ class Adapters:
             return _Adapter(None, {})
 
 
-def _stamps(paths: Any) -> dict[Path, Stamp]:
-    found = {}
+def _stamps(paths: Iterable[Path]) -> dict[Path, Stamp]:
+    found: dict[Path, Stamp] = {}
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(path)
