@@ -18,6 +18,7 @@ from moonpool.host_pool.messages import (
     AttachRank,
 )
 from moonpool.protocol.block_layout import BlockLayout, block_keys
+from moonpool_engine.vllm.adapters import Adapters
 from moonpool_engine.vllm.block_copier import BlockCopier, DeviceCopier, HostCopier
 from moonpool_engine.vllm.block_kinds import BlockKind, kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout
@@ -148,7 +149,7 @@ class Engine:
             for rank in range(ranks)
         ]
         self.worker = self.workers[0]
-        self.scheduler = SchedulerSide(pool.socket, BLOCK_TOKENS, time.monotonic)
+        self.scheduler = SchedulerSide(pool.socket, BLOCK_TOKENS, time.monotonic, Adapters(""))
         self.users = BlockUsers()
         windows = windows_of(layout.groups)
         ready = [RankReady(group, rank, ranks, "", windows) for rank in range(ranks)]
@@ -212,7 +213,7 @@ class Engine:
         )
 
     def keys_of(self, tokens: list[int]) -> list[bytes]:
-        return list(block_keys(tokens, BLOCK_TOKENS, root_of(self.request(tokens), str)))
+        return list(block_keys(tokens, BLOCK_TOKENS, root_of(self.request(tokens))))
 
     def take_blocks(self, request: Any) -> list[int]:
         count = -(-request.num_tokens // BLOCK_TOKENS)

@@ -24,6 +24,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 EAGER = {"enforce_eager": True, "num_gpu_blocks_override": 120}
+FP8_NEEDS = "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
 WINDOW_64 = ["sliding window", 64]
 FULL = ["full attention", None]
 
@@ -51,6 +52,8 @@ def run_module(name: str, *arguments: str, **environment: str) -> str:
         timeout=1800,
         check=False,
     )
+    if done.returncode and FP8_NEEDS in done.stderr:
+        pytest.skip("an fp8 KVCache of vLLM needs a CPU with AVX-512 or AMX")
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

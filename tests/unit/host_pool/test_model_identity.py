@@ -69,11 +69,16 @@ def test_what_has_no_weights_is_unknown(tmp_path: Path) -> None:
         model_folder(config)
 
 
-def settings(max_len: int = 10, dtype: str = "bf16", rope: str = "default") -> list[object]:
+SMALL_IMAGES = SimpleNamespace(mm_processor_kwargs={"max_pixels": 4096})
+
+
+def settings(
+    max_len: int = 10, dtype: str = "bf16", rope: str = "default", **more: object
+) -> list[object]:
     hf = SimpleNamespace(to_dict=lambda: {"rope_scaling": {"type": rope}})
     return settings_of(
         SimpleNamespace(
-            model_config=SimpleNamespace(hf_config=hf, dtype=dtype, max_model_len=max_len),
+            model_config=SimpleNamespace(hf_config=hf, dtype=dtype, max_model_len=max_len, **more),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         ),
@@ -90,6 +95,8 @@ def test_groups_differ_where_blocks_do() -> None:
         group_of("v", settings(), "l"),
         group_of("w", settings(dtype="fp16"), "l"),
         group_of("w", settings(), "m"),
+        group_of("w", settings(quantization_config={"ignore": ["lm_head"]}), "l"),
+        group_of("w", settings(multimodal_config=SMALL_IMAGES), "l"),
     }
-    assert len(groups) == 4
+    assert len(groups) == 6
     assert all(len(group) == 32 for group in groups)

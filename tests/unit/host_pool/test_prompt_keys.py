@@ -25,8 +25,12 @@ def image(offset: int, length: int, name: str) -> Any:
     return SimpleNamespace(mm_position=place, identifier=name)
 
 
+def content_of(lora: Any) -> str:
+    return f"content of {lora.lora_path}"
+
+
 def keys(one: Any) -> list[BlockKey]:
-    return list(PromptKeys(one, SIZE, str.upper).extend(len(one.all_token_ids) // SIZE))
+    return list(PromptKeys(one, SIZE, content_of).extend(len(one.all_token_ids) // SIZE))
 
 
 def test_a_root_key_as_salt_gives_the_conductors_keys() -> None:
@@ -74,7 +78,7 @@ def test_keys_do_not_depend_on_how_the_request_grew(tokens: list[int], data: Any
     features = [image(3, 5, "cat")] if data.draw(st.booleans()) else []
     whole = keys(request(tokens, mm_features=features))
     grown = request([], mm_features=features)
-    found = PromptKeys(grown, SIZE, str.upper)
+    found = PromptKeys(grown, SIZE, content_of)
     for token in tokens:
         grown.all_token_ids.append(token)
         if data.draw(st.booleans()):

@@ -31,12 +31,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from moonpool.host_pool.messages import PROTOCOL, AttachRank
 from moonpool.host_pool.places import default_socket
 from moonpool.protocol.block_layout import BlockLayout
+from moonpool_engine.vllm.adapters import Adapters
 from moonpool_engine.vllm.block_copier import DeviceSliceMover, open_copier
 from moonpool_engine.vllm.block_kinds import BlockKind, kinds_of, windows_of
 from moonpool_engine.vllm.cache_layout import CacheLayout, LayoutRefused
 from moonpool_engine.vllm.layout_probe import proven_layout
 from moonpool_engine.vllm.model_identity import (
     UnknownModelError,
+    adapter_settings_of,
     group_of,
     hash_folder,
     model_folder,
@@ -96,8 +98,10 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             if starts_pool and not self._refusal:
                 start_in_background(self._pool_path, settings)
-            size = self._block_tokens
-            self._scheduler = SchedulerSide(self._pool_path, size, time.monotonic)
+            adapters = Adapters(adapter_settings_of(vllm_config))
+            self._scheduler = SchedulerSide(
+                self._pool_path, self._block_tokens, time.monotonic, adapters
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

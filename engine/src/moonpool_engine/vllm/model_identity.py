@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_OF_MEDIA = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method")
+"""Settings that change what a model sees of an image, and not the image's hash."""
+_OF_ADAPTERS = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
 _THREADS = 4
 MAX_KEPT = 4096
 
@@ -43,17 +46,19 @@ def model_folder(vllm_config: Any) -> Path:
     if str(getattr(load, "load_format", "auto")).endswith("dummy"):
         raise UnknownModelError("its weights are random (load format dummy)")
     name = str(getattr(model, "model_weights", "") or model.model)
-    if Path(name).exists():
-        return Path(name)
+    return local_folder(name, getattr(model, "revision", None), getattr(load, "download_dir", None))
+
+
+def local_folder(name: str, revision: str | None = None, cache: str | None = None) -> Path:
+    """Returns where the files of a path or a name of the Hub are on this machine, with the Hub's
+    `cache` folder. Raises UnknownModelError."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
     try:
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(
-            name,
-            revision=getattr(model, "revision", None),
-            cache_dir=getattr(load, "download_dir", None),
-            local_files_only=True,
-        )
+        found = snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
     except Exception as error:  # many kinds of errors mean that the files are not on this machine
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnknownModelError(f"the files of {name} are not on this machine ({text})") from None
@@ -67,17 +72,26 @@ def settings_of(vllm_config: Any, block_tokens: int, vllm_version: str) -> list[
     hf = model.hf_config.to_dict() if hasattr(model.hf_config, "to_dict") else {}
     hf = {key: value for key, value in hf.items() if key not in ("_name_or_path",)}
     stretched = _stretches(hf)
+    media = getattr(model, "multimodal_config", None)
     return [
         "moonpool-vllm-1",
         vllm_version,
         str(model.dtype),
         str(getattr(model, "quantization", None)),
+        repr(getattr(model, "quantization_config", None)),
+        [repr(getattr(media, name, None)) for name in _OF_MEDIA],
         str(cache.cache_dtype),
         block_tokens,
         int(parallel.tensor_parallel_size),
         json.dumps(hf, sort_keys=True, default=str),
         int(model.max_model_len) if stretched else 0,
     ]
+
+
+def adapter_settings_of(vllm_config: Any) -> str:
+    """Returns the settings that change how vLLM applies an adapter."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return repr([getattr(lora, name, None) for name in _OF_ADAPTERS])
 
 
 def group_of(weights: str, settings: Sequence[Any], layout: str) -> bytes:

@@ -15,16 +15,20 @@ from typing import Any
 from moonpool.protocol.block_layout import KEY_BYTES, extend_keys, root_key
 from moonpool.types import BlockKey
 
+ContentOf = Callable[[Any], str | None]
+"""The content of the adapter that a LoRARequest names; None if its blocks have no keys."""
+
 
 class PromptKeys:
     """The keys of one request's full blocks, extended as it grows."""
 
-    def __init__(self, request: Any, block_tokens: int, adapter_hash: Callable[[str], str]) -> None:
-        """`adapter_hash`: the hash of a LoRA adapter's content, by its folder."""
+    def __init__(self, request: Any, block_tokens: int, content_of: ContentOf) -> None:
         self.keys: list[BlockKey] = []
         self._request = request
         self._block_tokens = block_tokens
-        self._root = root_of(request, adapter_hash)
+        self._content_of = content_of
+        self._adapter = _adapter_of(request, content_of)
+        self._root = root_of(request, self._adapter or "")
         self._media = sorted(
             (
                 feature.mm_position.offset,
@@ -33,8 +37,14 @@ class PromptKeys:
             )
             for feature in (getattr(request, "mm_features", None) or ())
         )
-        self.is_known = getattr(request, "prompt_embeds", None) is None
-        """Whether content follows from tokens and media. Embeddings as a prompt have no key."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether content follows from tokens, media and adapter. Embeddings as a prompt have no
+        key."""
+        if getattr(self._request, "prompt_embeds", None) is not None or self._adapter is None:
+            return False
+        return self._adapter == _adapter_of(self._request, self._content_of)
 
     def extend(self, num_blocks: int, first: int = 0) -> list[BlockKey]:
         """Returns the keys of blocks `first` to `num_blocks` - 1, as far as their tokens are
@@ -71,17 +81,13 @@ class PromptKeys:
         return BlockKey(digest.digest()[:KEY_BYTES])
 
 
-def root_of(request: Any, adapter_hash: Callable[[str], str]) -> BlockKey:
-    """Returns the parent of a request's first block, from cache salt and adapter.
+def root_of(request: Any, adapter: str = "") -> BlockKey:
+    """Returns the parent of a request's first block, from cache salt and the adapter's content.
 
     A salt that already is a root key (16 bytes in hexadecimal, as moonpool's own front sends) is
     used unchanged, so that the front and the pool give a block the same key.
     """
     salt = getattr(request, "cache_salt", None) or ""
-    adapter = ""
-    lora = getattr(request, "lora_request", None)
-    if lora is not None:
-        adapter = adapter_hash(str(lora.lora_path))
     try:
         own = bytes.fromhex(salt)
     except ValueError:
@@ -89,3 +95,9 @@ def root_of(request: Any, adapter_hash: Callable[[str], str]) -> BlockKey:
     if len(own) == KEY_BYTES and len(salt) == 2 * KEY_BYTES and not adapter:
         return BlockKey(own)
     return root_key(b"moonpool-vllm", salt, adapter)
+
+
+def _adapter_of(request: Any, content_of: ContentOf) -> str | None:
+    """Returns the content of the request's adapter, empty without one, None if it is unknown."""
+    lora = getattr(request, "lora_request", None)
+    return "" if lora is None else content_of(lora)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,8 @@ from moonpool.host_pool.messages import (
     Release,
     Waiting,
 )
+from moonpool_engine.vllm.adapters import Adapters
 from moonpool_engine.vllm.held_blocks import HeldBlocks
-from moonpool_engine.vllm.model_identity import UnknownModelError, hash_folder
 from moonpool_engine.vllm.pool_link import PoolLink
 from moonpool_engine.vllm.prompt_keys import PromptKeys
 from moonpool_engine.vllm.step_waits import StepWaits
@@ -87,7 +86,9 @@ class SchedulerSide:
     """Lives in vLLM's scheduler. All methods but `_on_message` and `_on_end` are for vLLM's
     scheduler thread."""
 
-    def __init__(self, pool_path: Path, block_tokens: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, pool_path: Path, block_tokens: int, now: Callable[[], float], adapters: Adapters
+    ) -> None:
         self._block_tokens = block_tokens
         self._now = now
         self._group = b""
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._windows: tuple[int, ...] = (0,)
         self._held: HeldBlocks | None = None
         self._requests: dict[str, _RequestState] = {}
-        self._adapters: dict[str, str] = {}
+        self._adapters = adapters
         self._loads: list[LoadSpec] = []
         self._stores: list[StoreSpec] = []
         self._num_stores = 0
@@ -333,6 +334,8 @@ class SchedulerSide:
         num_full = num_final // self._block_tokens
         if num_full <= state.next_store or not self._group or not self._link.connected:
             return
+        if not state.keys.is_known:  # also if the files of its adapter have changed meanwhile
+            return
         first = state.next_store
         keys = state.keys.extend(num_full, first)
         if not keys:
@@ -413,17 +416,6 @@ class SchedulerSide:
     def _state(self, request: Any) -> _RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            keys = PromptKeys(request, self._block_tokens, self._adapter_hash)
+            keys = PromptKeys(request, self._block_tokens, self._adapters.content_of)
             state = self._requests[request.request_id] = _RequestState(request, keys)
         return state
-
-    def _adapter_hash(self, folder: str) -> str:
-        """Returns the hash of an adapter's content. An adapter that cannot be read gets a random
-        hash, which no other process has."""
-        if folder not in self._adapters:
-            try:
-                self._adapters[folder] = hash_folder(Path(folder))
-            except UnknownModelError as error:
-                log.warning("blocks of an adapter are not shared: %s", error)
-                self._adapters[folder] = f"unknown {folder} {time.time_ns()}"
-        return self._adapters[folder]
