@@ -41,8 +41,11 @@ def test_an_empty_cluster_has_a_frame() -> None:
 def test_prompt_tokens_are_split_by_tier_and_refusals_by_reason() -> None:
     cached = record("a", NOW - 1, cached_tokens=80, fetched_tokens=30, loaded_tokens=20)
     refused = record("b", NOW - 2, outcome="ttft_slo", prefill_done_s=None, first_token_s=None)
-    totals = frame([cached, refused])["totals"]
-    assert isinstance(totals, dict)
+    found = frame([cached, refused])
+    totals, listed = found["totals"], found["requests"]
+    assert isinstance(totals, dict) and isinstance(listed, list)
+    # The length of a prompt is known before its tokens are computed.
+    assert [each["prompt_tokens"] for each in listed] == [100, 100]
     assert totals["tokens"] == {"dram": 30, "fetched": 30, "ssd": 20, "computed": 20}
     assert totals["not_answered"] == {"ttft_slo": 1}
     assert (totals["ended"], totals["answered"], totals["effective"]) == (2, 1, 1)

@@ -149,8 +149,8 @@ function showRequests(f) {
     const ok = r.outcome === "stop" || r.outcome === "length", cached = r.tokens.dram + r.tokens.fetched + r.tokens.ssd;
     const state = el("td", r.outcome && !ok ? "bad" : "", r.outcome ? ENDED[r.outcome] || inWords(r.outcome) : inWords(r.stage) + " …");
     const where = r.prefill ? r.prefill + (r.decode && r.decode !== r.prefill ? " → " + r.decode : "") : "–";
-    const late = ok && !r.effective, hit = el("td", "", num(cached)); hit.title = TIERS.map(([n, t]) => t + " " + num(r.tokens[n])).join(", ");
-    return el("tr", "", first, state, el("td", "", where), el("td", "", num(cached + r.tokens.computed)), hit, el("td", "", num(r.generated_tokens)), el("td", late && r.ttft_s > f.slo.ttft_s ? "bad" : "", ms(r.ttft_s)), el("td", late && r.tbt_s > f.slo.tbt_s ? "bad" : "", ms(r.tbt_s)), el("td", "", ms(r.seconds)), el("td", "", stageBar(r)));
+    const late = ok && !r.effective, hit = el("td", "", cached + r.tokens.computed ? num(cached) : "–"); hit.title = TIERS.map(([n, t]) => t + " " + num(r.tokens[n])).join(", ");
+    return el("tr", "", first, state, el("td", "", where), el("td", "", num(r.prompt_tokens)), hit, el("td", "", num(r.generated_tokens)), el("td", late && r.ttft_s > f.slo.ttft_s ? "bad" : "", ms(r.ttft_s)), el("td", late && r.tbt_s > f.slo.tbt_s ? "bad" : "", ms(r.tbt_s)), el("td", "", ms(r.seconds)), el("td", "", stageBar(r)));
   }));
   if (!f.requests.length) $("requests").replaceChildren(emptyRow("No request yet. Ask something in the chat.", 10));
   if (focus) for (const b of $("requests").querySelectorAll("button")) if (b.dataset.id === focus) b.focus();

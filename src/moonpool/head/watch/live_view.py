@@ -171,6 +171,7 @@ def _describe(record: RequestRecord, seconds: float) -> dict[str, Any]:
         "ttft_s": record.ttft_s,
         "tbt_s": record.tbt_top10_mean_s,
         "effective": record.effective,
+        "prompt_tokens": record.num_prompt_tokens,
         "generated_tokens": record.answer_tokens,
         "tokens": _tokens_by_tier([record]),
         "stages_s": {name: round(spent_s, 5) for name, spent_s in record.stages_s().items()},
