@@ -66,18 +66,20 @@ def _docstrings(path: str, text: str) -> Iterator[Block]:
 
 
 def _comments(path: str, text: str) -> Iterator[Block]:
-    """Yields comments; comments on consecutive lines are one."""
+    """Yields comments; those on consecutive lines of their own are one."""
     found: list[Block] = []
+    joins = False
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or _NOT_PROSE.search(token.string.lstrip("# ")):
             continue
         words = token.string.lstrip("#").strip()
         alone = token.line.lstrip().startswith("#")
         last = found[-1] if found else None
-        if last and alone and last.line + last.text.count("\n") + 1 == token.start[0]:
+        if last and joins and alone and last.line + last.text.count("\n") + 1 == token.start[0]:
             found[-1] = last._replace(text=f"{last.text}\n{words}")
         else:
             found.append(Block(path, token.start[0], "", words))
+        joins = alone
     yield from found
 
 
