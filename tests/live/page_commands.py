@@ -41,8 +41,8 @@ NOT_RUN = {
     "moonpool forecast": "measures for minutes; tests/unit/forecast has servers of known times",
     "moonpool reproduce --list": "",
 }
-"""Maps beginnings of commands that no test here runs to the reason. The longest beginning that fits
-counts; an empty reason says that the command runs after all."""
+"""Maps beginnings of commands that no test here runs to the reason. If several beginnings
+fit a command, the longest one decides. With an empty reason the command runs."""
 
 OTHER_SERVERS = ("//10.0.0.1:8000", "//127.0.0.1:8080", "//127.0.0.1:9090")
 """Lists addresses in commands that other tests run: two hosts in test_two_hosts.py, a gateway in

@@ -3,9 +3,10 @@
 Prefill: the tokens behind the blocks that other prompts share are the request's own work, within
 the TTFT SLO after its arrival. Shared blocks are nodes of a tree: an instance has to compute them
 once after the first request with them arrives, and before the last effective request needs them.
-That is the reuse of an infinite cache that all instances share without cost. A prompt's departure
-from the costs of its tokens (`CostFloor`) is taken as if all of its shared blocks were cached. A
-node adds the smallest further departure of any of its prompts that computes the node itself.
+That is the reuse of an infinite cache that all instances share without cost. The cost of a
+prompt differs from the sum of its tokens' costs (`CostFloor`); this difference is that of a prompt
+whose shared blocks are all cached. A node adds the smallest further difference among those of its
+prompts that compute the node itself.
 
 Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of which
 at most `inline_tokens` are not cached. A request with a longer tail of its own is never one. Nor is

@@ -22,9 +22,9 @@ def status(server: Server) -> None:
 
 
 def status_lines(frame: dict[str, Any]) -> list[str]:
-    """Returns the five lines of a frame. The line before these says what the cluster lacks, and
-    after them comes one line for each standby, each faulty SSD tier and each note on an
-    instance."""
+    """Returns the five lines of a frame. If the cluster lacks something, one line
+    before these says what. One line follows for each standby, each faulty SSD tier and each note
+    on an instance."""
     totals, slo, tokens = frame["totals"], frame["slo"], frame["totals"]["tokens"]
     ttft = _latency(totals["ttft_s"], _slo(slo, "ttft_s"))
     tbt = _latency(totals["tbt_s"], _slo(slo, "tbt_s"))

@@ -50,7 +50,7 @@ class CacheShareEviction(WrappedEviction):
         self._owner_of: dict[BlockId, tuple[str, float]] = {}
 
     def assign(self, block_ids: Iterable[BlockId], tenant: str, share: float) -> None:
-        """Gives these held, cached blocks to the tenant, whose share of the pool is `share`."""
+        """Assigns these held, cached blocks to `tenant`, whose share of the pool is `share`."""
         part = self._parts.get(tenant)
         if part is None:
             part = self._parts[tenant] = _Part(0)
