@@ -17,7 +17,7 @@ import pytest
 from tests.forked.commands import LocalServer, run_command
 from tests.live.calls import fresh
 from tests.live.vllm_stub import VllmStub, stubs, tokens_after
-from tests.live.waiting import WAIT_S
+from tests.live.waiting import WAIT_S, wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 EASY = ["--admission", "none", "--slo-ttft", "600"]
@@ -103,11 +103,19 @@ def test_a_front_starts_without_a_server(tmp_path: Path) -> None:
     path.write_text("endpoints: []")
     stub = VllmStub("m")
     with stubs(stub):
-        threading.Timer(3.0, write, (path, stub)).start()
-        with LocalServer(["--vllm-endpoints", str(path), *EASY]) as server:
+        server = LocalServer(["--vllm-endpoints", str(path), *EASY])
+        said = f"{path} lists no server: is it the right name"
+
+        def write_once_said() -> None:
+            wait_until(lambda: any(said in line for line in server.log_lines()))
+            write(path, stub)
+
+        writer = threading.Thread(target=write_once_said)
+        writer.start()
+        with server:
             wait_for(server, stub)
             assert complete(server) == tokens_after(PROMPT, 3)
-            assert f"{path} lists no server: is it the right name" in "\n".join(server.log_lines())
+        writer.join()
 
 
 @pytest.mark.parametrize(
