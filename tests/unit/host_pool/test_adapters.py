@@ -16,6 +16,10 @@ from moonpool_engine.vllm.prompt_keys import PromptKeys
 LOG = "moonpool.vllm_connector"
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOG]
+
+
 @pytest.fixture(autouse=True)
 def _cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -52,7 +56,7 @@ def test_files_that_change_under_a_running_vllm_end_an_adapters_use_of_the_pool(
     with caplog.at_level(logging.WARNING, LOG):
         assert not begun.is_known  # what it has computed since may be the new adapter's
         assert adapters.content_of(lora(folder)) is None
-    assert [line.message.count("have changed") for line in caplog.records] == [1]
+    assert [line.count("have changed") for line in said(caplog)] == [1]
     assert PromptKeys(request, 4, adapters.content_of).extend(2) == []
     assert adapters.content_of(lora(folder, 2)) is not None  # loaded anew, under another number
 
@@ -64,5 +68,5 @@ def test_an_adapter_that_cannot_be_read_has_no_content(
     with caplog.at_level(logging.WARNING, LOG):
         for _ in range(2):
             assert adapters.content_of(lora(tmp_path / "nowhere")) is None
-    (line,) = caplog.messages
+    (line,) = said(caplog)
     assert "are not on this machine" in line
