@@ -58,12 +58,16 @@ def sessions(count: int = 120, seed: int = 5) -> TraceRows:
     return TraceRows(rows, 16, "sessions")
 
 
-def forecast(loop: VirtualLoop, server: TimedServer, table: Path, **plan: Any) -> dict[str, Any]:
+def forecast(
+    loop: VirtualLoop, server: TimedServer, table: Path, told: list[str] | None = None, **plan: Any
+) -> dict[str, Any]:
+    told = [] if told is None else told
+
     async def main() -> dict[str, Any]:
         async with server.serving():
             given = {"measure_s": 60.0, "run_s": 20.0, "trace": sessions()} | plan
             return await run_forecast(
-                ForecastPlan(url=server.url, table=table, **given), lambda _: None
+                ForecastPlan(url=server.url, table=table, **given), told.append
             )
 
     return loop.run_until_complete(main())
@@ -177,7 +181,9 @@ def test_a_moonpool_server_decides_by_the_costs_that_it_states(
         # 85 believed ms are within .85 of the SLO. How moonpool shares a step's tokens among
         # several prompts is not that server's way, so only times between tokens are compared.
         server = TimedServer(chunk_tokens=85, pages=known)
-        found = forecast(loop, server, tmp_path / f"{len(known)}.jsonl", loads=(0.5,))
+        told: list[str] = []
+        found = forecast(loop, server, tmp_path / f"{len(known)}.jsonl", told, loads=(0.5,))
+        assert any("by which costs it decides" in line for line in told) is (len(known) == 1)
         pool = found["forecast"]["simulated"]["pool"]
         assert pool["dram_tokens_per_instance"] == pytest.approx(65_536, rel=0.05)
         errors.append(found["outcomes"][0]["errors"])

@@ -86,6 +86,9 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
         measured = await measure_server(door, _lengths(trace), plan.measure_s, tell)
         stated = await read_stated_costs(client) if facts.config is not None else ()
+        if facts.config is not None and not stated:
+            tell("the server does not tell by which costs it decides, for which it wants the")
+            tell("operator's key (--api-key): the forecast assumes the measured ones")
     finally:
         client.close()
     server = SimulatedServer(measured, facts.config, stated, trace)
