@@ -56,6 +56,7 @@ class VllmStub:
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
         self.headers: list[dict[str, str]] = []  # of each call, with names in small letters
+        self.noting = threading.Lock()  # keeps `calls` and `headers` in one order
         self.sources: Body | None = None  # of `/kv_event_sources`
         self.num_ranks = 0  # data-parallel ranks; 0 if it does not say
         self.stale_ranks = 0  # ranks that `/metrics` names, but which have left
@@ -169,8 +170,9 @@ class _Handler(QuietHandler):
     def do_POST(self) -> None:
         stub = self.served
         body = json.loads(self._body())
-        stub.calls.append((self.path, body))
-        stub.headers.append({name.lower(): value for name, value in self.headers.items()})
+        with stub.noting:
+            stub.calls.append((self.path, body))
+            stub.headers.append({name.lower(): value for name, value in self.headers.items()})
         own = not measures(body)
         self.served.queries += len(body.get("prompt", ()))
         if own and (stub.dies_after == 0 or stub.num_deaths):
