@@ -34,8 +34,7 @@ class InstanceTable:
     """All arrays are indexed by row. A row without an instance neither prefills nor decodes."""
 
     def __init__(self, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True) -> None:
-        """`tbt_slo_s`: the TBT SLO that mixed steps should keep. `sizes_chunks`: whether instances
-        size chunks of prompts by it (see `beside_decodes`)."""
+        """`sizes_chunks`: whether instances size chunks of prompts by `tbt_slo_s`."""
         self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
@@ -60,8 +59,7 @@ class InstanceTable:
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache tokens of the whole pool
         self.context_tokens: Floats = np.zeros(0)  # most tokens of one prompt and its answer
-        # KVCache tokens of the engine's own memory; infinite if it holds the whole pool
-        self.engine_tokens: Floats = np.zeros(0)
+        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens of the engine's own memory, or inf
         self.chunk_tokens: Floats = np.zeros(0)  # most prompt tokens in one step
         self.host: Floats = np.zeros(0)  # equal numbers share a host's memory; 0 means unknown
 
@@ -75,8 +73,7 @@ class InstanceTable:
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
         self.prefill_factor: Floats = np.zeros(0)  # factor of the profile's prefill times
-        # A step that exceeds whole tiles of this many tokens takes as long as one more whole tile.
-        self.tile_tokens: Floats = np.zeros(0)
+        self.tile_tokens: Floats = np.zeros(0)  # tokens of a tile: a part takes as long as all
         # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
         # unknown.
         self.prompt_stall_s: Floats = np.zeros(0)
@@ -103,10 +100,8 @@ class InstanceTable:
 
         # Sums and estimates over all instances.
         self.total_decoding = self.total_decoding_context = 0
-        # learned quantile of the longest tenth of a request's token gaps, divided by its mean gap
-        self.tbt_tail = 1.0
-        # 90th percentile of the ratio of measured to predicted TTFT; at least 1
-        self.ttft_tail = 1.0
+        self.tbt_tail = 1.0  # learned quantile of the longest tenth of gaps over the mean gap
+        self.ttft_tail = 1.0  # 90th percentile of measured over predicted TTFT; at least 1
 
     def __len__(self) -> int:
         return len(self.prefills)
