@@ -59,7 +59,7 @@ class InstanceTable:
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache tokens of the whole pool
         self.context_tokens: Floats = np.zeros(0)  # most tokens of one prompt and its answer
-        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens of the engine's own memory, or inf
+        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens in the engine's memory, or inf
         self.chunk_tokens: Floats = np.zeros(0)  # most prompt tokens in one step
         self.host: Floats = np.zeros(0)  # equal numbers share a host's memory; 0 means unknown
 
