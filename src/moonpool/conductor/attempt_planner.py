@@ -42,9 +42,9 @@ from moonpool.types import InstanceId, Request, Slo
 POLICY_ERROR = "policy_error"
 """The reason of a rejection because a policy from outside the package failed."""
 RECHECK_TOLERANCE = 1.1
-"""The decode instance rejects a prefilled request only if its load is this far above the limit.
-Below that, the check at arrival was as precise as a projection can be, and the prefill is already
-spent.
+"""The decode instance rejects a prefilled request only if its load is above this multiple of the
+limit. Below that, the check at arrival was as precise as a projection can be, and the prefill is
+already spent.
 """
 
 
@@ -109,7 +109,7 @@ class AttemptPlanner:
     def _with_need(
         self, rejection: Rejection, footprint: RequestFootprint, match: PrefixMatch
     ) -> Rejection:
-        """Adds to the context what the request needs. A request that waits for room, or for the
+        """Adds to the rejection what the request needs. A request that waits for room, or for the
         prompts before it, must be placed early enough for its prefill."""
         least_s = 0.0
         if rejection.reason in TIMED_REASONS:
@@ -142,7 +142,7 @@ class AttemptPlanner:
         return _commands(tracked, attempt, planned.placement, spec, self._instances)
 
     def _tolerance(self, planned: PlannedAttempt) -> float:
-        """Returns the mean step time at which the decode instance still rejects the request, as a
+        """Returns the mean step time above which the decode instance rejects the request, as a
         multiple of the TBT SLO. The instance itself knows mean step times only."""
         row, table = planned.placement.decoder_row, self._table
         tolerance = 1.0 if self._config.admission == "baseline" else RECHECK_TOLERANCE

@@ -31,10 +31,11 @@ class ClusterState:
         sizes_chunks: bool = True,
         incarnation: str = "",
     ) -> None:
-        """`incarnation`: part of all attempt ids, as of `Conductor`."""
+        """`tbt_slo_s`, `sizes_chunks`: see `InstanceTable`. `incarnation`: part of all attempt ids,
+        as in `Conductor`."""
         # the block layout of all instances, known once one has joined
         self.layout: BlockLayout | None = None
-        self.token_bytes = 0  # likewise
+        self.token_bytes = 0  # bytes of KVCache of one token; 0 until an instance has joined
         self._incarnation = f"{incarnation}." if incarnation else ""
         self.instance_table = InstanceTable(tbt_slo_s, sizes_chunks)
         self.index = PrefixIndex()
@@ -69,9 +70,8 @@ class ClusterState:
         self.index.remove_instance(instance_id)
         self.instance_table.leave(state.row)
         for attempt in state.serving.values():
-            attempt.fetch_from = (
-                None  # no source: the fetch fails, and the instance computes the prefix instead
-            )
+            # no source: the fetch fails, and the instance computes the prefix instead
+            attempt.fetch_from = None
         return state
 
     def book(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> Attempt:

@@ -79,7 +79,8 @@ OPERATOR_LIST = 0
 
 
 class PoolLoads(NamedTuple):
-    """Predicted latency over the default SLO, as the mean over a pool's instances."""
+    """Predicted latency over the default SLO, as the mean over a pool's instances. A decode
+    instance counts with the used share of its memory where that is higher."""
 
     prefill: float
     decode: float  # load of the requests that decode now
@@ -100,10 +101,11 @@ class Conductor:
         tenant_caches: Mapping[str, float] | None = None,
     ) -> None:
         """`incarnation`: part of all attempt ids, which tells them from those of an earlier
-        Conductor of this cluster. `default_slo`: the unit of `loads`. `policies`: those that the
-        config names by module and class (see `plugins.policies`). `tenant_weights`: shares of an
-        overloaded cluster by tenant, 1 for the others. `tenant_caches`: shares of each instance's
-        cache that tenants may have, 1 for the others."""
+        Conductor of this cluster. `default_slo`: the unit of `loads`; its TBT is also the limit by
+        which chunks are sized and roles are balanced. `policies`: those that the config names by
+        module and class (see `plugins.policies`). `tenant_weights`: shares of an overloaded cluster
+        by tenant, 1 for the others. `tenant_caches`: shares of each instance's cache that tenants
+        may have, 1 for the others."""
         policies = policies or Policies()
         assert policies.placement is not None or config.placement in PLACEMENTS
         assert policies.admission is not None or config.admission in ADMISSIONS
@@ -157,7 +159,7 @@ class Conductor:
         self._launched: set[InstanceId] = set()
 
     def watch(self, on_work: Callable[[RequestId | None], None]) -> None:
-        """`on_work` is called with a request before it is planned, and with None after that.
+        """`on_work` is called with a request's id before it is planned, and with None after that.
         `on_work` must change nothing here. A driver uses it to note the request that it is
         processing, in case the process crashes.
         """
@@ -202,7 +204,7 @@ class Conductor:
 
     @property
     def expected(self) -> dict[InstanceId, Role]:
-        """The instances that are up or should soon be."""
+        """The instances that are up or should soon be, with their roles."""
         up = {name: state.info.role for name, state in self.instances.items()}
         return self._lifecycle.waiting.lost | up
 

@@ -50,7 +50,8 @@ MAX_WITHOUT_ROOM = 32
 FETCH_TIMEOUT_S = 15.0
 """How long a taker's room is booked for one prefix; the blocks that arrive in time are kept."""
 LIST_TIMEOUT_S = 5.0
-"""An instance that does not list its prefixes within this time hands nothing over."""
+"""A list of prefixes that does not come within this time is ignored, so the instance hands over
+only what its next list has."""
 
 
 class _Unavailable(Enum):
@@ -74,7 +75,8 @@ class _Departure:
     # (prefix, number of takers tried)
     waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)
     num_fetches: int = 0
-    # instances that had no room for a prefix as cold
+    # Instances that had no room for a prefix. The prefixes after it are colder, so these instances
+    # would have none for them either.
     full: set[InstanceId] = field(default_factory=set)
 
 
@@ -127,8 +129,8 @@ class Draining(ClusterObserver):
     ) -> list[ConductorAction]:
         """Starts a departure that ends within `within_s` seconds. A second call may shorten the
         time. The instance must not drain for another reason. If the instance is the last one of its
-        role and will return, its attempts move at once, because new requests would wait for them,
-        too."""
+        role and will return, its attempts move at once, because new requests wait for its return,
+        and it can leave only when its attempts are over."""
         until_s = now + within_s
         known = self._departures.get(state.info.instance_id)
         if known is not None:
@@ -151,8 +153,8 @@ class Draining(ClusterObserver):
         ]
 
     def to_move(self, now: float) -> list[TrackedRequest]:
-        """Returns the requests that must be placed elsewhere now, each once, even if both of its
-        instances leave."""
+        """Returns the requests that must be placed elsewhere now. A request both of whose instances
+        leave is returned once."""
         found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():
             if now >= departure.move_s and not departure.moved:
@@ -321,7 +323,8 @@ class Draining(ClusterObserver):
     ) -> tuple[InstanceState | None, int, _Unavailable | None]:
         """The instance that should fetch the prefix, the number of its missing blocks, and why
         possible takers cannot take it now. If there is neither a taker nor a reason, a staying
-        instance has the whole prefix, or none is large enough for it."""
+        instance has the whole prefix, or no other instance is large enough for it or has room for
+        prefixes as cold as this one."""
         index, table = self._index, self._table
         held = index.match(prefix.keys).held
         best: tuple[int, bool, int] | None = None

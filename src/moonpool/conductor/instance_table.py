@@ -34,7 +34,7 @@ class InstanceTable:
     """All arrays are indexed by row. A row without an instance neither prefills nor decodes."""
 
     def __init__(self, tbt_slo_s: float = float("inf"), sizes_chunks: bool = True) -> None:
-        """`sizes_chunks`: see `beside_decodes`."""
+        """`sizes_chunks`: whether instances size chunks of prompts by `tbt_slo_s`."""
         self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
@@ -45,7 +45,7 @@ class InstanceTable:
         # predicted time of prefills that are booked and not started
         self.waiting_ns: Floats = np.zeros(0)
         self.busy_until_s: Floats = np.zeros(0)  # time at which the started prefills should be over
-        self.last_placed_s: Floats = np.zeros(0)
+        self.last_placed_s: Floats = np.zeros(0)  # time of the last placement; NEVER_S before one
         self.room_tokens: Floats = np.zeros(0)  # tokens of KVCache that are not booked
         # number of booked decodes, including requests that are still in prefill
         self.booked_batch: Floats = np.zeros(0)
@@ -59,7 +59,7 @@ class InstanceTable:
         # Properties of the instance.
         self.capacity_tokens: Floats = np.zeros(0)  # KVCache tokens of the whole pool
         self.context_tokens: Floats = np.zeros(0)  # most tokens of one prompt and its answer
-        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens of the engine's own memory
+        self.engine_tokens: Floats = np.zeros(0)  # KVCache tokens in the engine's memory, or inf
         self.chunk_tokens: Floats = np.zeros(0)  # most prompt tokens in one step
         self.host: Floats = np.zeros(0)  # equal numbers share a host's memory; 0 means unknown
 
@@ -73,7 +73,7 @@ class InstanceTable:
         self.decode_s_per_context_token: Floats = np.zeros(0)
         self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
         self.prefill_factor: Floats = np.zeros(0)  # factor of the profile's prefill times
-        self.tile_tokens: Floats = np.zeros(0)  # a step of one more takes as long as a whole tile
+        self.tile_tokens: Floats = np.zeros(0)  # tokens of a tile: a part takes as long as all
         # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
         # unknown.
         self.prompt_stall_s: Floats = np.zeros(0)
@@ -88,7 +88,7 @@ class InstanceTable:
         self.least_context_tokens = 0.0
         self.infinite: Floats = np.zeros(0)  # a template array to copy
         self.mixed: Bools | None = None  # instances of both roles; None means that there are none
-        # Those of them that fill their steps with prompts, whatever the TBT SLO; None means none.
+        # Mixed instances that fill their steps with prompts, whatever the TBT SLO; None means none.
         self.fills_steps: Bools | None = None
         self.decodes_alike = True  # all decode instances have equal decode coefficients
         # Rows without the role to decode that had decodes when a role last changed.
@@ -100,8 +100,8 @@ class InstanceTable:
 
         # Sums and estimates over all instances.
         self.total_decoding = self.total_decoding_context = 0
-        self.tbt_tail = 1.0  # longest tenth of a request's token gaps, divided by its mean gap
-        self.ttft_tail = 1.0  # 90th percentile of the ratio of measured to predicted TTFT
+        self.tbt_tail = 1.0  # learned quantile of the longest tenth of gaps over the mean gap
+        self.ttft_tail = 1.0  # 90th percentile of measured over predicted TTFT; at least 1
 
     def __len__(self) -> int:
         return len(self.prefills)
@@ -250,9 +250,10 @@ class InstanceTable:
     def mixed_prefill_s(
         self, rows: Rows, alone_s: Floats, new_tokens: Floats | float, now: bool = False
     ) -> Floats:
-        """Prefill times of mixed instances (`rows`), when each chunk is a whole number of tiles
-        small enough to keep the TBT SLO of the decodes in the same step. `alone_s`: the prefill
-        times without decodes. Counts the booked decodes, or with `now` the decodes under way.
+        """Prefill times of mixed instances (`rows`), when the chunk and the decodes of each step
+        together fill whole tiles, as many as keep the TBT SLO of these decodes. `alone_s`: the
+        prefill times without decodes. Counts the booked decodes, or with `now` the decodes under
+        way.
 
         Uses profiled times only, because learned factors are ratios to profiled times. Each step
         includes a prompt's fixed time.

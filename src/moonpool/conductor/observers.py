@@ -23,7 +23,8 @@ class ClusterObserver:
 
     def considered(self, tracked: TrackedRequest, now: float) -> None:
         """Called when the request was planned for the first time. `tracked.found_tokens` of its
-        prompt are cached on the instance for which it was planned."""
+        prompt are cached on the instance for which it was planned. If it was rejected, they are the
+        most that are cached on any one instance."""
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
         """Called when a new request is placed or waits, so it was not refused."""
@@ -32,7 +33,7 @@ class ClusterObserver:
         """Called when an attempt is booked; it is now `tracked.attempt`."""
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
-        """Called when the first chunk of a prompt is computed."""
+        """Called when the first chunk of a prompt begins to be computed."""
 
     def prefill_done(self, tracked: TrackedRequest, now: float) -> None:
         """Called when a prompt is computed. The prefill of the prompt is still booked."""

@@ -1,8 +1,8 @@
 """The life of a request in the Conductor: placement, attempts, tokens, deadline and end.
 
     arrived --place--> PREFILL --PrefillDone--> HANDOVER --DecodeAccepted--> DECODE --> ended
-            \\    \\--> rejected (422, 429, 503)     any failure --> placed again, or rejected
-             \\--> waits while a lost instance restarts --> placed
+            \\    \\--> rejected (422, 429, 500, 503)     any failure --> placed again, or rejected
+             \\--> waits for an instance, for room or for its turn --> placed, or rejected
 
 A request is placed again when an instance fails. Its delivered tokens become part of the new
 attempt's prompt. Each draw is keyed by (seed, position), so the answer continues without a change.
@@ -95,7 +95,7 @@ class RequestLifecycle:
         self.shares, self.waiting = wait_rules.shares, wait_rules.waiting
         self._preemption = Preemption(cluster_state, self.shares)
         self.num_pauses = 0  # number of answers that gave way to another tenant's request
-        # whether an answer has ended since waiting requests were last placed
+        # whether a request, or a suspect's turn, has ended since waiting requests were last placed
         self._has_room = False
         self.mean_ttft_s = RunningMean(0.0)  # predicted
         self._attempts: dict[AttemptId, TrackedRequest] = {}
@@ -174,7 +174,7 @@ class RequestLifecycle:
         self, tracked: TrackedRequest, rejection: Rejection, now: float
     ) -> PlannedAttempt | Rejection:
         """Plans the attempt of a request whose tenant has less than its share. Ignores the load,
-        and may use the room of answers that give way."""
+        and may use the room of answers that give way. Returns `rejection` for other requests."""
         if not self.wait_rules.may_claim(tracked, rejection, now):
             return rejection
         # other tenants cause the load, so the request is not rejected for it
@@ -219,7 +219,7 @@ class RequestLifecycle:
             self.place(tracked, now)
 
     def place_into_freed_room(self, now: float) -> None:
-        """Places waiting requests if an answer has just ended."""
+        """Places waiting requests if a request, or a suspect's turn, has just ended."""
         if self._has_room:
             self.place_waiting(now)
 
@@ -272,7 +272,8 @@ class RequestLifecycle:
                 if record.first_token_s is None:
                     record.transfer_done_s = now
                 record.corrupt_slices += report.corrupt_slices
-                # the decode waits for an answer, which an ended attempt does not get
+                # After an error the decode instance waits for this command before it computes what
+                # is missing. An attempt that has ended gets `Abort` instead.
                 if report.error:
                     self._send(instance_id, StopReceiving(attempt_id=attempt.attempt_id))
                 if record.trace is not None and record.trace.exported:
@@ -348,7 +349,7 @@ class RequestLifecycle:
                 continue
             attempt = tracked.attempt
             if attempt.phase is AttemptPhase.PREFILL:
-                # On a mixed instance, the first token ends the prefill.
+                # Where the prefill instance also decodes, the first token ends the prefill.
                 self._end_prefill(tracked, attempt, now)
                 self._begin_decoding(tracked, attempt, now)
             tokens = item.tokens
@@ -458,8 +459,9 @@ class RequestLifecycle:
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
     def expire(self, now: float) -> None:
-        """Ends the requests whose deadlines have passed, and those that have waited for too long
-        for their TTFT SLO: for a place, or for room in a decode batch."""
+        """Plans requests once more that have waited for a place for as long as they may, pauses
+        answers on overfull vLLM instances, and ends the requests whose deadlines have passed, or
+        for which no decode batch had room within their TTFT SLO."""
         self._has_room |= self._suspects.end_long_turn(now)
         for waiting in self.waiting.over(now):
             self.place(waiting, now)

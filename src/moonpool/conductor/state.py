@@ -59,7 +59,8 @@ class Attempt:
     phase: AttemptPhase = AttemptPhase.PREFILL
     started_s: float | None = None
     prefilled_s: float | None = None
-    # prefill time by the profile, with the tokens that were actually cached
+    # prefill time by the profile, with the tokens that were actually cached; 0 before the prefill
+    # has started, and for a prefill from which no factor can be learned
     expected_s: float = 0.0
     decoding_since_s: float | None = None
     first_token: Token | None = None
@@ -104,7 +105,7 @@ class TrackedRequest:
     attempt: Attempt | None = None
     account: ShareAccount = field(default_factory=ShareAccount)
     share: float = 1.0  # weight of the request's tenant
-    cache_share: float = 1.0  # likewise
+    cache_share: float = 1.0  # share of each instance's cache that the tenant may have
     competes: bool = False  # whether other tenants had requests when it arrived
     num_attempts: int = 0
     num_decisions: int = 0  # number of decisions about its admission
@@ -148,16 +149,14 @@ class InstanceState:
     row: int
     role: Role  # its own role, or the role that a mixed instance is given (`roles.mixed_split`)
     prefills: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
-    started: dict[AttemptId, Attempt] = field(
-        default_factory=dict
-    )  # the running attempts among `prefills`
+    # the running attempts among `prefills`
+    started: dict[AttemptId, Attempt] = field(default_factory=dict)
     decodes: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
-    handed_over: dict[AttemptId, TrackedRequest] = field(
-        default_factory=dict
-    )  # requests that are prefilled here and decoded elsewhere
+    # requests that were prefilled here and are decoded elsewhere, until their attempts end
+    handed_over: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     # attempts that fetch a prefix from here
     serving: dict[AttemptId, Attempt] = field(default_factory=dict)
-    # booked tokens by number of the fetch
+    # tokens booked here for a prefix of an instance that leaves, by number of the fetch
     handover_tokens: dict[int, int] = field(default_factory=dict)
     freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
     load: InstanceLoad | None = None
@@ -171,13 +170,14 @@ class InstanceState:
 
     @property
     def drained(self) -> bool:
-        """No attempt needs the instance any more. A request that the instance handed over no longer
-        needs it once the decode instance has accepted; fetches are served in any role."""
+        """Whether no attempt needs the instance any more. A request that the instance handed over
+        no longer needs it once the decode instance has accepted the request. Fetches from the
+        instance do not count, because they are served in any role."""
         return not self.decodes and self.prefilled
 
     @property
     def prefilled(self) -> bool:
-        """No attempt needs the instance for its prefill any more."""
+        """Whether no attempt needs the instance for its prefill any more."""
         if self.prefills:
             return False
         attempts = [tracked.attempt for tracked in self.handed_over.values()]

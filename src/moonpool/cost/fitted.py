@@ -20,7 +20,7 @@ costs time beside a chunk that fills the device, while without a chunk it is hid
 of the weights. A step without decodes has no such floor, because that would break the sum.
 
 `domain` states what was measured. Outside the domain the formulas continue like a roofline, at the
-device's rates. In small batches only f may be 0; beyond the largest measured batch, a row costs at
+device's rates. Only in small batches may f be 0: beyond the largest measured batch, a row costs at
 least b.
 """
 
@@ -290,7 +290,8 @@ def _domain_of(prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample
 
 
 def _fit_mixed(apart: FittedCost, samples: Sequence[MixedSample]) -> tuple[float, float] | None:
-    """Returns f' and g', which decodes add to a chunk's time, or None if they add nothing."""
+    """Returns f' and g', which decodes add to a chunk's time, or None if no sample shows that they
+    add any: the model then takes f and g."""
     rows, added_s = [], []
     for sample in samples:
         chunk_s = sample.chunk_s
@@ -418,7 +419,8 @@ def scaled(
     cost: FittedCost, prefill_factor: float, decode_factor: float, transfer_factor: float = 1.0
 ) -> FittedCost:
     """Returns `cost` with its times multiplied: by factors learned online, or to make it wrong on
-    purpose in a simulation. Raises ValueError unless all factors are above 0."""
+    purpose in a simulation. The times of the SSD stay. Raises ValueError unless all factors are
+    above 0."""
     if min(prefill_factor, decode_factor, transfer_factor) <= 0:
         raise ValueError("cost factors must be above 0")
     a, b, c, d = (x * prefill_factor for x in cost.prefill)

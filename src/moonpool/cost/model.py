@@ -13,15 +13,15 @@ from typing import NamedTuple, Protocol
 # The scheduler of an instance uses these limits to plan steps that mix prefill chunks with decodes,
 # and the Conductor uses them to predict.
 CHUNKED_STEP_SHARE = 0.85
-"""Share of the TBT SLO that such a step may take. The rest is a margin, because the mean of the
-longest tenth of the gaps is above the shortest of them."""
+"""Share of the TBT SLO that a step with chunks and decodes may take. The rest is a margin, because
+the mean of the longest tenth of the gaps is above the shortest of them."""
 LEAST_CHUNK_TOKENS = 4
 """A prefill's chunk where the decodes leave no room, so that the prefill ends in any case. The
 number is small: on a device without tiles, 32 tokens can take most of the SLO, and with a few
 decodes more than that."""
 SHARED_CHUNK_TOKENS = 128
 """The least chunk for which a decode instance takes prompts: a tile of most devices. The Conductor
-counts it in the step time of an instance that computes prompts so."""
+counts it in the step time of an instance that computes prompts in chunks beside its decodes."""
 
 
 class Chunk(NamedTuple):
@@ -44,7 +44,8 @@ class CostModel(Protocol):
 
     @property
     def tile_tokens(self) -> int:
-        """Steps of a multiple of this many tokens use the device best; 1: it has no tiles."""
+        """Steps of a multiple of this many tokens use the device best; 1 means that it has no
+        tiles."""
         ...
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:
@@ -64,12 +65,13 @@ class CostModel(Protocol):
         ...
 
     def transfer_s(self, num_bytes: int, same_host: bool, num_sharing: int = 1) -> float:
-        """Time to move KVCache between instances while `num_sharing` transfers share the source."""
+        """Time to move KVCache between instances while `num_sharing` transfers, this one included,
+        share the source."""
         ...
 
     def load_s(self, num_bytes: int, num_sharing: int = 1) -> float:
-        """Time to read KVCache from the instance's SSD while `num_sharing` loads share it; infinite
-        without an SSD."""
+        """Time to read KVCache from the instance's SSD while `num_sharing` loads, this one
+        included, share it; infinite without an SSD."""
         ...
 
 

@@ -33,7 +33,7 @@ STEPS_PER_SAMPLE = 4
 WINDOW = 31
 """Samples remembered."""
 MIN_SAMPLES = 3
-"""With fewer samples than this, the factor stays 1."""
+"""With fewer samples than this, only `begin` and `inherit` change the factor."""
 MIN_CHANGE = 0.02
 """Smallest relative change of the factor; smaller changes are ignored, so that it does not move
 with every sample."""
@@ -60,7 +60,7 @@ MAX_SECONDS = 1e9
 
 class LearnedFactor:
     """The learned factor of one kind of work of one instance. `value` is 1 before the first
-    measurement."""
+    measurement, unless it is inherited."""
 
     __slots__ = (
         "_all_expected_s",
@@ -92,7 +92,8 @@ class LearnedFactor:
 
     @property
     def is_learned(self) -> bool:
-        """Whether there are enough samples; if not, the profile's times are used unchanged."""
+        """Whether there are enough samples. If not, `value` comes from the first steps (`begin`) or
+        from other instances, or is 1."""
         return len(self._recent) >= MIN_SAMPLES
 
     @property

@@ -1,9 +1,9 @@
 """The Conductor's global, soft-state index of which instance holds which blocks.
 
 The instances' stored and removed events keep the index up to date. Each instance numbers its events
-and marks them with its incarnation. A gap in the numbers, or an event of another incarnation, makes
-the index drop that instance's blocks until a snapshot arrives. The index is bounded by what the
-instances can hold, because events report existing blocks only.
+and marks them with its incarnation. A gap in the numbers makes the index drop that instance's
+blocks until a snapshot arrives; an event of another incarnation changes nothing. The index is
+bounded by what the instances can hold, because events report existing blocks only.
 
 A block may be on its holder's SSD only (*demoted*). Demoted holders are kept in a separate set,
 which costs nothing where no instance has an SSD tier.
@@ -130,8 +130,9 @@ class PrefixIndex:
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
         """Applies one event, which lists blocks that are now in DRAM, blocks that are gone, and
-        blocks that are on the SSD only. Returns False if a snapshot is needed (a gap, another
-        incarnation, or none seen yet); the instance's blocks are then dropped until it arrives."""
+        blocks that are on the SSD only. Returns False if a snapshot is needed: after a gap or
+        before the first snapshot, when the instance's blocks are dropped until it arrives, and for
+        an unknown instance or another incarnation, when nothing changes."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False
@@ -156,8 +157,8 @@ class PrefixIndex:
         keys: Iterable[BlockKey],
         demoted: Iterable[BlockKey] = (),
     ) -> bool:
-        """Replaces all that is known about the instance's blocks. Returns False for a snapshot of
-        another incarnation."""
+        """Replaces all that is known about the instance's blocks. Returns False, changing nothing,
+        for a snapshot of an unknown instance or of another incarnation."""
         announced = self._instances.get(instance_id)
         if announced is None or announced.incarnation != incarnation:
             return False

@@ -138,7 +138,8 @@ def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
 
 
 def busiest_span(demand: Demand, work_s: Sequence[float]) -> Span:
-    """Returns the sixth of the trace with the most prefill work, after a warm-up half as long."""
+    """Returns the sixth of the trace, of at least `LEAST_SPAN_S`, with the most prefill work, after
+    a warm-up half as long; or the whole trace if it is shorter than two such spans."""
     length_s = max(demand.duration_s * SPAN_SHARE, LEAST_SPAN_S)
     if demand.duration_s < 2 * length_s:
         return WHOLE

@@ -2,7 +2,7 @@
 
     starting    From the cost model's numbers, each mix of hardware grows by what its misses lacked
                 until it keeps the SLOs. The cheapest cluster so far is the best.
-    tuning      Other placements and admissions are tried on a cluster that just fails.
+    tuning      Other admissions are tried on the last cluster that failed.
     improving   Of the arrangements (numbers of prefill, decode and mixed instances) that cost less
                 than the best and that arithmetic does not exclude, the most promising is simulated
                 with all cache that its price allows, with several chunk sizes. If it keeps the
@@ -231,7 +231,7 @@ class Planner:
     # Tuning
 
     def _tune(self) -> None:
-        """Takes another placement or admission if a failing cluster does better with it."""
+        """Takes another admission if the last cluster that failed does better with it."""
         failed = self._last_failed
         if failed is None:
             return

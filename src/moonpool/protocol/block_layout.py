@@ -7,7 +7,8 @@ defines the inside of a slice; `inner` names that format, and is part of the fin
 Full blocks have keys: key_i = H(key_{i-1}, tokens_i), with a root for each layout and tenant. Equal
 keys mean equal whole prefixes, computed by the same weights in the same layout for the same tenant.
 So a key alone tells whether a block can be reused (Mooncake v3 Fig. 3, FAST'25 section 3). The hash
-is SHA-256, so that no tenant can construct a collision with another tenant's prompt.
+is SHA-256, of which a key has the first `KEY_BYTES` bytes, so that no tenant can construct a
+collision with another tenant's prompt.
 """
 
 from __future__ import annotations

@@ -156,8 +156,9 @@ class SwitchRole(Struct, frozen=True, tag=True):
 
 
 class MarkReplicas(Struct, frozen=True, tag=True):
-    """Blocks in this instance's DRAM that another instance now holds too (`spare`), and those that
-    no other instance holds (`last`). Spare blocks are evicted first."""
+    """Blocks in this instance's DRAM that are evicted first from now on (`spare`): another instance
+    holds them too, or the program that uses them pauses for long. `last`: blocks for which this is
+    over."""
 
     spare: tuple[BlockKey, ...] = ()
     last: tuple[BlockKey, ...] = ()
@@ -181,8 +182,9 @@ class ListHot(Struct, frozen=True, tag=True):
 
 
 class TakeOverPrefix(Struct, frozen=True, tag=True):
-    """Copy a prefix from an instance that leaves: fetch the missing blocks into free blocks, or in
-    place of blocks that are used less often. The instance answers with `PrefixTakenOver`."""
+    """Copy a prefix from an instance that leaves, or one that many sessions begin with: fetch the
+    missing blocks into free blocks, or in place of blocks that are used less often. The instance
+    answers with `PrefixTakenOver`."""
 
     number: int
     source: PeerAddress

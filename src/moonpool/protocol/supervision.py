@@ -168,7 +168,7 @@ class HeadFailed(Packet, frozen=True, tag=True):
 
 
 class KillWorker(Packet, frozen=True, tag=True):
-    """A worker does not respond."""
+    """Asks to kill the process of a worker that does not respond."""
 
     instance_id: InstanceId
 

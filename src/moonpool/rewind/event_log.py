@@ -107,7 +107,7 @@ class EventLog:
         return len(self.segments[-1].entries) > self.max_segment_bytes > 0
 
     def note(self, event: ConductorEvent, now: float, actions: Sequence[ConductorAction]) -> None:
-        """Appends an event and the decisions among its actions."""
+        """Appends an event and the decisions among its actions, unless nothing is kept."""
         if self.max_segment_bytes:
             self.note_decided(event, now, decisions(actions) if actions else ())
 

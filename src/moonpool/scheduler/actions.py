@@ -44,6 +44,10 @@ class DraftTask(NamedTuple):
 class StepEntry(NamedTuple):
     """One request's share of a step, as the engine needs it.
 
+    The `new_token_ids` begin at position `start` of the request's text. `draw` is None if a later
+    step computes the newest token, so that this one draws none. `generated` are the answer's tokens
+    so far, if there is a draw.
+
     `sends` lists blocks as (index in the request's block table, block). Their slices of a layer are
     complete once this step has computed that layer; the driver streams them while later layers run.
 
@@ -111,9 +115,10 @@ class StopRepeating(msgspec.Struct, frozen=True):
 
 
 class StepEnded(msgspec.Struct, frozen=True):
-    """A step has ended; `tokens[i]` belongs to `entries[i]`. `missed`: the indices of the entries
-    whose prefix did not arrive, so that their results are void. For all other entries, the ends of
-    the transfers in `arriving` are posted before this event."""
+    """A step has ended; `tokens[i]` belongs to `entries[i]`, and is None if that entry has no
+    `draw`. `missed`: the indices of the entries whose prefix did not arrive, so that their results
+    are void. For all other entries, the ends of the transfers in `arriving` are posted before this
+    event."""
 
     tokens: Sequence[Token | None]
     seconds: float

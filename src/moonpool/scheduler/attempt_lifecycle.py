@@ -234,7 +234,8 @@ class AttemptLifecycle:
         self._join_if_ready(request)
 
     def on_start_decode(self, command: StartDecode) -> None:
-        """Takes the first token of a decode, after a second check of the SLO."""
+        """Takes the first token of a decode, after a second check of the SLO. Fails the attempt
+        with the reason "tbt_slo" if it would break one."""
         request = self._requests.get(command.attempt_id)
         if request is None or request.closing or request.has_first_token:
             return
@@ -383,7 +384,7 @@ class AttemptLifecycle:
         """Returns the seconds per repetition of a step with decodes only, and learns from them.
         For other steps it returns 0."""
         if step[-1][1] != 1:
-            return 0.0  # most steps with chunks end with one
+            return 0.0  # in most steps with chunks, the last entry is a chunk
         context_tokens = 0
         for request, num_tokens in step:
             if (

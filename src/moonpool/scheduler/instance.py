@@ -392,13 +392,13 @@ class Instance:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests that wait for their first step, without those that receive or hand
-        over KVCache."""
+        """Number of requests that wait for their first step, or were preempted, without those that
+        receive or hand over KVCache."""
         return len(self._scheduler.waiting)
 
     @property
     def has_steps(self) -> bool:
-        """Whether a request runs or waits for its first step."""
+        """Whether a request runs, waits for its first step, or was preempted."""
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     @property
@@ -412,7 +412,7 @@ class Instance:
         return self._kv_cache.sequences.max_sequence_blocks
 
     def is_spare(self, block_id: BlockId) -> bool:
-        """Whether the Conductor has marked a cached block as one that other instances hold too."""
+        """Whether the Conductor has marked a cached block as one to evict first."""
         return self._kv_cache.spares.is_spare(block_id)
 
     def load(self) -> InstanceLoad:

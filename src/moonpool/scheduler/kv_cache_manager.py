@@ -11,7 +11,8 @@ of that owner. Who holds blocks, and who ends the holds:
     load:<id>            where a load from the SSD writes   Promotion.load     Promotion.free
     demote:<id>          what a write to the SSD reads      Demotion           Demotion.on_ended
     read:<id>            what a peer reads                  PrefixLoader       on_read_ended
-    takeover:<n>         where a takeover writes            KvHandover.begin   KvHandover.on_ended
+    ahead:<key>          a block to be copied to the SSD    Demotion           its write
+    takeover:<n>         where a takeover writes            KvHandover.begin   on_fetch_ended
     hung:load:<id>       where a hung disk may still write  Promotion.free     Promotion.on_returned
 
 One request's block table, with `hits` = blocks that `allocate` found in the prefix cache and
@@ -97,7 +98,8 @@ class KVCacheManager:
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
         self._kept_tokens = config.kept_tokens
-        self.has_windows = config.kept_tokens > 0  # tokens before the last ones are not seen
+        # whether all layers have a window, so that tokens before the last ones are not seen
+        self.has_windows = config.kept_tokens > 0
         self.continuations: Continuations | None = None
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
@@ -109,7 +111,7 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the SSD; 0 if there is none or it does not respond."""
+        """Slots of the SSD; 0 if there is none, it is lost, or it does not respond."""
         return 0 if self.tier is None or not self.tier.usable else self.tier.slots.num_blocks
 
     def is_shared(self, key: BlockKey) -> bool:
@@ -285,7 +287,8 @@ class KVCacheManager:
             request.num_unseen_blocks = end
 
     def mark_replicas(self, command: MarkReplicas) -> None:
-        """Records which blocks other instances hold too; ignores blocks that have been evicted."""
+        """Records which blocks are evicted first: those that other instances hold too, and those of
+        programs that pause for long. Ignores blocks that have been evicted."""
         for keys, spare in ((command.spare, True), (command.last, False)):
             self.spares.mark(self.pool.find_all(keys), spare)
 

@@ -78,8 +78,8 @@ class RequestState:
 
     `tokens` are the prompt and the generated tokens. The KVCache of the first `num_computed` tokens
     is in `block_ids`, but in place of the first `num_unseen_blocks` stands a later block. The first
-    `num_cached_blocks` of these blocks are, or were, in the prefix cache. The
-    tokens up to `num_scheduled` are computed, or will be by the `steps_pending` steps in progress.
+    `num_cached_blocks` of these blocks are, or were, in the prefix cache. The tokens up to
+    `num_scheduled` are computed, or will be by the `steps_pending` steps in progress.
     """
 
     attempt: AttemptSpec
@@ -98,11 +98,8 @@ class RequestState:
     fetch_s: float = 0.0
     num_cached_blocks: int = 0
     num_streamed_blocks: int = 0
-    num_unseen_blocks: int = (
-        # number of leading blocks that the request no longer holds, because no later token sees
-        # them
-        0
-    )
+    # number of leading blocks that the request no longer holds, because no later token sees them
+    num_unseen_blocks: int = 0
     block_ids: list[BlockId] = field(default_factory=list)  # the block table of the request
     # keys of the request's full blocks, as far as known
     keys: list[BlockKey] = field(default_factory=list)

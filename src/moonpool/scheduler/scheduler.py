@@ -44,8 +44,9 @@ class Scheduler:
     """The queues of one instance and its steps in progress. Requests are served by priority, fairly
     among tenants, and first come, first served (`order`).
 
-    `waiting`: requests without blocks. `joining`: requests with all of their KVCache, which wait
-    for room in the engine's memory, or until the batch is small enough for their TBT SLO.
+    `waiting`: requests without a block table, some of which hold blocks of their prefix. `joining`:
+    requests with all of their KVCache, which wait for room in the engine's memory, or until the
+    batch is small enough for their TBT SLO.
     `running`: requests that every step considers.
     """
 
@@ -189,17 +190,18 @@ class Scheduler:
         # them that are scheduled (`num_scheduled`). A step is a list of (request, number of
         # tokens): one token of a decode, up to a chunk of a prefill. The two kinds share steps.
         #
-        # 1. Blocks Running requests come first: each gets the blocks for its tokens. If no blocks
-        # are left, the youngest request of the worst priority, and of the tenant that was served
-        # most, is preempted. 2. Admit Received requests, then waiting ones in their order
-        # (`queue_order`), enter `running` while there is room. 3. Select `running` is split into
-        # decodes and prefills that can be computed now. The prefills have the order of waiting
-        # requests: one may overtake another. 4. Budget Beside decodes, the TBT SLO limits the
-        # tokens of the step. The prompts of another tenant that would go first also limit them
-        # (`contended_chunks`). 5. Plan The batching policy takes from both lists
-        # (`batching.policies`). 6. Drafts What the budget leaves may verify guessed tokens of
-        # decodes (`speculation`). 7. Start The chosen tokens are counted as scheduled, and the
-        # engine gets the step.
+        # 1. Blocks: Running requests come first: each gets the blocks for its tokens. If no blocks
+        #    are left, the youngest request of the worst priority, and of the tenant that was served
+        #    most, is preempted.
+        # 2. Admit: Received requests, then waiting ones in their order (`queue_order`), enter
+        #    `running` while there is room.
+        # 3. Select: `running` is split into decodes and prefills that can be computed now. The
+        #    prefills have the order of waiting requests: one may overtake another.
+        # 4. Budget: Beside decodes, the TBT SLO limits the tokens of the step. The prompts of
+        #    another tenant that would go first also limit them (`contended_chunks`).
+        # 5. Plan: The batching policy takes from both lists (`batching.policies`).
+        # 6. Drafts: What the budget leaves may verify guessed tokens of decodes (`speculation`).
+        # 7. Start: The chosen tokens are counted as scheduled, and the engine gets the step.
         # ------------------------------------------------------------------------------------
         if not (self.running or self.waiting or self.joining):
             return False
@@ -256,8 +258,8 @@ class Scheduler:
 
     def preempt_for(self, attempt: AttemptSpec) -> bool:
         """Preempts a running request for an attempt without blocks, if the tenant of the running
-        request was served far more than the tenant of the attempt. Returns False if each such
-        request is in a step."""
+        request was served far more than the tenant of the attempt. Returns False if there is no
+        such request, or if each one is in a step."""
         victim = self.order.victim(r for r in self._behind(attempt) if not r.steps_pending)
         if victim is None:
             return False
@@ -269,7 +271,7 @@ class Scheduler:
         return any(True for _ in self._behind(attempt))
 
     def _behind(self, attempt: AttemptSpec) -> Iterator[RequestState]:
-        """Returns the running requests that should give way, the youngest first."""
+        """Yields the running requests that should give way to an attempt, the youngest first."""
         if not self.order.is_plain or not self.order.is_present(attempt):
             for request in reversed(self.running):
                 if request.target is None and self.order.is_behind(attempt, request):
@@ -325,7 +327,8 @@ class Scheduler:
         return seconds * self.decode_factor.value <= max_step_s
 
     def _admit_waiting(self) -> None:
-        """Moves waiting requests, in order, to `running` while the step has tokens left."""
+        """Moves waiting requests, in order, to `running` while the step has tokens left, and places
+        and blocks are free."""
         if not self.waiting:
             return
         skipped: list[RequestState] = []
@@ -509,8 +512,8 @@ class Scheduler:
 
     def _step_entry(self, request: RequestState, num_tokens: int) -> StepEntry:
         """Counts the tokens as scheduled, but not the drafts among them, and returns the engine's
-        view of them. The prompt's `targets` follow the tokens of this step: each one's logprob is
-        read off its logits."""
+        view of them. Where logprobs of the prompt are wanted, `targets` has the prompt's token
+        after each token of this step, whose logits yield its logprob."""
         attempt, tokens, drafts = request.attempt, request.tokens, request.drafts
         start, end = request.num_scheduled, request.num_scheduled + num_tokens - len(drafts)
         if request.draft_task is not None:

@@ -60,7 +60,8 @@ class ProgramFigures:
 
     @property
     def num_under_way(self) -> int:
-        """The number of programs that have begun and have not ended."""
+        """The number of programs that were read from the trace, begun or not, and have not
+        ended."""
         return len(self._programs)
 
     def __len__(self) -> int:

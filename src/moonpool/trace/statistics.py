@@ -89,7 +89,8 @@ class Blocks(Struct, frozen=True):
 
 
 class Turns(Struct, frozen=True):
-    """Turns of sessions (see `TurnTracker`). `by_index[0]` counts first turns."""
+    """Turns of sessions (see `TurnTracker`). `by_index[0]` counts first turns, and the last of at
+    most ten numbers the tenth turns."""
 
     follow_ups: int
     share: float

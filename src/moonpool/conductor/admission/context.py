@@ -66,7 +66,8 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
 
     @property
     def adds_more(self) -> bool:
-        """Prices compare requests by their worth: the queue is the same for all of them."""
+        """Whether the request adds more effective requests than it costs. Prices compare requests
+        by their worth, because the queue is the same for all of them."""
         if (
             self.gain < LEAST_CHANCE
             or self.gain < self.harm + self.delay
@@ -77,9 +78,9 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
 
 
 class SloBudget(msgspec.Struct, frozen=True):
-    """A request's SLO, and how long it has already waited. `slo` is infinite if nobody has stated
-    one. `assumed` is the SLO that is assumed instead, as a measure of load; None if all levels were
-    stated.
+    """A request's SLO, and how long it has already waited. A level of `slo` that nobody has stated
+    is infinite. `assumed`: the same SLO with assumed levels in place of infinite ones, as a measure
+    of load, or None if that is `slo` itself.
     """
 
     slo: Slo

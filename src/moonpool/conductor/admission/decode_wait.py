@@ -2,8 +2,8 @@
 has room for it.
 
 Its KVCache is already on the decode instance. There is room while a step takes less than the time
-at which most answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait within the TTFT
-SLO, and a batch is full without making the answers in it late. The rule is separate
+at which the largest number of answers meet their TBT SLO (`AttemptSpec.max_step_s`). So bursts wait
+within the TTFT SLO, and a batch is full without making the answers in it late. The rule is separate
 (`conductor.decode_wait`) and works with any admission policy. The policy judges a TTFT that
 includes the predicted wait.
 
@@ -55,8 +55,8 @@ class DecodeWait:
         requests join at once and slow the other answers down."""
         self._waits = waits
         self.tbt_decode, self.tbt_mixed = TbtChances(joins_between=waits), TbtChances()
-        # The predicted step of such an instance includes a prompt, so a first gap is no longer than
-        # that step.
+        # For instances that fill their steps with prompts: their predicted step includes a prompt,
+        # so a first gap is no longer than that step.
         self.tbt_filled = TbtChances(joins_between=True)
 
     def note_answer(

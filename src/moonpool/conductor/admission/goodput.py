@@ -91,7 +91,7 @@ class GoodputModel(ClusterObserver):
         self.lengths = AnswerLengths()
         self.sharing = SharingForecast()
         self._sharer_s = RunningMean(0.0)  # prefill of a prompt whose known blocks are cached
-        # Of requests that could meet their SLOs on idle instances.
+        # Means over the requests that could meet their SLOs if no prefill waited.
         self._usual_prefill_s, self._usual_step_s = RunningMean(0.0), RunningMean(0.0)
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
@@ -176,8 +176,9 @@ class GoodputModel(ClusterObserver):
         )
 
     def _rest_chance(self, context: AdmissionContext, load: DecodeLoad, left_s: float) -> float:
-        """See `REST_CHANCE`. On an instance with another engine, such as vLLM, the load model does
-        not include all that slows prompts down, so the learned factor makes the instance slower."""
+        """Returns `REST_CHANCE` where it applies, else 0. On an instance with another engine, such
+        as vLLM, the load model leaves out some of what slows prompts down. The learned factor
+        includes it, and so makes the instance seem slow even while it is idle."""
         table, placement = context.table, context.placement
         factor = table.prefill_factor.item(table.ids.index(placement.prefill))
         if factor <= 1.0 or placement.queue_s + load.wait_s > 0.0:

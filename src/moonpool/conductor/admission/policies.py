@@ -11,11 +11,11 @@ The unit of load is predicted latency over its SLO; `load_limit` is the highest 
 * goodput: admits what adds more effective requests than it costs (`admission.goodput`).
 * module:Class: a policy from outside the package (`AdmissionPolicy`, docs/extending.md).
 
-A separate rule decides whether an admitted request then waits for room in a decode batch
-(`admission.decode_wait`), or for its prefill on a server with a batch of its own. It applies to all
-policies, which judge a TTFT that includes this wait.
-If the rule is off, the decode instance checks the load once more, except with the policy none.
-Policies are pure and book nothing.
+A separate rule (`admission.decode_wait`) decides whether an admitted request then waits for room in
+a decode batch; on a server with a batch of its own, the request waits before its prefill. The rule
+applies to all policies, which judge a TTFT that includes the wait after the prefill. If the rule is
+off, the decode instance checks the load once more, except with the policy none.
+Policies book nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Prices of a second of prefill and of a second of decode, in effective requests.
 
 Under overload some requests must be rejected, and an admitted request takes the place of others.
-Prices follow from the recent requests: ordered by need, the requests that need least are served
-first until the capacity is used up. The need of the last request served is the price. A request
-that needs more than it is worth at this price would cost more effective requests than it adds.
+Prices follow from the recent requests: those with the most worth per second that they need are
+served first, until the capacity is used up. The worth per second of the last request served is the
+price. A request that needs more than it is worth at this price would cost more effective requests
+than it adds.
 Without overload the prices are 0, and no request is rejected for what it needs.
 
 Prefill has a queue, and a decode waits for room behind its prefill. Either may wait for
@@ -110,9 +111,8 @@ class ResourcePrices:
         self._needs = RecentArrivals(len(RequestNeed._fields))
         # Time of the placement, seconds of prefill on prefill instances and on decode instances.
         self._placed = RecentArrivals(3)
-        self._prefill = self._decode = (
-            0.0  # price in effective requests per second of prefill and per `RequestNeed.decode_s`
-        )
+        # prices in effective requests per second of prefill, and per `RequestNeed.decode_s`
+        self._prefill = self._decode = 0.0
         self._updated_s = float("-inf")
         # Parts of the recent arrivals that `delay` needs.
         self._worth = self._alone_s = np.zeros(0)

@@ -94,8 +94,9 @@ class TbtChances:
         return share_at(self._shares, slo_s / step_s)
 
     def best_step_s(self, base_s: float, slo_s: float) -> float:
-        """The step time with which most answers meet the SLO. A longer step serves more requests
-        together, but fewer of them meet the SLO. `base_s`: the step time without any request.
+        """The step time with which the largest number of answers meet the SLO. A longer step serves
+        more requests together, but a smaller share of them meets the SLO. `base_s`: the step time
+        without any request. Infinite if `slo_s` is.
 
         The load of a step is its time above `base_s`; the result maximises load times chance.
         """
@@ -160,7 +161,8 @@ class TtftChances:
             ]
 
     def chance(self, ttft_s: float, slo_s: float) -> float:
-        """The chance to meet the SLO where `ttft_s` is predicted; neither may be negative."""
+        """The chance to meet the SLO where `ttft_s` is predicted. Returns 0 if `slo_s`, from which
+        the request's wait may have been subtracted, is 0 or less."""
         if slo_s <= 0.0:
             return 0.0
         if ttft_s <= 0.0:

@@ -88,16 +88,16 @@ class Suspects:
             self._since_s = now if self._since_s is None else self._since_s
 
     def end_long_turn(self, now: float) -> bool:
-        """Returns whether the present turn has lasted long enough, so that the next request may be
-        placed."""
+        """Ends the present turn if it has lasted long enough. Returns whether it did, so that the
+        next request may be placed."""
         if self._since_s is None or now - self._since_s < ALONE_S:
             return False
         self.forget(next(iter(self.line)))
         return True
 
     def note_tokens(self, tracked: TrackedRequest) -> bool:
-        """Returns whether the turn of this request has ended, so that the next request may be
-        placed."""
+        """Ends the turn of a request that has proved innocent by its tokens. Returns whether it
+        did, so that the next request may be placed."""
         proof = self.line.get(tracked.request.request_id)
         if proof is None or len(tracked.generated) < proof:
             return False

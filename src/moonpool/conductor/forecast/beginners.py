@@ -67,9 +67,9 @@ class Beginners:
             heappush(self._asleep, (until_s, one.number, one))
 
     def due(self, now: float) -> Iterator[InstanceState]:
-        """Yields the instances that may say something new, in the order of their entry. Those that
-        are woken meanwhile follow if it is not yet their turn. An instance that is neither sent to
-        sleep nor removed is due again at the next call."""
+        """Yields the instances that may say something new, in the order of their entry. An instance
+        that is woken meanwhile follows if its place in this order has not passed. An instance that
+        is neither sent to sleep nor removed is due again at the next call."""
         asleep = self._asleep
         while asleep and asleep[0][0] <= now:
             until_s, _, one = heappop(asleep)

@@ -42,8 +42,8 @@ share would reject requests that meet it."""
 STALL_TOKENS = 10
 """Shorter answers say nothing about the longest tenth of the gaps."""
 STALL_SHARE = 0.95
-"""Share of the answers whose longest gaps prompts should lengthen by no more. A mean would follow
-the load: few prompts fill a step below the capacity."""
+"""Prompts should lengthen the longest gaps of this share of the answers by no more than the learned
+time. A mean would follow the load: few prompts fill a step below the capacity."""
 MIN_STALLS = 8
 TTFT_SHARE = 0.9
 """The learned quantile of the ratio of measured to predicted TTFT. A higher share costs nothing
@@ -112,9 +112,9 @@ class CostEstimator(ClusterObserver):
         self.learn_first_prefills(now)
 
     def learn_first_prefills(self, now: float) -> None:
-        """Called before a request is placed. The first dozen prompts of an instance are too few for
-        a sample, but if one takes three times as long as predicted, the prompts behind it will be
-        late, too.
+        """Called before a request is placed. The first dozen prompts of an instance are too few to
+        learn its factor from samples, but if one takes three times as long as predicted, the
+        prompts behind it will be late, too.
         """
         for state in self._beginners.due(now):
             name, factor = state.info.instance_id, state.prefill_factor

@@ -98,7 +98,8 @@ class Forecast(Protocol):
         ...
 
     def note_projection(self, at_s: float, count: float) -> None:
-        """Stores a projection, to be compared with the actual number of decodes at `at_s`."""
+        """Stores a projection, to be compared with the actual number of decodes at `at_s`. Ignores
+        it unless `at_s` is in a later bucket than all projections before."""
         ...
 
     def validate(self, intervals: list[DecodeInterval]) -> None:

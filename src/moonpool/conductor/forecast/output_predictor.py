@@ -25,7 +25,8 @@ class OutputPredictor(ClusterObserver):
         self._forecast = cluster_state.forecast
 
     def predict(self, tracked: TrackedRequest, num_shared: int) -> None:
-        """Predicts the length of the answer, where that is asked for. `num_shared`: how many of its
+        """Notes the predicted length of the answer in `tracked`. Does nothing here, because
+        durations need no length; `LengthPredictor` does it. `num_shared`: how many of the prompt's
         first blocks are indexed."""
 
     def usual_tokens(self, request: Request) -> int:

@@ -25,8 +25,8 @@ Algorithm 1 departs from the paper (v3 page 10, FAST'25 page 8) for these reason
 * In the paper the first instance wins all ties, so an idle cluster would send every request to it.
   Here ties go to the instance that has been idle longest.
 * Any instance may be a source, decode instances included: they hold the last turn's answer.
-* Only the few sources with the longest prefix are considered, among equals those that serve the
-  fewest fetches.
+* Only the few sources with the longest prefix are considered, among equals those with most of it in
+  DRAM, then those that serve the fewest fetches.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     block_tokens: int
     token_bytes: int  # bytes of KVCache of one token
     answer_s: float  # mean time that an answer decodes
-    answer_tokens: int = 0  # expected
-    # the strictest TBT SLO of this request and of the batch that it joins
+    answer_tokens: int = 0  # expected tokens of the answer
+    # the TBT SLO of this request, or the cluster's if that is stricter, because others have it
     tbt_s: float = float("inf")
     competes: bool = False  # whether other tenants send requests, too
     # most tokens of prompt and answer, for which an instance's context must be long enough
@@ -169,8 +169,9 @@ class PlacementPolicy(Protocol):
     read a clock.
 
     A policy object may also have a method `score_decode(context, tbt_s)`, which chooses the decode
-    instance among `context.decode_possible` in the same way. `tbt_s` is the predicted time between
-    tokens by row. Without that method, the smallest `tbt_s` wins.
+    instance among `context.decode_possible`: it returns scores or a row. Equal scores go to the
+    smaller `tbt_s`, the predicted time between tokens by row, then to the instance that has been
+    idle longest. Without that method, the built-in rule chooses: about the smallest `tbt_s`.
     """
 
     def __call__(self, context: SelectionContext, /) -> WorkerScores | Floats | int: ...
@@ -326,9 +327,9 @@ def _deepest_holders(context: SelectionContext) -> list[int]:
 
 
 def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
-    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source: it is
-    at least as busy, has as much of the prefix on its SSD, and shares a host with no further
-    instance."""
+    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source. It has
+    none if it is at least as busy, has at least as much of its prefix on its SSD, and shares a host
+    with no instance that does not share a host with `one` too."""
     if one[1] > other[1] or one[2] > other[2]:
         return False
     host = table.host.item(other[3])

@@ -8,7 +8,7 @@ admitted before. So the load is limited where programs begin. A new program wait
   programs, each one computes again what the others evicted, and all get slower;
 * while prompts wait longer than `MAX_QUEUE_S` on every instance, or all decode instances are slower
   than the TBT SLO: one more program would only slow down the running ones;
-* behind programs that came before it.
+* behind programs of its tenant that came before it.
 
 A sub-agent belongs to its root, and begins with it.
 

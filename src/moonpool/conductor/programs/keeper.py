@@ -65,7 +65,8 @@ class ProgramKeeper(ClusterObserver):
             self._mark(program, leaves_first=False)
 
     def why_wait(self, tracked: TrackedRequest, now: float) -> Rejection | None:
-        """The reason why the call waits for its program, or None if it need not wait."""
+        """The reason why the call waits for its program, or None if it need not wait. Notes the
+        instances to which a call that need not wait should not move (`tracked.crowded`)."""
         if tracked.program is None:
             return None
         why = self.door.why_wait(tracked, now)
@@ -93,7 +94,8 @@ class ProgramKeeper(ClusterObserver):
             self._mark(ended, leaves_first=True)
 
     def tick(self, now: float) -> Sequence[ConductorAction]:
-        """Returns commands that make the blocks of programs which pause for long leave first."""
+        """Adds commands to `actions` that make the blocks of programs which pause for long leave
+        first. Returns no action."""
         for program in self.programs.tick(now):
             self._mark(program, leaves_first=True)
         return ()

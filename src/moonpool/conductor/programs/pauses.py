@@ -1,10 +1,10 @@
 """How long programs pause between two calls, by program, kind and tool.
 
 A program pauses from the end of an answer until its next call arrives: its tool runs, or a person
-thinks. The curves are those of sessions (`conductor.forecast.turn_forecast`). A pause belongs to
-the class of its tool if the client names one, to that of programs of its kind, and to that of the
-last pause of the program itself. A pause that lasts longer than all ranges of ages counts as the
-program's end.
+thinks. The curves are those of sessions (`conductor.forecast.turn_forecast`). The class of a pause
+follows from the kind of its program, the tool if the client names one, the number of calls so far,
+and the length of the program's last pause. A pause that lasts longer than all ranges of ages counts
+as the program's end.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Program:
 
     program_id: str
     tenant: str
-    line: int  # place of the program's root in the order of waiting programs
+    line: int  # place of the program's root in the order of waiting requests
     number: int  # number in the order of arrival
     began_s: float
     parent: Program | None = None
@@ -33,7 +33,9 @@ class Program:
     shared_tokens: int = 0  # tokens that other programs had computed before its first call
     served_tokens: int = 0
     recomputed_tokens: int = 0  # tokens of its own context that no instance had any more
-    waited_s: float = 0.0  # time that its calls waited from arrival to placement
+    # time that its calls waited from arrival to placement; counts from the arrival again when a
+    # call is placed again
+    waited_s: float = 0.0
     keys: Sequence[BlockKey] = ()  # block keys of its last prompt
     instance: InstanceId | None = None  # the instance where its last call decodes
     tool: str = ""  # name of the tool that runs now

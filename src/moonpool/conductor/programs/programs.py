@@ -2,14 +2,15 @@
 
 The identity of a program is what its client says (`ProgramContext`); programs of different tenants
 are never the same. With `programs="all"`, a prompt that goes on after an earlier one is a call of
-the same program, too (`placement.prefetching` finds the session).
+the same program, too (`recognise`).
 
 A program's blocks are kept through a pause as long as the learned length of the pause makes them
 worth their room. The worth of a program's own blocks is the chance that its next call comes before
 the room would serve others, `HORIZON_S`. Below `PARK_CHANCE` the program is *parked*: its blocks
 are the first to leave DRAM, for the SSD if there is one, and `placement.prefetching` brings them
 back before the next call is due. A parked program no longer counts where new ones wait (`Door`). A
-program ends when its client says so, or after a pause longer than all ranges of ages.
+program ends when its client says so, after a pause longer than all ranges of ages, or as one too
+many (`MAX_PROGRAMS`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.types import LEAD, BlockKey, InstanceId, ProgramContext, payer_of
 
 MAX_PROGRAMS = 4096
-"""The most programs that are remembered. If there are more, the tenant with the most programs loses
-its longest paused ones."""
+"""The most programs that are remembered. When there is one more, the tenant with the most programs
+loses the paused program whose last call came first."""
 HORIZON_S = 30.0
 """If a pause should be shorter than this, the blocks stay in place."""
 PARK_CHANCE = 0.1
@@ -34,7 +35,7 @@ MAX_PARKED_PER_TICK = 64
 MAX_LOOKS_PER_TICK = 256
 """Programs that a tick looks at, in turns: a client that invents names costs no more."""
 MAX_DEPTH = 16
-"""Sub-agents of sub-agents; deeper ones count as children of the deepest."""
+"""Most programs above a sub-agent; a deeper one counts as a child of its grandparent."""
 
 Key = tuple[str, str]
 """A program's key is the tenant and the program's id."""
@@ -49,7 +50,7 @@ class Programs:
         self.num_ended = 0
         # mean tokens that a program needs for itself after a call
         self.usual_tokens = RunningMean(0.0)
-        # all programs, ordered by their last action
+        # all programs, ordered by the arrival of their last call
         self._programs: OrderedDict[Key, Program] = OrderedDict()
         self._num_of: Counter[str] = Counter()  # by tenant
         # recognised programs, by the last key of their prompt

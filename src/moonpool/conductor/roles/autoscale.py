@@ -1,4 +1,4 @@
-"""How many instances of each role the load wants. Pure.
+"""How many instances of each role the load wants. Starts and stops none.
 
 The wanted number of a pool is its demand (`role_balance`), in instances, over the share of their
 time that instances should be busy. More instances are wanted as soon as the demand of the short or

@@ -32,7 +32,7 @@ def assign_roles(
     table: InstanceTable, mixed: Sequence[InstanceState], num_switching: int, tbt_slo_s: float
 ) -> bool:
     """Sets the roles of the instances that were started as mixed and do not drain. `num_switching`
-    of these instances are about to get another role. Returns whether mixed instances have separate
+    further ones drain in order to get another role. Returns whether mixed instances have separate
     roles."""
     enough = len(mixed) + num_switching >= 2
     if not mixed or not enough or not all(_is_tight(state.info, tbt_slo_s) for state in mixed):
@@ -57,7 +57,7 @@ def _is_tight(info: InstanceInfo, tbt_slo_s: float) -> bool:
     empty_s, s_per_decode, _ = info.cost.decode
     limit_s, tile = CHUNKED_STEP_SHARE * tbt_slo_s, info.cost.tile_tokens
     if not info.chunk_tokens or empty_s + s_per_decode > limit_s:
-        return False  # such an instance does not size chunks, or chunks cost it nothing
+        return False  # it does not size chunks, or even one decode alone exceeds the limit
     # largest chunk beside one decode
     chunk_tokens = -(-(LEAST_CHUNK_TOKENS + 1) // tile) * tile - 1
     step_s = max(begin_s + s_per_token * chunk_tokens, empty_s) + s_per_decode

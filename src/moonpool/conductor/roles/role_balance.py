@@ -375,8 +375,8 @@ class RoleBalance:
 
     def demand(self, table: InstanceTable, now: float) -> Pools | None:
         """Returns the demand in instances that would always be busy, for the window in which it is
-        higher. Returns None before enough requests have come; infinite for a pool without
-        instances."""
+        higher. Returns None until half of the short window has passed. A pool without instances
+        gets NaN."""
         self._offered.advance(now)
         self._lately.advance(now)
         if self._offered.load.seen_s < self._short_s / 2:

@@ -31,7 +31,7 @@ most."""
 
 
 class LengthRange(NamedTuple):
-    """Lower and upper mean tokens of answers of a kind."""
+    """Mean tokens of the answers of a kind: the lower guess, the usual one and the upper one."""
 
     least: float
     mean: float
@@ -82,9 +82,9 @@ class _Lengths:
     """Answers of one kind, by bins of their lengths."""
 
     def __init__(self) -> None:
-        self._ended = [0.0] * NUM_BINS
-        self._tokens = [0.0] * NUM_BINS  # weights of ended answers, by bin
-        self._running = [0] * NUM_BINS
+        self._ended = [0.0] * NUM_BINS  # weights of ended answers, by bin
+        self._tokens = [0.0] * NUM_BINS  # their tokens, with these weights
+        self._running = [0] * NUM_BINS  # number of answers under way, by bin
         self._faded = [0.0] * NUM_BINS  # weights of running answers that have reached each bin
         self._total = 0.0
         self._num_new = 0  # answers that ended since the range was computed

@@ -5,8 +5,8 @@ computed for it, divided by its weight. So an answer counts for as long as it ru
 time afterwards. Tenants compete while they have requests under way, and for some time after a
 request. A tenant below the mean level of the competitors is owed a place:
 
-* Its requests wait for a place instead of being refused, and the requests of other tenants come
-after them.
+* Its requests wait for a place instead of being refused, and the requests of tenants above the mean
+come after them.
 * A tenant far below its share claims a place: its requests are not refused for load that other
 tenants cause, and where other tenants hold the room, their youngest answers give way
 (`waiting.preemption`).

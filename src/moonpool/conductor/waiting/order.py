@@ -71,8 +71,8 @@ class WaitingOrder:
 
     def due(self, now: float) -> Iterator[TrackedRequest]:
         """Yields the requests that may be placed now. The order takes into account what was placed
-        since the previous request was yielded. Requests may leave during the iteration, but none
-        may enter."""
+        since the previous request was yielded. Requests may leave and enter during the iteration;
+        it does not yield those that enter."""
         self._look(now)
         if not self._aged:
             for priority in sorted(self._classes):

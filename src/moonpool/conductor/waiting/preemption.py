@@ -28,8 +28,8 @@ class Preemption:
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
         """Returns the answers whose end gives this request room for `num_tokens` on one instance:
-        as few tokens as possible. Returns nothing if the request has no claim to the room of any
-        answer."""
+        on the instance where their contexts have the fewest tokens, which must be computed again.
+        Returns nothing if the request has no claim to the room of any answer."""
         best: list[TrackedRequest] = []
         least = float("inf")
         for state in self._instances.values():

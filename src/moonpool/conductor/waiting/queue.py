@@ -23,7 +23,7 @@ MAX_WAITING_TOKENS = 1 << 24
 """Limits for requests that were not admitted before; requests that were admitted always wait."""
 MAX_LOST = 256
 RETRIES = RetryDelays((0.0, 0.5, 1.5, 3.0, 5.0))
-"""Pauses between attempts after consecutive faults."""
+"""Seconds between two attempts, after the first, second, ... of consecutive faults."""
 
 
 class WaitNeed(NamedTuple):
@@ -89,7 +89,8 @@ class WaitingRequests:
         return self._order.num_entered
 
     def expect(self, roles: Mapping[InstanceId, Role]) -> None:
-        """Adds instances that an earlier Conductor had."""
+        """Adds instances that should join soon: those that were lost, that will return, or that an
+        earlier Conductor had."""
         self.lost.update(roles)
         while len(self.lost) > MAX_LOST:
             del self.lost[next(iter(self.lost))]
@@ -141,7 +142,8 @@ class WaitingRequests:
         )
 
     def ahead(self, tracked: TrackedRequest, now: float) -> WaitNeed:
-        """Returns what all waiting requests that would be placed before this one need together."""
+        """Returns what all waiting requests that would be placed before this one need together, by
+        the levels of the tenants. Priorities do not count."""
         tenant = payer_of(tracked.request.tenant)
         level = self._shares.level(tenant, now)
         room_tokens, prefill_s = 0, 0.0

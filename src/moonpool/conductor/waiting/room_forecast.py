@@ -7,7 +7,8 @@ length so far:
 * The length of any other answer is one of the lengths of recent answers that were longer than it is
   now. Of n answers on an instance, the longest gets the lowest of n quantiles of these lengths, the
   next longest the second, and so on, so that some end soon and some late.
-* An answer longer than all recent ones is assumed to double its length.
+* An answer than which fewer than `LEAST_LONGER` recent ones were longer is assumed to double its
+  length, and to reach at least `FIRST_GUESS_TOKENS`.
 
 Requests that already wait take the room that becomes free before this request does.
 """
@@ -29,7 +30,7 @@ from moonpool.distributions import rank_above
 MEMORY_ANSWERS = 256
 """Recent answers whose lengths are remembered."""
 LEAST_LONGER = 4
-"""With fewer longer answers in memory, an answer is assumed to last as long again."""
+"""With fewer longer answers in memory, their lengths say too little about an answer."""
 UPDATE_EVERY_S = 0.5
 """The ends are predicted again after this time, because under overload each arrival asks for
 them."""

@@ -5,8 +5,8 @@
 * A request that was admitted before waits for room.
 * A new request waits for room, for the prompts before it, or for a batch that one more answer would
 make late, if its first token can still come in time: within its TTFT SLO, or before its deadline if
-nobody has stated an SLO. Without admission control, the wait for a batch ends when the batch has a
-place.
+nobody has stated an SLO. Without admission control, the wait for a batch ends at the latest after
+`BATCH_SHARE` of the TTFT SLO, and the request is then placed all the same.
 * A new program waits for the programs that began before it, until its deadline.
 * A call of a program that has begun waits, because users of agents wait for the program's last
 call.
@@ -144,8 +144,8 @@ class WaitRules:
     def may_wait(
         self, tracked: TrackedRequest, rejection: Rejection, answer_s: float, now: float
     ) -> bool:
-        """Lets the request wait if time alone may remove the reason of its rejection. `answer_s`:
-        mean duration of an answer, as in `with_wait`."""
+        """Lets the request wait if time alone may remove the reason of its rejection, and returns
+        whether it waits. `answer_s`: mean duration of an answer, as in `with_wait`."""
         request, waiting = tracked.request, self.waiting
         if not waiting.has_place(tracked):
             return False

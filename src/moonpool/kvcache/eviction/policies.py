@@ -28,7 +28,7 @@ class EvictionPolicy(Protocol):
         remove   evictable blocks are held again
         add      cached blocks lost their last holder and become evictable
         pop      the pool needs room: the policy chooses blocks, which lose their keys
-        evict    `ReplicaAwareEviction` has chosen one block itself
+        evict    a policy that wraps this one has chosen one block itself
         forget   a cached block, held or evictable, loses its key without having been chosen
 
     A block's life in the policy begins with `store` and ends with `pop`, `evict` or `forget`; block

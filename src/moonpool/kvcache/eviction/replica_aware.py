@@ -1,7 +1,8 @@
 """Evicts blocks that another instance keeps a replica of first, whatever policy is wrapped.
 
-The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM and
-owns it, so it keeps it longest (`kvcache.eviction.replicas`). A prefix is matched as a whole on one
+The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM, owns
+the block, and keeps it longest (`kvcache.eviction.replicas`). It also marks the blocks of programs
+that pause for long or have ended (`conductor.programs`). A prefix is matched as a whole on one
 instance, so the last copy of a block is worthless without its predecessors, even if those have
 replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block that
 continues it here is loose too. All other blocks are *tight*.
@@ -33,11 +34,12 @@ class ReplicaAwareEviction(WrappedEviction):
         super().__init__(policy)
         self._clock = 0  # number of releases of blocks so far
         self._spare: set[BlockId] = set()
-        self._loose: OrderedDict[BlockId, None] = OrderedDict()  # evictable ones
-        # By block, grown with the blocks ever used.
+        # the loose blocks that are evictable, the first to evict first
+        self._loose: OrderedDict[BlockId, None] = OrderedDict()
+        # Lists indexed by block, which grow with the blocks ever used.
         self._lives: list[int] = []
         self._parent: list[int] = []  # life of the block before this one in its prompt
-        self._let_go_at: list[int] = []
+        self._let_go_at: list[int] = []  # value of `_clock` at the last release
         # number of tight blocks that continue this block in this pool
         self._num_tight: list[int] = []
 

@@ -77,7 +77,7 @@ CachedBlocks = Sequence[tuple[BlockId, BlockKey]]
 class PartitionedPool(BlockPool):
     """A `BlockPool` over several arenas, and the `SequenceAllocator` that uses them.
 
-    Methods without a docstring do what their docstrings in those two classes say. `share`,
+    Methods without a docstring do what their docstrings in those two classes say. `share`, `guard`,
     `hand_over` and `has_content` are not supported: they serve SSD tiers and overlapped loads,
     which need a single arena.
     """
@@ -167,9 +167,9 @@ class PartitionedPool(BlockPool):
     def allocate(
         self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()
     ) -> list[BlockId] | None:
-        """A new sequence goes to the arena with the least held blocks that has room. Evictable
-        blocks only decide between arenas with equally few held blocks; of several equal arenas the
-        last one is chosen, which is the local one if there is one."""
+        """A new sequence goes to an arena that has room for it: to the one that must evict fewest
+        blocks for it, among equals to the one with the fewest held blocks, and then to the last
+        one, which is the local one if there is one."""
         if not num_blocks:
             return []
         if sequence:

@@ -110,13 +110,13 @@ def token_budget(
 ) -> int:
     """Returns the tokens of the next step, decodes included.
 
-    The result is the largest number of whole tiles whose chunk takes at most `limit_s`. The budget
-    is at most `most_tokens`. The budget is never less than the smallest number of tiles that gives
-    a chunk `least_chunk_tokens`.
+    The result is `most_tokens` if a step of that many takes at most `limit_s`, or else the largest
+    number of whole tiles that does. It is at least the smallest number of tiles that gives a chunk
+    `least_chunk_tokens`, even above `limit_s`, but never more than `most_tokens`.
 
-    `step_s(n)` is the time of a step of n prefill tokens and all decodes. If that time decreases
-    with n, the result meets the limit, but need not be the largest number, because this function
-    searches by bisection.
+    `step_s(n)` is the time of a step of n prefill tokens and all decodes. Where that time falls
+    although n grows, the result meets the limit, but need not be the largest number, because this
+    function searches by bisection.
     """
     assert tile_tokens > 0 and most_tokens > 0 and num_decodes >= 0
     least = -(-(num_decodes + least_chunk_tokens) // tile_tokens)

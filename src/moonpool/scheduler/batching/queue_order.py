@@ -51,8 +51,8 @@ class TenantAccounts:
         return tenant in self._present
 
     def served(self, tenant: str) -> float:
-        """Returns the counter that a tenant would have if it came now, or 0 if the tenant is
-        unknown."""
+        """Returns the counter of a tenant; that of an absent one as it was when the tenant left,
+        and 0 if the tenant is unknown."""
         account = self._present.get(tenant) or self._absent.get(tenant)
         return 0.0 if account is None else account.served
 
@@ -128,8 +128,8 @@ class QueueOrder:
         return self._accounts.is_present(payer_of(attempt.tenant))
 
     def served(self, tenant: str) -> float:
-        """Returns the tokens served to a tenant that has requests at this instance, or had some
-        recently."""
+        """Returns the tokens served to a tenant over its weight; 0 for a tenant that has had no
+        requests at this instance recently."""
         return self._accounts.served(tenant)
 
     def key(self, request: RequestState) -> tuple[int, float]:

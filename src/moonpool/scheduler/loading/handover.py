@@ -1,9 +1,10 @@
-"""Moves the hottest prefixes of an instance that leaves the cluster to the instances that stay.
+"""Copies prefixes from one instance to another before a request needs them there: the hottest ones
+of an instance that leaves the cluster, and hot ones of which the Conductor wants a replica.
 
-`hottest` lists the most used prefixes of the leaving instance. `KvHandover` runs at the receiving
-instance: it fetches a prefix into free blocks, or in place of blocks that are used less. No request
-waits for such a fetch. The fetch ends with one `PrefixTakenOver` report, and the blocks that
-arrived are cached.
+`hottest` lists the most used prefixes of an instance. `KvHandover` runs at the receiving instance:
+it fetches a prefix into free blocks, or in place of blocks that are used less. No request waits for
+such a fetch. The fetch ends with one `PrefixTakenOver` report, and the blocks that arrived are
+cached.
 """
 
 from __future__ import annotations

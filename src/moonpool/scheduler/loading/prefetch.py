@@ -1,9 +1,9 @@
 """Loads blocks from the SSD before a request needs them, as the Conductor commands.
 
 Requests have priority. A prefetch reads `BATCH_BLOCKS` at a time, so a load that a request starts
-shares the disk with one batch at most. A batch begins only while no other load runs and enough
-blocks are free. A prefetch first demotes the blocks that it displaces. Prefetched blocks that no
-request has used yet are at most 1 / `MAX_SHARE` of the pool's blocks.
+shares the disk with one batch at most. A batch begins only while no other load runs, and fills free
+blocks only: `Demotion` makes room for the next batch. Prefetched blocks that no request has used
+yet are at most 1 / `MAX_SHARE` of the pool's blocks.
 
 A prefetch counts as a use of its blocks, so they are as safe from eviction as those of a request
 that has just ended.

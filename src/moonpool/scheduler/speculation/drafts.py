@@ -22,7 +22,8 @@ class Source(IntEnum):
 
 
 class AcceptanceRate:
-    """The share of right drafts, recent ones first; a draft counts if all before it were right."""
+    """The share of right drafts, of which recent ones weigh most; a draft counts if all before it
+    were right."""
 
     __slots__ = ("_keep", "_right", "_seen")
 

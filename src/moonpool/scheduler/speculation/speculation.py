@@ -209,8 +209,8 @@ class Speculation:
         self._pooled[source].observe(num_right, wrong)
 
     def learn(self, expected_s: float, seconds: float) -> None:
-        """Learns from a step with drafts that took `seconds` where `expected_s` were predicted,
-        both without what slows all decodes."""
+        """Learns from a step with drafts that took `seconds`. `expected_s`: the predicted seconds,
+        times the factor by which all decodes are slower."""
         if self._config.learning and self._config.micro_batches == 1:
             self._factor.observe(seconds, expected_s)
 

@@ -142,7 +142,8 @@ class StepParts:
 
 
 class RooflineCost(OneStage):
-    """`shape` on `num_devices` devices in tensor parallel; implements `CostModel` and `StepCost`.
+    """`shape` on `num_devices` devices in tensor parallel; implements `StepCost`, and `CostModel`
+    except for loads from an SSD.
 
     With several nodes, every all-reduce has a second phase over the NICs. Raises ValueError for
     impossible numbers of devices.
