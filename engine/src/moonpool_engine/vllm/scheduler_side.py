@@ -384,8 +384,8 @@ class SchedulerSide:
                 self._drop_hold(number)
 
     def _is_ended(self, name: str, count: int) -> bool:
-        """Whether all ranks have ended a transfer. Whether all ranks have reported, which they may
-        do in different steps."""
+        """Whether all ranks have reported the end of a transfer, which they may do in different
+        steps."""
         self._ends[name] = self._ends.get(name, 0) + count
         if self._ends[name] < self._num_ranks:
             return False
