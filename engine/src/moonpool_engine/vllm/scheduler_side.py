@@ -122,8 +122,8 @@ class SchedulerSide:
         self._searches: dict[str, _Search] = {}
 
     def begin(self, ready: list[RankReady], block_pool: Any = None) -> None:
-        """Begins to use the pool, if all workers do. `block_pool`: vLLM's block pool, given if some
-        layers have a window."""
+        """Begins to use the pool, if all workers can. `block_pool`: vLLM's block pool, given if
+        some layers have a window."""
         refusals = [one.refusal for one in ready if one.refusal]
         groups = {(one.group, one.windows) for one in ready}
         if refusals or len(groups) != 1 or len(ready) != ready[0].num_ranks:
