@@ -100,7 +100,7 @@ class Opening(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
-    """`Delivered` is one increment of the choice `index`."""
+    """One increment of the choice `index`."""
 
     index: int
     tokens: tuple[Token, ...]
