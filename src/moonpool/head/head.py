@@ -195,8 +195,7 @@ class ClusterHead:
         self._post(InstancesLaunched(self._launched))
 
     async def stop(self) -> None:
-        """Stops every worker, unless `network.keep_workers` is set, and closes the connections.
-        Returns when the workers were told."""
+        """Tells every worker to end, unless `network.keep_workers` is set, and disconnects."""
         self._stopping = True
         self.ticker.cancel()
         self._webhook.close()
@@ -420,8 +419,7 @@ class ClusterHead:
     # Performs the Conductors' actions
 
     def _post(self, event: ConductorEvent, to: ServedModel | None = None) -> None:
-        """Passes an event to the Conductors that it concerns, and performs their actions. `to`: the
-        model whose Conductor gets the event, if the event itself does not tell."""
+        """Handles an event. `to`: the model whose Conductor gets it, if the event does not tell."""
         for model in (to,) if to is not None else self.served.route(event):
             actions = model.handle(event)
             if model.conductor.is_busy:
