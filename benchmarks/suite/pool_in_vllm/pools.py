@@ -144,8 +144,7 @@ class Pool:
 
 
 class VllmOffload(Pool):
-    """vLLM's own offloading, unchanged. vLLM's own offloading: each of the two vLLMs has half of
-    the DRAM for itself."""
+    """vLLM's own offloading, unchanged: each of the two vLLMs has half of the DRAM for itself."""
 
     extra: Mapping[str, Any] = {}
 

@@ -2,7 +2,7 @@
 
 This module owns which fields exist. `sampling` and `generate` check ranges and meanings.
 `check_unsupported` rejects a field that is listed here but not served, unless its value has no
-effect. A field that is not listed is rejected too, unless it is empty or false.
+effect. A field that is not listed is rejected too, unless it is null, false, empty or 0.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
-    # Fields that OpenAI or vLLM document and that have no effect here.
+    # Fields that OpenAI or vLLM document and that do not change what is computed. Only two have an
+    # effect: `include_reasoning` (false hides the reasoning), and `prompt_cache_key` (may name the
+    # program; see `api.program_identity`).
     include_reasoning: Any = None
     user: Any = None
     metadata: Any = None
@@ -263,8 +265,9 @@ def _is_empty(value: msgspec.Raw) -> bool:
 
 
 def _without_neutral(raw: bytes, body_type: type[msgspec.Struct]) -> bytes:
-    """Returns the body without unknown fields that are empty or false, including those within its
-    objects, and with vLLM's older names replaced. Called only for a body with an unknown field.
+    """Returns the body without unknown fields that are null, false, empty or 0, including those
+    within its objects, and with vLLM's older names replaced. Called only for a body with an unknown
+    field.
 
     Values are not decoded here, so that an error in a value is found where it is decoded.
     """

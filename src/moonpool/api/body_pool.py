@@ -158,8 +158,9 @@ class BodyWorker:
         self._patience = Patience()
 
     async def read(self, party: str, kind: Kind, raw: bytes, card: ModelCard) -> BodyResult:
-        """Reads a body. If the process ends while reading it, another process tries once more.
-        Raises ApiError."""
+        """Reads a body. If the process ends while reading it, another process tries once more; a
+        second end, or a limit, becomes the error of the result. Raises ApiError (500) if no process
+        can read bodies, and RequestRefused (503) if too many bodies wait or the server stops."""
         num_ended = 0
         while True:
             async with self._patience.turn(party), self._turns.turn(party):
@@ -196,7 +197,7 @@ class BodyWorker:
         self._helper.close()
 
     async def _ready(self) -> BodyClient:
-        """Returns the process, or a new process if it has ended. Raises ApiError,
+        """Returns the process, or a new one if it has ended, once it is ready. Raises ApiError,
         `RequestRefused`."""
         process = self._helper.process
         if process is not None and process.is_ready:
@@ -217,9 +218,9 @@ class BodyWorker:
 
 
 class Patience:
-    """How long a party's bodies may take: the time is halved after each body that took too long,
-    down to an eighth. The bodies of such a party are read one by one until one of them stays within
-    its time. So these bodies cost other parties little."""
+    """How long a party's bodies may take: the time is halved after each body that took too much
+    time or memory, down to an eighth, and doubled after each body that did not. Until it is whole
+    again, the party's bodies are read one by one. So these bodies cost other parties little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}

@@ -47,7 +47,8 @@ class TimeLimits:
 
 def limits_of(context: HttpContext, backend: ModelBackend) -> TimeLimits:
     """Returns the limits of a call that arrives now: from its headers if they state any, else from
-    the SLO of its class and the server's time limit. Raises ApiError."""
+    the SLO of its class and the server's time limit, which a header can only shorten. Raises
+    ApiError."""
     named = context.headers.get(b"x-slo-class", b"").decode("utf-8", "replace")
     levels = backend.slo
     if named and not levels.has(named):

@@ -277,7 +277,7 @@ class Choice:
 
 
 def _pieces(output: Output) -> list[Output]:
-    """Yields the output token by token."""
+    """Returns the output as one piece for each token."""
     if len(output.tokens) < 2:
         return [output]
     pieces = [Output((token,), None, output.cached_tokens) for token in output.tokens]

@@ -85,7 +85,7 @@ class Inspector:
 
     async def beliefs(self, context: HttpContext) -> None:
         """Shows what the Conductor assumes of each instance; `?model=NAME` chooses another model
-        than the default."""
+        than the default. Responds with {} for an unknown model."""
         await _respond(context, await self._view.beliefs(_asked(context, "model")))
 
     async def event_log(self, context: HttpContext) -> None:
@@ -205,7 +205,7 @@ class Controller:
         self._options = options
 
     async def reset_prefix_cache(self, context: HttpContext) -> None:
-        """Empties the prefix cache, as vLLM does; instances do so a moment later."""
+        """Has all instances empty their prefix caches, as vLLM does. Responds before they have."""
         await self._view.drop_cached_blocks()
         await context.respond(200, b"", b"text/plain")
 

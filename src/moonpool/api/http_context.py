@@ -122,8 +122,8 @@ class KeepingConnection(Protocol):
 
 
 class HttpContext:
-    """`HttpContext` is one HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and
-    the largest body of the route, after it has checked the API key.
+    """One HTTP request. `CallerCheck` sets `tenant`, `is_operator`, `party`, and the largest body
+    of the route, after it has checked the API key.
 
     `memory` counts the body until `close`.
     """

@@ -1,7 +1,8 @@
 """Reads API keys: the tenant that each key names, and what its holder may see and use.
 
 Keys belong in a file or in the environment, because a command line is visible in `ps`. A file has a
-key on each line, then optionally the tenant's name and its limits (`TenantLimits`), in any order:
+key on each line, then optionally the tenant's name, and after it the tenant's limits
+(`TenantLimits`) in any order:
 
     # key                tenant   limits
     sk-4f1c2e...         search   share=2 priority=-1
@@ -43,11 +44,11 @@ class KeyFileError(ValueError):
 class TenantLimits:
     """The limits of a tenant; their names are those of a key file.
 
-    `share`: its part of an overloaded cluster's tokens, relative to 1. `cache`: its part of an
-    instance's KVCache in memory, and of that on its SSD; blocks above it are evicted first.
-    `priority`: the priority of requests without one, and the best that a request may ask for (the
-    lowest value is served first). The rates are averages; calls and tokens for up to
-    `rate_limits.BURST_S` seconds may arrive at the same time.
+    `share`: its part of an overloaded cluster's tokens, relative to other tenants, which have 1
+    each by default. `cache`: its part of an instance's KVCache in memory, and of that on its SSD;
+    blocks above it are evicted first. `priority`: the priority of requests without one, and the
+    best that a request may ask for (the lowest value is served first). The rates are averages;
+    calls and tokens for up to `rate_limits.BURST_S` seconds may arrive at the same time.
     """
 
     share: float = 1.0
@@ -81,15 +82,16 @@ class ApiKeys:
 
     @property
     def operators(self) -> frozenset[str]:
-        """Returns the tenants that see the whole cluster. If only one key exists, its holder is the
-        operator."""
+        """Returns the tenants that see the whole cluster. If all keys are of one tenant, that
+        tenant is the operator."""
         names = frozenset(self.tenants.values())
         return names & {OPERATOR} if OPERATOR in names or len(names) > 1 else names
 
 
 def read_keys(given: tuple[str, ...], path: str, environment: Mapping[str, str]) -> ApiKeys:
-    """Reads the keys of configuration, file ("": none) and environment. Raises KeyFileError,
-    including for a source that exists and has no key, because the server would be open to all."""
+    """Reads the keys of configuration, file ("" means no file) and environment. Raises
+    KeyFileError, including for a source that exists and has no key, because the server would be
+    open to all."""
     text = _read_file(path) if path else ""
     named = environment.get(KEYS_VARIABLE, "").replace(",", " ").split()
     operator = environment.get(ADMIN_KEY_VARIABLE, "").strip()

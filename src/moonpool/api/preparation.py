@@ -212,8 +212,8 @@ class Preparer:
         return PreparedCall(prompt, prompts, "", original=body)
 
     async def forwarded(self, raw: bytes) -> PreparedCall:
-        """Reads a body of an API with messages. Returns None if no vLLM server has to answer the
-        unchanged body."""
+        """Reads a body of an API with messages. Returns a call without prompts if no vLLM server
+        has to answer the unchanged body."""
         found = _estimate(self._forwarded.media, raw)
         if found is None and self._is_parsed_there(raw):
             found = await self._of_text(raw)

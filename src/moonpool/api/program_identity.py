@@ -8,7 +8,8 @@ The first of these sources that is present decides; they are never combined:
 2. `agent_hint` of the body: `session_id`, `parent_session_id`, `blocks_parent`, `expected_resume`;
 3. `x-claude-code-session-id`, `x-claude-code-agent-id` and `x-claude-code-parent-agent-id`;
 4. `session-id` and `thread-id`, as Codex and OpenCode send them;
-5. `x-session-id`, and `x-parent-session-id` as OpenCode sends it, of a session's lead program;
+5. `x-session-id`; with a session of 3 to 5, `x-parent-session-id` names the parent of the session's
+   lead program, as OpenCode sends it;
 6. `prompt_cache_key` of the body.
 
 A session without the name of an agent, or with the agent name "lead", is the session's lead

@@ -281,7 +281,8 @@ class PromptReader:
         param: str,
         truncation: Truncation | None,
     ) -> list[tuple[int, ...]]:
-        """`param` is the name of the field in the client's body. Raises ApiError."""
+        """Returns the token ids of each text. `param`: the name of the field in the client's body,
+        for errors. Raises ApiError."""
         prompt = body.prompt
         if prompt is None:
             raise missing_parameter(param)

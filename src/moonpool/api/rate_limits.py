@@ -1,9 +1,9 @@
 """Rates of tenants: calls and tokens per second, limited by buckets that fill up with time.
 
-A bucket holds what `BURST_S` seconds bring. Each call takes one unit from the bucket of calls.
-Tokens are counted when they are produced, so a call only needs a bucket that is not empty. Its
-prompt and its answer then take their tokens, and may leave the bucket in debt. The caller passes
-the time.
+A bucket holds what `BURST_S` seconds bring. Each call takes one unit from the bucket of calls. A
+call only needs a bucket of tokens that is not in debt, because the length of its answer is not
+known. The tokens of the prompt are taken at once, and those of the answer as they come, which may
+leave the bucket in debt. The caller passes the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RATE_LIMIT = "rate_limit"
 @dataclass(slots=True)
 class _Bucket:
     rate: float
-    least: float  # a call needs a bucket above this level
+    least: float  # a call needs a bucket at this level or above
     level: float
     at_s: float = 0.0
 

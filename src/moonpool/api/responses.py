@@ -60,7 +60,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
-    # Without effect on a self-hosted model; nothing is stored.
+    # Without effect on a self-hosted model, where nothing is stored, except that `prompt_cache_key`
+    # may name the program.
     max_tool_calls: Any = None
     metadata: Any = None
     prompt_cache_key: Any = None

@@ -232,7 +232,8 @@ class ServingBackend(Protocol):
 
     def beliefs(self, name: str | None = None) -> dict[str, Any]:
         """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: the model
-        whose corrections are returned; None means the default."""
+        whose corrections are returned; None means the default. Returns {} if there is no such
+        model."""
         ...
 
     def event_log(self, name: str | None = None) -> bytes | None:
@@ -256,8 +257,9 @@ class ApiOptions:
     """Settings of the HTTP layer, checked when they are made.
 
     `api_keys` maps a bearer key to its tenant. If `api_keys` is empty, the server needs no key.
-    `served_names` are the names that clients may use for the model. If `served_names` is empty,
-    only the model card's own id is valid.
+    `served_names` are the names that clients may use for the model. If `served_names` is empty, the
+    names in the model card are valid: its id, its other names and its aliases. Names of adapters
+    are always valid.
     """
 
     api_keys: Mapping[str, str] = field(default_factory=dict)

@@ -361,7 +361,7 @@ def whole_answer(
     shape: Shape,
     results: Sequence[tuple[Choice, str, Sequence[Token], Sequence[ToolCallDelta], str]],
 ) -> bytes:
-    """Returns the body of a response that is not streamed. results: each choice with its text,
+    """Returns the body of a response that is not streamed. `results`: each choice with its text,
     tokens, calls and reasoning."""
     choices, prompt = [], dict[str, Any]()
     for choice, text, tokens, calls, reasoning in results:

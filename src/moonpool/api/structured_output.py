@@ -31,8 +31,8 @@ MAX_GRAMMAR_CHARS = 128 << 10
 MOST_CHOICES = 1024
 _INLINE_CHARS = 2048  # longer responses are checked in a thread
 _ANY_OBJECT = {"type": "object"}
-# White space between JSON's tokens is a space or a line with its indentation. Without this bound,
-# weak models might write white space forever.
+# White space between JSON's tokens is one or two spaces, or a line break with at most 12 characters
+# of indentation. Without this bound, weak models might write white space forever.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": " {1,2}|\\r?\\n[ \\t]{0,12}",
@@ -45,9 +45,9 @@ def grammar_of(
     """Returns the field that asks for structured output, or for tools that must be called, and its
     grammar.
 
-    `must_call` is the schema of the required calls. The required calls are the whole output, so a
-    schema of the answer has no effect then. `can_end` says whether the model has a token that ends
-    its output. The grammar is not compiled yet (see `grammars.check`). Raises `ApiError`.
+    `must_call` is the schema of the required calls. With required calls, the calls are the whole
+    output, so a schema of the answer has no effect. `can_end` says whether the model has a token
+    that ends its output. The grammar is not compiled yet (see `grammars.check`). Raises `ApiError`.
     """
     if must_call is not None:
         name, grammar = "tool_choice", _json_grammar("tool_choice", must_call)

@@ -45,8 +45,8 @@ class HubModel(msgspec.Struct, frozen=True):
 
 
 def choose_model(command: str) -> str:
-    """Returns the model for `moonpool serve` or `run` where none is named. Ends the command if
-    there is none, or the user declines."""
+    """Returns the model for `moonpool serve` or `run` where none is named. Ends the command if the
+    user declines, or if there is none for `run`; `serve` then takes the built-in model."""
     asks = has_terminal()
     if command == "serve" and not asks:
         return NO_MODEL

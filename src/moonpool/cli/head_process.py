@@ -97,12 +97,13 @@ def import_workers(engine: str) -> None:
 
 
 def few_threads() -> None:
-    """Call it before numpy is imported, which would start threads that nothing uses."""
+    """Keeps numpy from starting threads that nothing uses. Must be called before numpy is
+    imported."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def import_head() -> None:
-    """Imports what heads and fronts need besides."""
+    """Imports what heads and fronts need in addition."""
     import moonpool.head.cluster
     import moonpool.head.fronts.front_process  # noqa: F401
 

@@ -48,7 +48,8 @@ def log_options(command: F) -> F:
 
 
 def set_up_logging(name: str) -> None:
-    """Logs one line per message to stderr, with the process's name."""
+    """Logs one line per message to stderr, with the process's name. Ends the command if a variable
+    of the environment has an unknown level or form."""
     level = os.environ.get(LEVEL_VARIABLE, "info").lower()
     form = os.environ.get(FORMAT_VARIABLE, "text").lower()
     for variable, value, known in (

@@ -372,8 +372,8 @@ LOG_EVERY_S = 15.0
 
 @contextmanager
 def _progress(total: float) -> Iterator[Report]:
-    """On a terminal, a bar of the runs that are expected; elsewhere a line per stage and every
-    LOG_EVERY_S. Shows the progress of both, and about how long each will take."""
+    """Yields a function that shows the progress and about how long is left: on a terminal as a bar,
+    elsewhere as a line per stage and every LOG_EVERY_S. `total`: the most runs."""
     began_s = last_s = time.monotonic()
     stages: set[str] = set()
     if not sys.stderr.isatty():

@@ -52,7 +52,7 @@ from moonpool.head.supervisor import Supervisor
 from moonpool.plugins.engines import need_engine, own_engine
 
 HEAD_PORT = 8001
-"""Port of `moonpool head`, unless flag or file names another."""
+"""Port at which workers join `moonpool head`, unless flag or file names another."""
 
 MAX_LOCAL_INSTANCES = 64
 

@@ -265,7 +265,7 @@ def _fork_parts(count: int, name: str) -> None:
 
 
 def head_place(text: str, option: str) -> tuple[str, int]:
-    """Returns host and port of a head."""
+    """Returns host and port from HOST:PORT. Ends the command if `text` has another form."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         fail(f"{option} must be HOST:PORT, not {text!r}")

@@ -118,13 +118,15 @@ class Membership:
         return actions
 
     def _note_left(self, known: _Known, now_s: float) -> None:
-        """A server that moves has left, too: it may crash and be started elsewhere each time."""
+        """Decides until when the server may not join. A server that moves has left, too: it may
+        crash and be started elsewhere each time."""
         assert known.joined_s is not None
         known.free_s = now_s + known.hold_off.after_stay(now_s - known.joined_s)
         known.seen_s, known.joined_s = now_s, None
 
     def _forget(self, now_s: float) -> None:
-        """Names that were used once do not add up."""
+        """Forgets servers that have been gone for long: names that were used once must not
+        accumulate."""
         since_s = now_s - HOLD_OFFS.delays_s[-1] - HOLD_OFFS.steady_s
         past = [
             name

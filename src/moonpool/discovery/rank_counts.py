@@ -34,7 +34,8 @@ class RankCounts:
         self._notice = Notice(log)
 
     def ranks_of(self, server: Endpoint) -> Sequence[Endpoint] | None:
-        """Returns None if the server has not told it yet."""
+        """Returns the ranks of a listed server, or None if the server has not yet stated how many
+        it has."""
         if server.num_ranks:
             return server.ranks()
         found = self._found.get(server.address)
@@ -62,7 +63,8 @@ class RankCounts:
 
 
 async def _count(address: str, gate: asyncio.Semaphore) -> int:
-    """Returns 0 if the server does not answer. A server of another make has one."""
+    """Returns how many ranks a server has: 0 if it does not answer, and 1 for another server than
+    vLLM."""
     async with gate:
         http = HttpClient(f"http://{address}", connect_s=ASK_S)
         try:

@@ -126,8 +126,8 @@ def read_object(data: bytes) -> Row:
 
 
 def read_rows(data: bytes) -> list[Row]:
-    """Returns the rows of a table, as `ray list` gets them. Raises SourceError; also where some are
-    left out."""
+    """Returns the rows of a table, as `ray list` gets them. Raises SourceError, also if some rows
+    were left out."""
     found = read_object(data)
     try:
         if not found["result"]:

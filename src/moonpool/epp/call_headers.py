@@ -52,8 +52,9 @@ class CallTerms(Struct, frozen=True):
 def read_terms(
     headers: Mapping[str, str], levels: SloConfig, timeout_s: float, objectives: Mapping[str, int]
 ) -> CallTerms:
-    """`levels` and `timeout_s` apply unless the headers state others. `objectives`: priorities by
-    name; calls with a higher one go first. Raises ApiError."""
+    """Returns the terms that the headers of a call state. `levels` apply unless the headers state
+    other service levels; a header can only shorten `timeout_s`. `objectives`: priorities by name;
+    calls with a higher one go first. Raises ApiError."""
     objective, payer = (_first(headers, names)[1] or "" for names in (OBJECTIVE, FAIRNESS))
     usual = levels.slo_of(_class_name(headers, levels, objective), payer)
     slo = usual.with_own(_seconds(headers, TTFT), _seconds(headers, TPOT))
@@ -67,7 +68,7 @@ def read_terms(
 
 
 def read_program(headers: Mapping[str, str], body: ForwardedBody) -> ProgramContext | None:
-    """Which program (agent) a call belongs to, or None if its client names none. Raises
+    """Returns the program (agent) that a call belongs to, or None if its client names none. Raises
     ApiError."""
     known = {name: headers.get(name.decode(), "").encode("latin-1", "replace") for name in HEADERS}
     return program_of(known, body.vllm_xargs, body.agent_hint, body.prompt_cache_key)
@@ -89,7 +90,7 @@ def request_id_of(headers: Mapping[str, str]) -> str:
 
 
 def dropped_reason(error: ApiError) -> str:
-    """Why a call went to no server, in llm-d's words."""
+    """Returns why a call went to no server, in llm-d's words, or "" if llm-d has no word for it."""
     if error.status == 503:
         stopping = error.code == "server_stopping"
         return "rejected-shutting-down" if stopping else "rejected-no-endpoints"

@@ -27,7 +27,7 @@ from moonpool.server_events import DONE, ServerEventReader
 from moonpool.types import FinishReason
 
 BODIES = 16
-"""Largest bodies that are held at a time; smaller ones may be many more."""
+"""How many bodies of the largest size may be held at a time. Of smaller bodies, many more fit."""
 
 
 class BodyRoom:
@@ -180,7 +180,8 @@ class Exchange:
         return [wire.request_sent_on(route, len(raw)), *wire.body_sent_on((raw,), ends)]
 
     def _spare_route(self) -> Route | None:
-        """The route of a call whose body is not seen."""
+        """Returns the route of a call whose body is not seen, or None if the gateway is to choose.
+        Raises RequestRefused."""
         try:
             return self._picker.spare(self._subset)
         except RequestRefused:
@@ -189,7 +190,7 @@ class Exchange:
             raise
 
     async def _route(self, raw: bytes) -> Route | None:
-        """The route of a call, or None if the gateway is to choose. Raises ApiError and
+        """Returns the route of a call, or None if the gateway is to choose. Raises ApiError and
         RequestRefused."""
         path = self._headers.get(":path", "").partition("?")[0]
         try:

@@ -25,7 +25,7 @@ AGAIN_S = 30.0
 """
 GRACE_S = 2.0
 LATER_S = 0.05
-"""Chosen so that the wait of an endpoint that was held off is over at the next attempt."""
+"""Added to the time for which an endpoint is held off, so that it is over at the next attempt."""
 
 
 @dataclass(slots=True, eq=False)

@@ -66,7 +66,8 @@ class BookedAnswer:
             raise
 
     async def settle(self) -> None:
-        """Ends when the Conductor has heard of the last token."""
+        """Ends the answer when the Conductor has heard of the last token, after SETTLE_S at the
+        latest."""
         assert self.stream is not None
         try:
             async with asyncio.timeout(SETTLE_S):
@@ -131,8 +132,8 @@ class Picked:
             self.close()
 
     def finish(self) -> None:
-        """Notes that the response was complete: closes it when the Conductor has received its last
-        token."""
+        """Notes that the response was complete. Its answers end when the Conductor has received
+        their last tokens."""
         if not self._is_closed:
             self._is_closed = True
             for answer in self._answers:
@@ -213,8 +214,9 @@ class Picker:
         self._use_listed()
 
     def _use_listed(self) -> None:
-        """A call to a data-parallel rank has its number in a header. A server that takes a part of
-        each call is one endpoint, for its sidecar takes no number."""
+        """Uses one endpoint for each data-parallel rank of a mixed server, because a header of the
+        call can name the rank. A prefill or decode server is one endpoint, because its sidecar
+        takes no number of a rank."""
         found: list[Endpoint] = []
         for each in self.listing.endpoints:
             if each.has_ip:
@@ -228,7 +230,7 @@ class Picker:
         return found
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something to its end."""
+        """Runs a coroutine in the background, to its end or until `stop`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -314,14 +316,16 @@ class Picker:
         return tuple(self.endpoint(name) for _, name in sorted(fitting)[: self._num_fallbacks])
 
     def _api(self, raw: bytes, path: str) -> ModelApi:
-        """The model that a call means by its body. Raises ApiError (404), RequestRefused (503)."""
+        """Returns the model that a call means by its body. Raises ApiError (404), RequestRefused
+        (503)."""
         apis = self.models.all()
         if not apis:
             raise NoEndpointError("No endpoint is ready yet. Send the request again later.")
         return apis[0] if len(apis) == 1 else meant_api(apis, raw, path)
 
     def _new_id(self, headers: Mapping[str, str]) -> RequestId:
-        """Two calls may share their `x-request-id`; requests may not."""
+        """Returns the id of a new request: two calls may share their `x-request-id`, but requests
+        may not."""
         request_id = RequestId(request_id_of(headers))
         if request_id in self.shared.desk:
             request_id = RequestId(request_id_of({}))
@@ -396,8 +400,8 @@ class Picker:
 
 
 def _read(chosen: asyncio.Future[Route]) -> None:
-    """The destination of a further answer is known, and its refusal does not concern a call that
-    continues."""
+    """Reads the outcome of a further answer, so that asyncio does not log a refusal as unread. Its
+    destination is known, and a refusal does not concern the call, which continues."""
     if not chosen.cancelled():
         chosen.exception()
 

@@ -100,7 +100,7 @@ class GrpcServer:
         await self._server.start()
 
     async def run(self) -> None:
-        """Reports its health."""
+        """Reports the picker's health to the gateway, until cancelled."""
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         await self._health.set(LIVE, serving)

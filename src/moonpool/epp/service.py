@@ -37,8 +37,8 @@ async def serve_picker(
     api_key: str,
     num_fallbacks: int = 0,
 ) -> None:
-    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and as
-    `open_keys` and `open_tls`."""
+    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and the errors
+    of `open_keys` and `open_tls`."""
     config = resolved(config)
     keys, tls = open_keys(config), open_tls(config)
     options = ApiOptions(

@@ -50,8 +50,8 @@ GO_ON_RESPONSE_BODY = ProcessingResponse(response_body=BodyResponse())
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """Returns the headers by name, in lower case. Of headers with equal names the last one
-    counts."""
+    """Returns the headers by their names, which Envoy sends in lower case. Of headers with equal
+    names the last one counts."""
     return {
         each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value
         for each in headers.headers
@@ -59,7 +59,8 @@ def read_headers(headers: HeaderMap) -> dict[str, str]:
 
 
 def read_subset(message: ProcessingRequest) -> tuple[str, ...] | None:
-    """The addresses among which the gateway lets us choose, or None if it names none."""
+    """Returns the addresses among which the gateway lets the picker choose, or None if it names
+    none."""
     spaces = message.metadata_context.filter_metadata
     if SUBSET_SPACE not in spaces:
         return None

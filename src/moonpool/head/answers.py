@@ -32,7 +32,7 @@ STOPPING_RETRY_S = 5.0
 
 
 def stopping() -> RequestRefused:
-    """The refusal of a head that is stopping; that head has counted the refusal."""
+    """Returns the refusal of a head that is stopping, which the head must have counted already."""
     text = "The server is stopping. Send the request again, to another server if there is one."
     refused = RequestRefused(503, "server_stopping", text, STOPPING_RETRY_S)
     refused.is_counted = True
@@ -128,7 +128,8 @@ class WorkWatch:
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
-        """Returns None if the earlier call goes on."""
+        """`request_id`: the request that is planned from now on, or None if the earlier call goes
+        on."""
         if self.mark is None:
             return
         if request_id is None:

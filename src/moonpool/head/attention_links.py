@@ -1,6 +1,7 @@
 """The connections of attention workers, and the instances that wait for theirs before they start.
 
-`AttentionAssignments` decides which worker serves which instance; this class tells the instances.
+`AttentionAssignments` decides which worker serves which instance; `AttentionLinks` tells the
+instances.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class AttentionAssignments:
 
     def lose(self, name: str) -> tuple[InstanceId, int, PeerAddress] | None:
         """Removes an attention worker. Returns the instance, place and address of the spare worker
-        that replaces it, or None if no spare is left."""
+        that replaces it, or None if the worker served no instance, or no spare is left."""
         self._present.pop(name, None)
         place = self._place_of(name)
         spare = next(iter(self._spare()), None)

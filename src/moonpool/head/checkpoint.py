@@ -36,7 +36,7 @@ class Checkpoints:
         self._task: asyncio.Task[None] | None = None
 
     def renew(self) -> None:
-        """Starts a segment if the present one is full."""
+        """Starts a segment if the present one is full and no state is being written."""
         if not self._events.full or (self._task is not None and not self._task.done()):
             return
         segment = self._events.begin()
@@ -51,8 +51,8 @@ def checkpoint(
     state: object, on_done: Callable[[bytes], None], own: Iterable[Any] = ()
 ) -> asyncio.Task[None]:
     """Forks, and calls `on_done` on the event loop with the state's bytes. If the child fails, it
-    logs a line instead. `own`: classes of policies from outside
-    the package. Raises OSError if the system forks no more."""
+    logs a line instead. `own`: classes of policies from outside the package. Raises OSError if the
+    system cannot fork."""
     reader, writer = os.pipe()
     try:
         child = os.fork()

@@ -76,8 +76,7 @@ Renewal = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
 class ForkServer:
-    """The supervisor's side of the fork server; made by `open_fork_server`. Made by
-    `open_fork_server`."""
+    """The supervisor's side of the fork server; made by `open_fork_server`."""
 
     def __init__(self, pid: int, control: socket.socket, renewal: Renewal | None = None) -> None:
         """`renewal` starts another fork server, which calls `serve_renewed` with the socket."""
@@ -432,8 +431,9 @@ def _is_asked(control: socket.socket) -> bool:
 
 
 def _freeze() -> None:
-    """A collection in a forked process would write to all pages, and so copy them. No collection is
-    made here: after imports it finds next to nothing, and takes a tenth of a second."""
+    """Excludes all present objects from garbage collection, because a collection in a forked
+    process would write to all pages, and so copy them. No collection is made here: after imports it
+    finds next to nothing, and takes a tenth of a second."""
     gc.freeze()
 
 

@@ -89,8 +89,8 @@ log = limited_logger("moonpool.head")
 
 TICK_S = 0.1
 IDLE_TICKS, QUIET_TICKS = 5, 20
-"""Ticks that run in one turn of the event loop soon after the last request, and later. One turn of
-the loop stays below the time at which the loop counts as hung."""
+"""Time between two turns of `tick_forever` soon after the last request, and later, in multiples of
+TICK_S (see `IdleBackoff`). It stays below the time after which the loop counts as hung."""
 MAX_FAILURES = 64
 MAX_HALF_OPEN = 128
 """Most connections of workers that have not proved the secret. One more ends the oldest of them."""
@@ -195,7 +195,7 @@ class ClusterHead:
         self._post(InstancesLaunched(self._launched))
 
     async def stop(self) -> None:
-        """Stops every worker, and closes the connections. Returns when the workers were told."""
+        """Tells every worker to end, unless `network.keep_workers` is set, and disconnects."""
         self._stopping = True
         self.ticker.cancel()
         self._webhook.close()
@@ -241,7 +241,7 @@ class ClusterHead:
         delivered: tuple[int, ...] | None = None,
         call: ForwardedCall | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Like `ModelBackend.submit`. Raises RequestRefused, for a head that is stopping too."""
+        """Like `ModelBackend.submit`. Raises RequestRefused, including if the head is stopping."""
         answer = self.begin(model, request, delivered, call)
         try:
             while True:
@@ -419,7 +419,7 @@ class ClusterHead:
     # Performs the Conductors' actions
 
     def _post(self, event: ConductorEvent, to: ServedModel | None = None) -> None:
-        """`to`: the model whose Conductor gets the event, if the event itself does not tell."""
+        """Handles an event. `to`: the model whose Conductor gets it, if the event does not tell."""
         for model in (to,) if to is not None else self.served.route(event):
             actions = model.handle(event)
             if model.conductor.is_busy:

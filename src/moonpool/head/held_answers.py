@@ -53,7 +53,7 @@ class HeldAnswers:
         yield from self._cut_answers
 
     def take(self, packet: FromHead, fds: Sequence[int]) -> bool:
-        """Returns whether the message was about something held."""
+        """Handles a message about what is held. Returns False for any other message."""
         match packet:
             case StreamOpened():
                 self._answers[packet.number] = (fds[0], fds[1])
@@ -80,8 +80,8 @@ class HeldAnswers:
         return True
 
     def bequeath(self, packets: PacketSocket[FromHead, ToHead]) -> None:
-        """Gives everything to the next process, and still holds the answers. The supervisor
-        continues to hold the answers."""
+        """Gives everything to the next process. The supervisor continues to hold the answers, but
+        not the connections without a call."""
         for fd in self._connections:
             packets.send(TakeConnection(), (fd,))
             os.close(fd)

@@ -20,8 +20,8 @@ MAX_RESTARTS = 5
 up, there is no limit."""
 RESTARTS = RetryDelays((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0), steady_s=60.0)
 SERVING_STEADY_S = 10.0
-"""Replaces `steady_s` once the cluster is up. Once the cluster is up, most deaths have nothing to
-do with the start."""
+"""Replaces `steady_s` once the cluster is up, because most deaths then have nothing to do with the
+start."""
 
 
 class Keeper:
@@ -47,7 +47,7 @@ class Keeper:
         self.is_leaving = False
         """Whether the process was told to leave, so that it is not replaced."""
         self.on_crash: Callable[[str], None] = lambda name: None
-        """Called with the process's name when it has ended by itself."""
+        """Called with the process's name when it has crashed (see `is_crash`)."""
         self._spawn = spawn
         self._oom_kills = oom_kills or OomKills()
         self._began_s = 0.0
@@ -76,7 +76,7 @@ class Keeper:
 
     async def run(self) -> bool:
         """Keeps the process running; returns whether it has left in order. Raises OSError if none
-        can start."""
+        can start before the cluster is up."""
         await self._successors.run()
         return self._has_left
 

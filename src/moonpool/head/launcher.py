@@ -108,7 +108,7 @@ class LocalLauncher:
         self._listed: dict[str, tuple[Role, str]] = {}
         self._adopted: dict[str, int] = {}
         self.on_crash: Callable[[str], None] = lambda instance_id: None
-        """Called with the name of a worker that has ended by itself."""
+        """Called with the name of a worker that has crashed (see `is_crash`)."""
 
     def start(self) -> None:
         """Begins to start all workers. One keeper task per worker restarts that worker."""

@@ -101,7 +101,8 @@ async def try_state(state: SupervisorState) -> None:
 
 
 def become_next(state: SupervisorState) -> None:
-    """Executes the next program in this process. Returns only if it fails with OSError."""
+    """Executes the next program in this process, so this call never returns. Raises OSError if the
+    program cannot be executed."""
     fd = _write(state)
     passed = [fd, *state.fds]
     for number in passed:

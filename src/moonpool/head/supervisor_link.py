@@ -87,8 +87,8 @@ class Inheritance:
 
 
 class SupervisorLink:
-    """`SupervisorLink` is made on the running loop. `stop` is set when the head must end in order,
-    or hand over."""
+    """Must be made on the running loop. `stop` is set when the head must end in order, or hand
+    over."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.stop = asyncio.Event()

@@ -2,8 +2,8 @@
 
 DRAM, SSD, eviction and transfers are those of moonpool's own instances: the block pool, `Demotion`
 and `Promotion`. The engine that computes is another program (vLLM), which stores what it computed
-and loads what it misses. So a block here has these owners, in addition to those of
-`KVCacheManager`:
+and loads what it misses. So a block here has these owners, in addition to those of `KVCacheManager`
+(owner, purpose, what begins the hold, what ends it):
 
     find:<owner>       what a client may copy                  find       release
     store:<number>     where a client writes                   reserve    commit, or its end
@@ -174,7 +174,8 @@ class BlockSpace:
         self._handlers[type(event)](event)
 
     def take(self) -> tuple[list[SpaceAction], BlocksChanged | None]:
-        """Returns the actions to perform, in this order, and the changes of keys."""
+        """Returns the actions to perform, in this order, and the changes of keys, or None without
+        changes."""
         self._demotion.run()
         changes = self.kv_cache.take_changes()
         self._write_ahead(())
@@ -250,8 +251,9 @@ class BlockSpace:
     def reserve(
         self, number: int, keys: Sequence[BlockKey], first_depth: int
     ) -> list[BlockId | None]:
-        """Reserves room for the blocks of `keys` that the space lacks, or for as many of them as
-        fit. Returns the place of each key, or None."""
+        """Reserves room for the blocks of `keys` that are neither in DRAM nor reserved, or for as
+        many of them as fit. Returns the reserved block of each key, or None. `first_depth`: the
+        index of the first key in its prompt."""
         assert number not in self._reservations
         lacking = [
             (key, first_depth + index)
@@ -313,8 +315,8 @@ class BlockSpace:
         timeout_s: float,
         first_depth: int = 0,
     ) -> None:
-        """Copies missing blocks of `keys` from another host; `first_depth` is the index of the
-        first one in its prompt. Ends with `BlocksFetched`."""
+        """Copies missing blocks of `keys` from another host. `first_depth`: the index of the first
+        key in its prompt. Ends with `BlocksFetched`."""
         num_local = len(self.pool.match(keys))
         missing = tuple(keys[num_local:])
         owner = BlockOwner("fetch", fetch_id)

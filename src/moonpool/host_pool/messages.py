@@ -61,8 +61,8 @@ class AttachRank(Struct, frozen=True, tag=True):
 
 
 class JoinPool(Struct, frozen=True, tag=True):
-    """A process that only finds blocks. The pool answers with `PoolJoinAccepted` or
-    `PoolRefused`."""
+    """A process that holds no rank asks to use the pool: to find, watch and fetch blocks. The pool
+    answers with `PoolJoinAccepted` or `PoolRefused`."""
 
     protocol: int
 
@@ -193,7 +193,8 @@ class GroupBlocks(Struct, frozen=True, tag=True):
 
 
 class Fetched(Struct, frozen=True, tag=True):
-    """The first `num_blocks` of a `FetchToPool` are here now."""
+    """The first `num_blocks` keys of a `FetchToPool` are here now. `error`: why the others are not,
+    or ""."""
 
     number: int
     num_blocks: int

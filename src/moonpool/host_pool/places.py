@@ -27,8 +27,8 @@ def default_memory_folder() -> Path:
 
 
 def make_own_folder(folder: Path) -> None:
-    """Makes the folder of a socket, unless it is there. Raises OSError if others can write in
-    it."""
+    """Makes the folder of a socket, unless it is there. Raises OSError if it cannot be made,
+    belongs to another user, or others can write in it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:

@@ -72,7 +72,9 @@ class BlockGroup:
         return ended
 
     def find(self, owner: Finder, keys: Sequence[BlockKey], until_s: float) -> None:
-        """The search ends with `GroupFound`. A `find` replaces an earlier one of the same owner."""
+        """Looks for the longest prefix of `keys` that all spaces can serve, and waits for missing
+        blocks until `until_s`. The search ends with `GroupFound`. A `find` replaces an earlier one
+        of the same owner."""
         self.release(owner)
         if not self.is_whole:
             self._ended.append(GroupFound(owner, 0, 0, ()))
@@ -91,8 +93,8 @@ class BlockGroup:
         return keys[-window:] if window else keys
 
     def reached(self, rank: int, num_keys: int, num_here: int) -> int:
-        """The prefix of `num_keys` blocks that a rank can serve if the first `num_here` blocks of
-        its part are there."""
+        """Returns how many blocks of a prefix of `num_keys` a rank can serve if the first
+        `num_here` blocks of its part are there."""
         num_before = num_keys - min(self.windows.get(rank, 0) or num_keys, num_keys)
         complete = num_before + num_here == num_keys
         return num_keys if complete else 0 if num_before else num_here
@@ -140,7 +142,8 @@ class BlockGroup:
             space.find(owner, self.part_of(rank, keys[: find.num_tried]))
 
     def _num_found(self, find: _Find) -> int:
-        """The prefix that all spaces hold now; shorter than the true one if a window has gaps."""
+        """Returns the length of the prefix that all spaces hold now. If a window has gaps, this is
+        less than the longest possible prefix."""
         found = find.num_tried
         for rank, part in find.by_rank.items():
             count = len(part.block_ids)

@@ -270,7 +270,8 @@ class HttpClient:
         idle for `idle_s` is not used again. Without `idle_s`, a request on one that the server has
         closed meanwhile goes out once more.
 
-        Raises ValueError if `url` is no URL, or `ca_file` holds no certificate.
+        Raises ValueError if `url` is no URL or a header is invalid, and TlsError (a ValueError) if
+        `ca_file` or the certificate of this client cannot be used.
         """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:

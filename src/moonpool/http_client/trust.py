@@ -14,7 +14,7 @@ class TlsError(ValueError):
 
 
 def require_authority(context: ssl.SSLContext, what: str) -> None:
-    """A file may be valid PEM and hold no certificate. Raises TlsError."""
+    """Raises TlsError if the context has no certificate: a file may be valid PEM and hold none."""
     if not context.cert_store_stats()["x509"]:
         raise TlsError(f"{what} holds no certificate: give a PEM file with one")
 

@@ -249,8 +249,9 @@ class HeadLink:
                     channel.abort(f"no message for {SILENT_HEAD_S} s")
 
     def _note_cut(self, channel: HeadChannel) -> None:
-        """A server of TLS 1.3 that does not accept a certificate ends the connection after the
-        client believes it open, and often without a reason."""
+        """Counts connections that ended before the head proved the secret: a server of TLS 1.3 that
+        does not accept a certificate ends the connection after the client believes it open, and
+        often without a reason. After MAX_CUTS encrypted ones this worker ends."""
         self._num_cuts = 0 if channel.protocol else self._num_cuts + 1
         self._was_open = self._was_open or channel.protocol > 0
         if self._num_cuts >= MAX_CUTS and self._tls is not None:
@@ -341,8 +342,8 @@ class InstanceProcess(ABC):
         self._leave_by_s: float | None = None
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Makes the head drain this instance, which ends `run`. Asks the head to drain; returns
-        False if there is no head."""
+        """Asks the head to drain this instance, which ends `run`. Returns False if this instance
+        has not joined a head."""
         if not self._joined:
             return False
         self._leave_by_s = time.monotonic() + within_s

@@ -27,7 +27,7 @@ class IdleBackoff:
         self._work.set()
 
     async def next(self, is_busy: bool, at_most_s: float = float("inf")) -> None:
-        """Returns when the next turn is due, without work after `at_most_s` at the latest."""
+        """Returns when the next turn is due; without work, after `at_most_s` at the latest."""
         if not is_busy and not self._work.is_set():
             self._num_idle += 1
             pause_s = self._idle_s if self._num_idle <= IDLE_TURNS else self._quiet_s

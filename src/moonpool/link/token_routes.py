@@ -184,7 +184,7 @@ class TokenRoutes:
             self._send(urgent)
 
     def reset(self) -> None:
-        """The head is gone, and with it all attempts."""
+        """Forgets all attempts, because the head is gone."""
         self._attempts.clear()
         self._unreported.clear()
         for connection in self._fronts.values():
@@ -258,7 +258,7 @@ class TokenRoutes:
         return [StepTokens(attempts=tuple(by_head), gap_s=report.gap_s if is_whole else 0.0)]
 
     def _joined(self, routed: _RoutedAttempt, item: AttemptTokens) -> AttemptTokens:
-        """The item with the tokens before it that the head has not heard of."""
+        """Returns the item with the tokens before it that were not reported to the head."""
         sent, routed.tokens = routed.tokens, []
         self._unreported.pop(item.attempt_id, None)
         routed.position += len(item.tokens)
@@ -274,7 +274,7 @@ class TokenRoutes:
         )
 
     def _unheard(self, attempt_id: AttemptId, routed: _RoutedAttempt) -> AttemptTokens:
-        """The tokens of an attempt that the head has not heard of."""
+        """Returns the tokens of an attempt that were not reported to the head."""
         sent, routed.tokens = routed.tokens, []
         routed.reported = True
         longest_s = self._longest(routed)

@@ -53,7 +53,7 @@ class Axis:
 
 
 def count_axis(high: float, unit: str) -> Axis:
-    """Draws an axis from 0 to the round value at or above `high`, or to 1 if `high` is 0."""
+    """Returns an axis from 0 to the round value at or above `high`, or to 1 if `high` is 0."""
     step = _round_up((high if high > 1e-9 else 1.0) / NUM_TICKS)
     num_steps = ceil(high / step - 1e-9) if high > 1e-9 else NUM_TICKS
     ticks = tuple((number * step, short_count(number * step)) for number in range(num_steps + 1))
@@ -61,12 +61,12 @@ def count_axis(high: float, unit: str) -> Axis:
 
 
 def share_axis(unit: str) -> Axis:
-    """Draws an axis from 0 to 100 %."""
+    """Returns an axis for shares: from 0 to 1, labelled from 0 to 100 %."""
     return Axis(0.0, 1.0, tuple((n / 4, f"{25 * n} %") for n in range(5)), unit)
 
 
 def time_axis(span_s: float, num_ticks: int = 10) -> Axis:
-    """Draws an axis from 0 to `span_s`, labelled in one unit of time."""
+    """Returns an axis of simulated time from 0 to `span_s`, labelled in one unit of time."""
     span_s = max(span_s, 1e-6)
     step_s = round_time_s(span_s / num_ticks)
     unit, unit_s = "s", 1.0
@@ -147,7 +147,7 @@ class Plot:
         self._parts.append(f'<path class="line {css}" d="{self._path(points)}"/>')
 
     def steps(self, points: Points, css: str) -> None:
-        """Returns a step function: level until the next point, then straight up to that point."""
+        """Draws a step function: level until the next point, then straight up to that point."""
         corners = [*points[:1]]
         for (_, before), (x, y) in pairwise(points):
             corners += [(x, before), (x, y)]
@@ -258,7 +258,7 @@ def bars(rows: Sequence[tuple[str, float, str, str]], label: str, label_width: i
 
 @dataclass(frozen=True, slots=True)
 class HeatRow:
-    """`HeatRow` is one row of a heat map. `shares` are the shares of the windows between the common
+    """One row of a heat map. `shares`: one value from 0 to 1 for each window between the common
     edges."""
 
     name: str

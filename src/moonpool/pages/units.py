@@ -39,7 +39,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """One decimal. Formats a share; only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
+    """Formats a share with one decimal; only a share of exactly 0 or 1 reads `0 %` or `100 %`."""
     if share <= 0:
         return f"0{GAP}%"
     if share < 0.0005:

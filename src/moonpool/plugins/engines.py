@@ -23,7 +23,7 @@ NAME = "moonpool"
 PACKAGE = "moonpool_engine"
 """The package to name where the engine is missing."""
 BUILT_IN = ("moonpool/induction", "random:")
-"""Prefix of the names of models without files, which the engine makes."""
+"""Prefixes of the names of models without files, which the engine makes."""
 
 
 class EngineError(ValueError):
@@ -62,14 +62,16 @@ class EnginePackage(Protocol):
 
 
 def need_engine() -> None:
-    """Raises ModuleNotFoundError, of which the command makes one line, where no engine is."""
+    """Raises ModuleNotFoundError, of which the command makes one line, if no engine is
+    installed."""
     if NAME not in entry_points(GROUP):
         raise ModuleNotFoundError(name=PACKAGE)
 
 
 @cache
 def own_engine() -> EnginePackage:
-    """Imports it. Raises ModuleNotFoundError as `need_engine`."""
+    """Returns the engine's package, which the first call imports. Raises ModuleNotFoundError as
+    `need_engine`."""
     need_engine()
     found: EnginePackage = load(entry_points(GROUP)[NAME])
     return found

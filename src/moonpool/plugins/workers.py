@@ -54,7 +54,8 @@ class DrainableWorker(RunnableWorker, Protocol):
     """A worker whose instance can be drained before it ends."""
 
     def ask_to_leave(self, within_s: float) -> bool:
-        """Whether the instance drains now, for at most this long."""
+        """Asks the head to drain the instance within so many seconds. Returns whether it was
+        asked."""
 
 
 MakeWorker = Callable[[WorkerSettings], RunnableWorker]

@@ -104,7 +104,7 @@ def bundle_of(config: Config, role: str) -> Bundle:
 
 def settled(config: Config) -> Config:
     """Returns the configuration of the processes: each computes with the CPUs and GPUs that Ray has
-    set aside for it, and starts no others."""
+    set aside for it, and starts no other processes."""
     engine, ray = config.engine, config.ray
     threads = engine.threads or max(int(ray.cpus), 1)
     device = "cuda" if ray.gpus and engine.device == "auto" else engine.device

@@ -204,8 +204,8 @@ class RayDeployment:
             )
 
     def _keep_pools(self) -> None:
-        """A pool on each node that may have vLLM servers. The actor takes none of Ray's resources,
-        so it keeps no machine."""
+        """Keeps a pool on each node that may have vLLM servers. Its actor takes none of Ray's
+        resources, so Ray's autoscaler keeps no machine for it."""
         own = self.config.ray
         if not own.pool_bytes:
             return

@@ -28,7 +28,7 @@ AGAIN_S = 10.0
 """How long a restarted head waits for a leading head that does not respond. This time is longer
 than a takeover takes."""
 FIRST_S = 120.0
-"""How long a restarted head waits at the start of the cluster, when the first head may still be
+"""How long a head that starts for the first time waits for the heads before it, which may still be
 loading."""
 
 
@@ -115,7 +115,7 @@ class HeadActor(ProcessActor):
         leader = await self._leader()
         self._is_standby, self._was_here = leader is not None, True
         hook = await self._wanted.start()
-        # The same ones again, unless another process has taken them meanwhile.
+        # Takes the same ports again, unless another process has taken them meanwhile.
         self._api_port = _free_port(self._settings.api_host, self._api_port)
         self._port = _free_port(self._host, self._port)
         self._file.touch(mode=0o600)

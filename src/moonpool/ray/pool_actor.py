@@ -14,7 +14,9 @@ from moonpool.ray.process_actor import ProcessActor
 
 
 class PoolActor(ProcessActor):
-    """Keeps the pool running. Its blocks outlive that process, and end with the actor."""
+    """Keeps the pool running. Its blocks outlive that process, and are removed when the actor
+    leaves. The memory of an actor that was killed is removed by a later pool of this cluster on the
+    same machine, if its node is gone."""
 
     def __init__(
         self,

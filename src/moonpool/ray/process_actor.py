@@ -1,8 +1,8 @@
 """The base of all actors: one actor of Ray keeps one process of the cluster running.
 
-The process is the same command line that a person would type. The process ends with its actor:
-where Ray loses the actor or its node, it starts another one in the same place of a placement group.
-A process that dies alone is started again by its actor, at once.
+The process is the same command line that a person would type. The process ends with its actor: if
+Ray loses the actor or its node, Ray starts another actor in the same place of a placement group. A
+process that dies alone is started again by its actor, at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ProcessActor(ABC):
     """Made by Ray on a loop, which runs as long as the actor."""
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
-        """`environment`: what the process's has in addition to this one's."""
+        """`environment`: the variables that the process gets in addition to those of the actor."""
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level="INFO")
         self._name = name
         self._environment = os.environ | environment

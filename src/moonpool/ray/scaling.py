@@ -22,8 +22,9 @@ def changes(
     most: int,
     present: Mapping[Role, Iterable[int]],
 ) -> list[Change]:
-    """`least`: the instances of each role that always run, which have the first numbers. `most`:
-    the limit of each role. `present`: the numbers of the present members beyond the first."""
+    """Returns the roles whose number changes. `least`: the number of instances of each role that
+    always run, which have the first numbers. `most`: the limit of each role. `present`: the numbers
+    of the present members beyond the first."""
     found = []
     for role, count in ((Role.PREFILL, wanted.prefill), (Role.DECODE, wanted.decode)):
         first = least.get(role, 0)

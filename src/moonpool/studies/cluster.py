@@ -16,11 +16,11 @@ from moonpool.sim.defaults import DEFAULTS
 from moonpool.studies.hardware_files import read_text_file
 
 _ROOFLINE_KEYS = ("device", "shape", "decode_device", "attention_device")
-"""If one of these keys has a value, the catalogue's hardware is simulated, not the measured
-node."""
+"""If one of these keys is given other than in a TOML file, the catalogue's hardware is simulated,
+not the measured node."""
 _FORMAT_KEYS = ("quantization", "kv_cache_dtype")
-"""If one of these keys of [model] has a value, the catalogue's hardware is simulated, because the
-node was measured with bfloat16."""
+"""If one of these keys of [model] is given other than in a TOML file, the catalogue's hardware is
+simulated, because the node was measured with bfloat16."""
 
 
 def cluster_config(

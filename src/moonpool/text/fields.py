@@ -32,7 +32,8 @@ class Fields:
         self.prefix = prefix
 
     def over(self, others: Fields) -> Fields:
-        """Returns these fields, completed by those of the others that are missing here."""
+        """Returns these fields, completed by those of the others that are absent here; a null field
+        is not absent."""
         return Fields({**others._values, **self._values}, self.where, self.prefix)
 
     def made(self, values: Mapping[str, Any]) -> Fields:
@@ -57,7 +58,7 @@ class Fields:
         return self.made({name: self._values[name] for name in names if self.has(name)})
 
     def error(self, text: str) -> ModelError:
-        """`text` begins with the name of a field."""
+        """Returns an error for the caller to raise. `text` begins with the name of a field."""
         return ModelError(f"{self.where}: {self.prefix}{text}")
 
     def _is_not(self, name: str, wanted: str) -> ModelError:

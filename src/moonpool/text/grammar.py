@@ -130,7 +130,7 @@ _BRACE = ord("{")
 
 @cache
 def _single_bytes() -> LLTokenizer:
-    return LLTokenizer("byte")  # this check takes 2 ms
+    return LLTokenizer("byte")  # takes a few milliseconds, so once
 
 
 class _LlguidanceVocabulary(TokenizerWrapper):

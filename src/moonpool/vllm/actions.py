@@ -23,7 +23,8 @@ from moonpool.vllm.known_cache import PrefixCounts
 class EngineOutput:
     """One increment of a request's output; the last one has a `finish`.
 
-    `handle` is set in the only output of a prefill: the place of its KVCache.
+    `handle` is set in the only output of a prefill that hands over: it names the place of its
+    KVCache.
     """
 
     attempt_id: AttemptId

@@ -83,7 +83,7 @@ class ExternalBlocks:
         self._root = root_key(layout_fingerprint, "")
         self._block_tokens = block_tokens
         self._keys: dict[ForeignHash, BlockKey] = {}
-        self._copies: dict[tuple[ForeignHash, str], int] = {}  # by medium
+        self._copies: dict[tuple[ForeignHash, str], int] = {}  # by hash and medium
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of block hashes with each key
         self._changes = Changes()

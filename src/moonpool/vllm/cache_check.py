@@ -10,12 +10,12 @@ from moonpool.protocol.messages import CacheView
 from moonpool.vllm.events import Connection
 
 LEAST_TOKENS = 4096
-"""Prompt tokens that one comparison covers."""
+"""Least number of prompt tokens that one comparison covers."""
 OTHER_CLIENTS = 1.2
 """A server that counts this many times moonpool's tokens has other clients, whose hits are not
 moonpool's."""
 FAR_APART = 0.2
-"""If two shares of hits differ by more than this, a line in the log says so."""
+"""If two shares of hits differ by this or more, a line in the log says so."""
 
 
 def why_no_events(
@@ -26,8 +26,9 @@ def why_no_events(
     block_tokens: int,
     sources: Mapping[str, Any] | None,
 ) -> str:
-    """One clause. `sources`: what the server says about its publishers, by rank, or None if it does
-    not tell. `num_published`: number of events that came."""
+    """Returns a clause for the operator that says why the events cannot be used. `events`: the
+    address from which events are read. `num_published`: number of batches that came. `sources`:
+    what the server says about its publishers, by rank, or None if it does not tell."""
     if num_published and other_block_tokens:
         return (
             f"those at {events} are of blocks of {other_block_tokens} tokens, and this server has"
@@ -76,7 +77,8 @@ class HitCheck:
         self.note = ""
 
     def compare(self, now: CacheView) -> bool:
-        """Whether `note` has changed: what the last comparison found, "" if little."""
+        """Compares the counts since the last comparison. `note` then says how they differ, or is ""
+        if they agree. Returns whether a difference is new, or has gone."""
         before = self._before
         asked = now.prompt_tokens - before.prompt_tokens
         counted = now.engine_queries - before.engine_queries

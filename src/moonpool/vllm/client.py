@@ -87,7 +87,7 @@ class VllmClient:
     any."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises VllmError for what no request can be sent with."""
+        """Raises VllmError if no request can be sent with this URL or key."""
         address, _, self.model = url.partition("#")
         address, self.rank = split_rank(address)
         self.url = address.rstrip("/")
@@ -125,8 +125,8 @@ class VllmClient:
             return response.status
 
     async def event_sources(self) -> dict[str, Any] | None:
-        """Reads where the server publishes its KV events, or this rank of it, by the names of
-        ranks; None if it does not tell."""
+        """Reads where each rank of the server publishes its KV events, by the names of the ranks;
+        for a client of one rank, only that rank. Returns None if the server does not tell."""
         try:
             found = msgspec.json.decode(await self.get("/kv_event_sources", optional=True))
         except (VllmError, *MALFORMED):
@@ -160,7 +160,8 @@ class VllmClient:
     async def post(
         self, path: str, fields: Any, optional: bool = False, timeout_s: float = ASK_S
     ) -> bytes:
-        """Posts a JSON body and returns the body of the response."""
+        """Posts a JSON body and returns the body of the response. `optional`: as in `get`. Raises
+        VllmError."""
         return await self._ask("POST", path, msgspec.json.encode(fields), optional, timeout_s)
 
     async def _ask(

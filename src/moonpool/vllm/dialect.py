@@ -20,8 +20,8 @@ from moonpool.vllm.block_names import salt_of
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - of `return_tokens_as_token_ids`
 _SEED_MASK = (1 << 63) - 1
 _GREEDY_BELOW = 1e-5
-"""vLLM draws at 0.01 for every temperature below 0.01 except 0; from this value on, greedy is
-nearer."""
+"""vLLM draws at 0.01 for every temperature below 0.01 except 0. Below this value, greedy is nearer,
+so 0 is sent."""
 
 
 class DialectError(ValueError):
@@ -67,8 +67,9 @@ _encode = msgspec.json.encode
 
 
 def most_new_tokens(work: AttemptSpec, context: int) -> int:
-    """Returns the remaining length of the answer, as far as a server with this context can compute
-    it. If the server cannot compute all of it, the answer continues on another one."""
+    """Returns the remaining length of the answer in tokens, at least 1, as far as a server with
+    this context can compute it. If the server cannot compute all of it, the answer continues on
+    another one."""
     left = work.sampling.max_tokens - (len(work.token_ids) - work.num_prompt_tokens)
     return max(min(left, context - len(work.token_ids)), 1)
 
@@ -175,8 +176,9 @@ def _begins_bad_word(generated: Sequence[int], sampling: SamplingParams) -> bool
 def structured_outputs(grammar: str) -> dict[str, Any]:
     """Converts a grammar of llguidance (see `api.structured_output`) to vLLM's field.
 
-    Converts a grammar for vLLM; a Lark grammar stays unchanged. Grammars that llguidance wraps are
-    unwrapped. vLLM itself lets a model reason first, if it was started with a reasoning parser.
+    A Lark grammar stays unchanged; a JSON schema or a regular expression is taken out of
+    llguidance's form. vLLM itself lets a model reason first, if it was started with a reasoning
+    parser.
     """
     if not grammar.startswith("{"):
         return {"grammar": grammar}
@@ -245,7 +247,8 @@ def _prompt(work: AttemptSpec, choice: _Choice) -> tuple[TokenLogprobs, ...] | N
 def _of_prompt_token(
     token_id: int, listed: Mapping[str, _PromptLogprob], most: int
 ) -> TokenLogprobs:
-    """vLLM also lists the prompt's own token, whatever its rank."""
+    """Returns the log-probabilities of one token of the prompt, with at most `most` likely tokens.
+    vLLM also lists the prompt's own token, whatever its rank."""
     own = listed.get(str(token_id))
     if own is None:
         raise DialectError("its log-probabilities do not match the prompt")
@@ -265,8 +268,8 @@ def _least(logprob: float | None) -> float:
 def _top(
     top: Mapping[str, float] | None, most: int, listed: Sequence[int] = ()
 ) -> tuple[tuple[int, float], ...]:
-    """Returns the `most` likely tokens first, or the `listed` ones. vLLM may also list the drawn
-    one."""
+    """Returns the `most` likeliest tokens, the likeliest first, or only the `listed` tokens, in
+    their order. vLLM may also list the drawn token."""
     found: dict[int, float] = {}
     for name, logprob in (top or {}).items():
         number = name.removeprefix(_TOKEN_PREFIX)

@@ -57,7 +57,7 @@ _LOOSE = msgspec.msgpack.Decoder(list[Any])
 
 
 def no_pyzmq() -> str:
-    """The error where the package of vLLM's events is absent."""
+    """Returns the text of the error if pyzmq, which reads the events, is not installed."""
     return (
         f"vLLM's KV events need pyzmq, which is not installed: {install_command('vllm')}; or leave"
         " the tcp:// address out, and moonpool estimates the cached blocks"
@@ -159,7 +159,8 @@ class EventReader:
         reset when events come, and when that endpoint does not respond."""
         self.connection: Connection = "none"
         self.num_published = self.num_replayed = 0
-        """Number of batches that were published, and number of batches that were requested."""
+        """Number of batches that came from the publisher, and that came from the replay endpoint,
+        since `run` began."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # sequence number of the next batch
         self._is_replayed = False  # whether the replay endpoint responds
@@ -173,7 +174,8 @@ class EventReader:
         return self.connection == "open"
 
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
-        """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError."""
+        """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError and
+        EventsError."""
         self._post, self._next = post, None
         self.connection, self.num_published, self.num_replayed = "none", 0, 0
         socket = self._socket(self._zmq.SUB)

@@ -130,7 +130,8 @@ def _with_cache(offer: ModelOffer, metrics: str, rank: int | None) -> VllmFacts:
 
 
 def engine_of(metrics: str, rank: int) -> str | None:
-    """The name in `/metrics` of the server's rank, which counts from 0 at each address."""
+    """Returns the name in `/metrics` of the server's rank, which counts from 0 at each address, or
+    None if the server has no such rank."""
     engines = engines_in(metrics)
     return engines[rank] if rank < len(engines) else None
 

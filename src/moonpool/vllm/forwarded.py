@@ -17,7 +17,8 @@ from moonpool.vllm.client import VllmClient
 from moonpool.vllm.dialect import DialectError
 
 OWN_FIELDS = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params")
-"""Fields that the head sets itself, or that would let clients reach other servers and requests."""
+"""Fields that are removed from a client's body: moonpool decides them, or they would let clients
+reach other servers and requests."""
 
 
 class _Usage(msgspec.Struct):
@@ -43,8 +44,9 @@ def forwarded_body(
     has_pool: bool = False,
 ) -> bytes:
     """Returns the client's body with the server's name of the model and the tenant's cache salt.
-    `takes_salt`: whether the server knows the field of the salt. `more`: further fields that the
-    server alone knows. Raises DialectError."""
+    `takes_salt`: whether the server knows the field of the salt. `more`: fields that only this make
+    of server has; they replace the client's. `has_pool`: as in `SubmitRequest`. Raises
+    DialectError."""
     assert attempt.call is not None
     if len(attempt.token_ids) > attempt.num_prompt_tokens:
         raise DialectError("the answer cannot go on elsewhere; send the request again")
@@ -75,8 +77,9 @@ async def forwarded_outputs(
 
 
 def read_part(attempt: AttemptSpec, part: bytes) -> EngineOutput:
-    """Returns a part of the response as an output. Each part of a stream has an event; a whole
-    response counts the tokens that it states."""
+    """Returns a part of the response as an output, in the payload of its first token. A part of a
+    stream is one event and counts as one token; a whole response counts the tokens that its usage
+    states."""
     num_tokens = 1
     kind, _, whole = part.partition(b"\n")
     if kind.startswith(b"application/json"):

@@ -431,8 +431,7 @@ class VllmInstance:
         self._leave_queue(request.attempt.attempt_id)
 
     def _leave_queue(self, attempt_id: AttemptId) -> None:
-        """Removes a prompt from the queue. Removes a prompt from the queue; if it was the first
-        one, the next one begins."""
+        """Removes a prompt from the queue. If it was the first one, the next one begins."""
         was_first = next(iter(self._queue), None) == attempt_id
         self._queue.pop(attempt_id, None)
         if was_first and self._queue:

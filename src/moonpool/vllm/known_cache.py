@@ -95,8 +95,8 @@ class KnownCache:
         self._judge(now)
 
     def note_computed(self, keys: Sequence[BlockKey], now: float, is_named: bool) -> None:
-        """A prompt with these full blocks was computed or found. `is_named`: whether events will
-        name the blocks."""
+        """Notes that a prompt with these full blocks was computed or found. `is_named`: whether
+        events will name the blocks."""
         self._assumed.use(keys)
         if is_named and keys and self._reported is not None and self._caches:
             if len(self._due) < MAX_DUE:

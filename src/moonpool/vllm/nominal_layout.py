@@ -32,7 +32,8 @@ def layout_of(model: str, facts: VllmFacts) -> BlockLayout:
 
 
 def with_pool(cost: FittedCost, layout: BlockLayout, rates: tuple[int, float]) -> FittedCost:
-    """Adds the times of fetches and loads. The rates are given in bytes of the nominal layout."""
+    """Adds the times of fetches and loads. `rates`: bytes of a block of the pool, and bytes/s of
+    reads from its SSD (0 without an SSD). The result's rates are in bytes of the nominal layout."""
     block_bytes, ssd_bytes_per_s = rates
     share = layout.block_bytes / block_bytes
     return msgspec.structs.replace(

@@ -35,7 +35,7 @@ class OfferWatch:
         self._due = asyncio.Event()
 
     def look(self) -> None:
-        """Asks the server at once, because it lacks an adapter that it had."""
+        """Asks the server soon (after LEAST_S), because it lacks an adapter that it had."""
         self._due.set()
 
     async def run(self, every_s: float) -> None:

@@ -189,7 +189,8 @@ class PoolWatch:
         self.tell()
 
     def tell(self) -> None:
-        """Tells the state machine about the pool, if there is one: as soon as both are there."""
+        """Tells the state machine about the pool, if there is one. Called when the pool is found,
+        and when the state machine is made."""
         group = self._group
         if group is None:
             return
@@ -201,7 +202,8 @@ class PoolWatch:
     # Methods that requests wait for
 
     async def perform(self, wait: AwaitPool) -> None:
-        """Ends with `PoolReady`."""
+        """Waits for the blocks of `wait`, and posts `PoolReady` in any case: with 0 blocks if there
+        is no pool, or none came in time."""
         num_blocks = 0
         with contextlib.suppress(TimeoutError, asyncio.CancelledError):
             num_blocks = await self._wait(wait)

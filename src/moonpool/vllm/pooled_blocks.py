@@ -90,7 +90,7 @@ class PooledBlocks:
         )
 
     def snapshot(self, cached: Iterable[BlockKey], next_sequence: int) -> BlocksSnapshot:
-        """Returns all; `cached` are vLLM's own."""
+        """Returns all blocks, those of the pool and those in vLLM's own cache (`cached`)."""
         self._changed.clear()
         self._told = dict(self._tiers) | dict.fromkeys(cached, _DRAM)
         dram = tuple(key for key, tier in self._told.items() if tier == _DRAM)

@@ -30,7 +30,7 @@ VERSION = 1
 MAX_NOTE_BYTES = 8 << 20
 MAX_FILES = 4096
 STRAY_S = 600.0
-"""after this time, a file without a note is no longer being written"""
+"""A file without a note that is older than this is not being written any more, and is deleted."""
 _PIECE_BYTES = 4 << 20
 _HEADER_BYTES = 4096
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -67,7 +67,7 @@ class SlotFolderError(Exception):
 
 class SlotFolder:
     """All methods block. `max_bytes` bounds the files of all processes that share the folder; 0
-    means half of the disk space that is free when the folder is opened."""
+    means half of the disk space that is free, or taken by such files, when the folder is opened."""
 
     def __init__(self, path: str, block_tokens: int, max_bytes: int = 0) -> None:
         """Raises SlotFolderError."""
@@ -94,7 +94,7 @@ class SlotFolder:
         return before != changed
 
     def file_name(self, name: str) -> str:
-        """Returns the file of that name, for the server."""
+        """Returns the file name under which the server saves the slot of this name."""
         return f"{PREFIX}{name}{DATA}"
 
     def _data(self, name: str) -> Path:
@@ -104,8 +104,8 @@ class SlotFolder:
         return self.path / f"{PREFIX}{name}{NOTE}"
 
     def scan(self, identities: frozenset[bytes]) -> list[Held]:
-        """The files of these models, the least recently used first. Deletes what belongs to no
-        note."""
+        """The files of these models, the least recently used first. Deletes files that have had no
+        valid note for STRAY_S."""
         found = []
         now_s = time.time()
         for used_s, name, _ in sorted(self._all()):
@@ -154,7 +154,8 @@ class SlotFolder:
                 path.unlink()
 
     def bound(self) -> tuple[str, ...]:
-        """Deletes the least recently used files until the others fit. Returns their names."""
+        """Deletes the least recently used files until the others fit `max_bytes` and MAX_FILES.
+        Returns the names of the deleted files."""
         files = sorted(self._all())
         total = sum(size for _, _, size in files)
         gone: list[str] = []
@@ -167,7 +168,7 @@ class SlotFolder:
         return tuple(gone)
 
     def _all(self) -> Iterator[tuple[float, str, int]]:
-        """When each file was last used, its name, and its size with its note's."""
+        """Yields when each file was last used, its name, and its size with its note's."""
         found: dict[str, tuple[float, int]] = {}
         try:
             with os.scandir(self.path) as entries:

@@ -69,7 +69,8 @@ def name_of(identity: bytes, root: BlockKey, token_ids: Sequence[int]) -> str:
 
 class SlotPlan(NamedTuple):
     """Save what the slot holds, restore a file into it, and let it compute. `reuses`: whether it
-    may use the slot's content, of which the prompt should have `expected_tokens`."""
+    may use the slot's content. `expected_tokens`: how many of the prompt's tokens should be in the
+    slot."""
 
     slot: int
     reuses: bool
@@ -130,7 +131,7 @@ class SlotTable:
         return SlotPlan(number, reuses, save, restore, expected_tokens)
 
     def end(self, number: int, held: Held | None) -> None:
-        """`held`: the content of the slot now."""
+        """Makes a slot free. `held`: its content now, or None if that is unknown."""
         slot = self._slots[number]
         slot.is_busy = False
         slot.used = self._next_use()
@@ -201,7 +202,7 @@ class SlotTable:
     def _is_within(file: Held, other: Held) -> bool:
         return len(file.keys) < len(other.keys) and other.keys[: len(file.keys)] == file.keys
 
-    # As `KnownCache`
+    # Methods that `KnownCache` has, too
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -231,8 +232,10 @@ class SlotTable:
     # The choice
 
     def _choose(self, free: Iterable[int], prompt: Prompt) -> tuple[int, Held | None]:
-        """Returns a slot that the prompt continues, else a file, else the slot of which most can be
-        reused, else the slot that is least likely to be needed."""
+        """Returns the slot for a prompt, and the file to restore into it, or None. A file is chosen
+        if it has at least LEAST_SAVED_TOKENS more of the prompt than any free slot. Otherwise the
+        slot with most of the prompt is chosen if at least half of its content is reused, else the
+        slot that is least likely to be needed."""
         by_common = sorted(
             free, key=lambda n: (self._common(self._slots[n].held, prompt), self._slots[n].used)
         )

@@ -104,7 +104,7 @@ class FoundServer:
     is_measured: bool = False  # whether `cost` was measured; otherwise it is assumed
     layout: BlockLayout | None = None
     instance: VllmInstance | None = None  # the first `Setup` sets it
-    slots: ServedSlots | None = None  # likewise
+    slots: ServedSlots | None = None  # set by the first `Setup`, too
 
 
 class VllmWorker(InstanceProcess):
@@ -191,7 +191,8 @@ class VllmWorker(InstanceProcess):
         found = FoundServer(dialect, facts, secrets.randbits(62))
         before = self._engine
         if before is not None and replace(before.facts, num_ranks=facts.num_ranks) == facts:
-            # Measured again it would be too slow: requests rush to it.
+            # Measured again, it would seem too slow, because requests rush to a server that is
+            # back.
             found.cost, found.is_measured = before.cost, before.is_measured
         return found
 
@@ -261,7 +262,7 @@ class VllmWorker(InstanceProcess):
             self._perform(self._engine.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
-        async with self._join_lock:  # the head may be lost and found again during measuring
+        async with self._join_lock:  # the head may be lost and found again meanwhile
             engine = self._engine
             if engine is None or self._link.stopping:
                 return
@@ -276,7 +277,8 @@ class VllmWorker(InstanceProcess):
             self._join_over(channel, Joined(info=self._info(engine)))
 
     async def _prepare(self, setup: Setup, engine: FoundServer) -> str:
-        """Measures the server and makes the state machine. Returns "", or why it failed."""
+        """Asks the server for one short answer, makes the state machine and begins to measure.
+        Returns "", or why it failed."""
         url, facts = self._place.url, engine.facts
         if setup.engine.kind != "vllm":
             return "the head serves with Moonpool's own engine; start it with --engine vllm"

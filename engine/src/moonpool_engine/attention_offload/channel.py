@@ -48,9 +48,8 @@ class AttentionChannelError(Exception):
 
 
 class AttentionChannel(Protocol):
-    """`AttentionChannel` is one end of a channel. Every method but `close` raises
-    AttentionChannelError: if the peer fails, and after `timeout_s` seconds without progress (None:
-    waits forever)."""
+    """One end of a channel. Every method but `close` raises AttentionChannelError: if the peer
+    fails, and after `timeout_s` seconds without progress (None: waits forever)."""
 
     transport: str
     timeout_s: float | None

@@ -178,8 +178,8 @@ class AttentionClient:
     def listen(
         self, on_event: Callable[[AttentionEvent], None], on_lost: Callable[[str], None]
     ) -> None:
-        """Starts a thread that receives events. Reads events until the connection ends, which calls
-        `on_lost`."""
+        """Starts a thread that passes events to `on_event` until the connection ends, and then
+        calls `on_lost` with the reason."""
 
         def run() -> None:
             why = "its messages are malformed"
@@ -223,8 +223,8 @@ class LocalAttentionWorker:
         self._on_event = on_event
 
     def post(self, event: MessengerEvent) -> None:
-        """Forwards an event of its messenger. Passes an event on; none comes before `listen`,
-        because no command was sent before."""
+        """Passes on an event of its messenger; none comes before `listen`, because no command was
+        sent before."""
         if isinstance(event, FetchEnded | ReadRequested | ReadEnded | ReceiveEnded | SendEnded):
             self._on_event(event)
 

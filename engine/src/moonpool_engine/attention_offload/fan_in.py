@@ -1,6 +1,6 @@
 """Joins the parts of one operation on blocks that several attention workers perform.
 
-Collects the parts' results into one. Bookkeeping only; the caller guards it with a lock.
+Bookkeeping only; the caller guards it with a lock.
 """
 
 from __future__ import annotations

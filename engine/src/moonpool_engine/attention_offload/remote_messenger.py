@@ -493,8 +493,8 @@ class RemoteAttentionMessenger:
         return connect(address, me.instance_id, me.secret, options, me.use_shared_memory, me.tls)
 
     def _options_of(self, worker: int) -> AttachOptions:
-        """The worker's options. Returns a worker's options; if blocks are divided by head, its
-        memory holds more blocks, each with fewer heads."""
+        """Returns a worker's options. If blocks are divided by head, its memory holds more blocks,
+        each with fewer heads."""
         if not self._head_ranges:
             return self._options
         options, heads = self._options, self._head_ranges[worker]

@@ -129,7 +129,7 @@ class Attach(Struct, frozen=True, tag=True):
 
 
 class Attached(Struct, frozen=True, tag=True):
-    """`cached`: full blocks that an earlier owner left, the least recently used first."""
+    """`cached`: full blocks that an earlier owner left, in the order in which it named them."""
 
     address: PeerAddress
     num_blocks: int

@@ -153,8 +153,7 @@ class AttentionWorkerState:
         return {} if messenger is None else dict(messenger.counts().received_bytes)
 
     def perform(self, command: AttentionCommand) -> None:
-        """Performs a command. Performs actions; must be called in the order in which the owner sent
-        them."""
+        """Performs a command. Must be called in the order in which the owner sent the commands."""
         messenger = self._messenger
         if messenger is None:
             return

@@ -71,8 +71,8 @@ class LoadedModel:
         return {adapter.fingerprint: number for number, adapter in enumerate(self.adapters, 1)}
 
     def release(self) -> None:
-        """Gives back the memory of weights that were read from a mapped file. Releases the pages of
-        the weights, which can be read again."""
+        """Gives back the memory of weights that were read from a mapped file, which can be read
+        again."""
         if isinstance(self.weights, GgufWeights):
             self.weights.release()
 

@@ -11,13 +11,13 @@ attention head:
   1..7 then hold the codes of the seven previous tokens. The score is a sum of cosines in the fast
   RoPE pairs, largest at that distance.
 * The **search** layer attends to the position whose *predecessors* equal the latest tokens (near
-predecessors weigh more) and copies those predecessors to slots 8..14. Content lies in the slow RoPE
-  pairs, which hardly rotate over the whole context. Between equal contexts, a slight preference for
-  the recent one falls with the logarithm of the distance (all middle pairs, in phase).
+  predecessors weigh more) and copies those predecessors to slots 8..14. Content lies in the slow
+  RoPE pairs, which hardly rotate over the whole context. Between equal contexts, a slight
+  preference for the recent one falls with the logarithm of the distance (all middle pairs, in
+  phase).
 * The **answer** layer uses only the result of the search layer. This layer attends to the position
   with those predecessors and copies the token there to slot 16. If both layers searched
-  independently,
-  one could hide damage to the other's blocks.
+  independently, one could hide damage to the other's blocks.
 
 The codes are the 256 words of the Nordstrom-Robinson code (any two overlap at most 1/4) and three
 more for the special tokens. Every RMSNorm sees a known number of unit slots, which its weights

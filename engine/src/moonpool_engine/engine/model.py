@@ -208,7 +208,7 @@ class DecoderModel:
         return self._layers[layer].mlp(normed)
 
     def add_mlp(self, layer: int, added: Tensor, residual: Tensor) -> Tensor:
-        """Adds it to `residual` in place, returns the next layer's input."""
+        """Adds what `mlp` returned to `residual` in place; returns the next layer's input."""
         own = self._layers[layer]
         return self._add(added, own.after_mlp, residual, own.next_norm)
 

@@ -17,9 +17,9 @@ _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
 
 def stored_pooling(folder: Path) -> Pooling:
-    """The pooling of a checkpoint; "last" if it is not for sentence-transformers.
+    """Returns the pooling that a checkpoint states: "last" if it is not for sentence-transformers,
+    and "none" if this engine does not compute it.
 
-    Returns the pooling that a checkpoint states, or "none" if this engine does not compute it.
     Raises `ModelError` for damaged files.
     """
     modules = _modules(folder)

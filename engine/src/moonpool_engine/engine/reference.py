@@ -173,12 +173,12 @@ class SequenceAttention:
         missing = -k.shape[0] % KEY_TILE
         shape = (-1, KEY_TILE, heads.num_kv_heads, heads.head_dim)
         values = (*shape[:3], heads.value_dim)
-        # [tiles, kv_heads, head_dim, KEY_TILE] and [tiles, kv_heads, KEY_TILE, head_dim]
+        # [tiles, kv_heads, head_dim, KEY_TILE] and [tiles, kv_heads, KEY_TILE, value_dim]
         self._k = F.pad(k, (0, 0, 0, 0, 0, missing)).view(shape).permute(0, 2, 3, 1).contiguous()
         self._v = F.pad(v, (0, 0, 0, 0, 0, missing)).view(values).permute(0, 2, 1, 3).contiguous()
 
     def rows(self, q: Tensor, first_position: int) -> Tensor:
-        """Computes q [T, num_heads, head_dim] -> the same shape. Row 0 stands at
+        """Attends: q [T, num_heads, head_dim] -> [T, num_heads, value_dim]. Row 0 stands at
         `first_position`."""
         tiles, positions = self._row_tiles(q), self._positions(q, first_position)
         state = self._walk(tiles, positions, 0)
@@ -283,7 +283,7 @@ def _soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 class ReferenceSplitOps(ReferenceOps):
-    """`ReferenceSplitOps` implements `SplitOps` in plain torch."""
+    """`SplitOps` in plain torch."""
 
     # the state of linear attention is not divided among processes
     without = frozenset({"linear attention"})

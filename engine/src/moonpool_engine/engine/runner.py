@@ -118,7 +118,8 @@ class Engine:
 
         `on_layer(i)` is called, in this thread, once layer i of the whole step is in its blocks,
         and with `host_sync` also in the arena. `before_attend(i)` is called before layer i of the
-        blocks is read. Raises `StepError`.
+        blocks is read. Raises `StepError` for a step that cannot run, `NonFiniteLogitsError` or
+        `ArithmeticError` for results that are no numbers, and what `ops` raise.
         """
         began_s = time.perf_counter()
         drawing = [i for i, e in enumerate(entries) if e.draw is not None and e.pooling == "none"]

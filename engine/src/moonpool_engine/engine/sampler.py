@@ -250,7 +250,7 @@ def _within(token_ids: Sequence[int] | Ids, row: Row) -> Ids:
 def _scaled(row: Row, temperature: float) -> Row:
     """The row over the temperature, less its greatest number: 0 and below.
 
-    The difference comes first, because a quotient by a temperature near 0 has no number. A
+    The difference comes first, because a quotient by a temperature near 0 may be infinite. A
     difference that becomes -inf is correct: such a token is never drawn.
     """
     with np.errstate(over="ignore"):

@@ -13,8 +13,7 @@ STATE_HEAD = 16  # floats before a state, the first of which is the number of it
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """`RopeSpec` has the rotary embedding and its scaling. Fields that `kind` does not use keep
-    their defaults."""
+    """The rotary embedding and its scaling. Fields that `kind` does not use keep their defaults."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -212,8 +211,8 @@ class ModelSpec:
         return computed
 
     def extras(self) -> tuple[str, ...]:
-        """Returns the features of this model that Llama lacks, if some operations cannot compute
-        them."""
+        """Returns the features of this model that not all operations compute (see
+        `Ops.without`)."""
         found = {
             "sliding windows": any(self.windows),
             "caps on scores": self.score_cap > 0,

@@ -58,7 +58,7 @@ class PooledModels:
         group.used = self._num_uses
 
     async def attach(self, message: AttachRank) -> tuple[PooledModel, SpaceHost]:
-        """Raises SpaceError."""
+        """Attaches a rank of a server. Returns its model, and the open space. Raises SpaceError."""
         async with self._opening:
             group = self.by_key.get(message.group) or await self._make_group(message)
             group.num_attaching += 1

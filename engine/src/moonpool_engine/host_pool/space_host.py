@@ -101,7 +101,7 @@ class SpaceHost:
 
     def perform(self) -> tuple[list[BlocksFound | BlocksFetched], BlocksChanged | None]:
         """Performs what the space requests. Returns what its clients wait for, and what has
-        changed. Performs actions; must be called after each change, before a client hears of it."""
+        changed. Must be called after each change, before a client hears of it."""
         actions, changes = self.space.take()
         # A record ends before anything can overwrite its block.
         self._ledger.note(self.space.pool.take_rekeyed(), at_once=True)

@@ -45,7 +45,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class _Group:
-    """The pages of one size. Several threads use `_Group`."""
+    """The pages of one size. Thread-safe."""
 
     def __init__(self, path: Path, group: bytes, model: str, sizes: tuple[int, ...]) -> None:
         """Raises ValueError for pieces that no copy can move."""
@@ -88,8 +88,9 @@ class _Group:
     def find(
         self, keys: Sequence[bytes], memory: SpaceMemory | None = None
     ) -> tuple[str, Found | None]:
-        """Holds the leading blocks; end the hold with `release`. `memory`: whether their places in
-        the memory are wanted."""
+        """Holds the leading blocks of `keys`. Returns the name of the hold, which `release` ends,
+        and what was found, or None without an answer in time. `memory`: the memory in which the
+        places are wanted, or None."""
         name = self._new()
         places = memory is not None
         message = Find(owner=name, group=self.group, keys=tuple(keys), places=places)
@@ -100,7 +101,8 @@ class _Group:
         self.link.send(Release(owner=name, group=self.group))
 
     def reserve(self, keys: Sequence[bytes], memory: SpaceMemory) -> tuple[int, Ids | None]:
-        """Returns the number of the reservation and the place of each key in `memory`. Raises
+        """Returns the number of the reservation, and the place of each key in `memory` (negative:
+        not to be stored) or None without an answer in time. `commit` ends the reservation. Raises
         ValueError if the pool names others than there are."""
         name = self._new()
         asked = Reserve(number=int(name), keys=tuple(keys))

@@ -75,10 +75,10 @@ class BlockLedger:
     def note(
         self, changes: Iterable[tuple[BlockId, BlockKey | None]], at_once: bool = False
     ) -> None:
-        """Notes the blocks whose keys have changed, with their present keys. Call it before
-        anything can overwrite a block that has lost its key. Notes the new keys of blocks, and
-        returns at once. `at_once`: whether records of blocks with known checksums are written
-        before it returns."""
+        """Notes the blocks whose keys have changed, with their present keys. Must be called before
+        anything can overwrite a block that has lost its key. Another thread hashes the blocks and
+        writes their records; with `at_once`, they are written before the return, which is quick for
+        blocks whose checksums are known."""
         named: list[Task] = []
         with self._lock:
             for block_id, key in changes:

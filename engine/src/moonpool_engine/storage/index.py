@@ -83,8 +83,7 @@ class SlotIndex:
                     self._note(USED, slot, self._held[slot][0])
 
     def void(self, slots: Iterable[int]) -> int:
-        """Records that the slots are empty. Voids records; returns how many of them held a
-        block."""
+        """Records that the slots are empty. Returns how many of them held a block."""
         num_held = 0
         with self._lock:
             for slot in slots:

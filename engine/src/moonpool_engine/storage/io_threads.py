@@ -90,7 +90,7 @@ class ReadsFirst:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """A read has ended."""
+        """Notes that a read has ended."""
         with self._changed:
             self._num_reads -= 1
             if not self._num_reads:

@@ -64,7 +64,7 @@ class JobOutcome:
 
 
 class JobListener(Protocol):
-    """Gets the progress of a job until its end. The callbacks of a job, which must not block."""
+    """Gets the progress of a job until its end. Its methods must not block."""
 
     def parts_done(self, num_parts: int, seconds: float) -> None:
         """Called when the first `num_parts` parts of all blocks are verified; 0 means that the
@@ -72,7 +72,7 @@ class JobListener(Protocol):
         ...
 
     def broken(self) -> None:
-        """Some blocks cannot be read."""
+        """Called when some blocks cannot be read, maybe several times."""
         ...
 
 

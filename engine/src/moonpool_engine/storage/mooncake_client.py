@@ -152,7 +152,7 @@ class MooncakeClient:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _launch(self) -> str:
-        """Starts the process. Starts the process; returns why it failed, or "" on success."""
+        """Starts the process. Returns why it failed, or "" on success."""
         pairs = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for _ in range(self._num_channels)

@@ -50,9 +50,8 @@ class MooncakeReady(Struct, frozen=True):
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `StoreRequest` is one call of the Mooncake client. `offsets` and `sizes` are in bytes of
-    the staging memory. The reply is one code per name: for exist 1 if the object exists, for get
-    the bytes read, else
+    """One call of the Mooncake client. `offsets` and `sizes` are in bytes of the staging memory.
+    The reply is one code per name: for exist 1 if the object exists, for get the bytes read, else
     0. A negative code is an error."""
 
     what: Literal["exist", "put", "get", "remove"]

@@ -182,7 +182,7 @@ class ArenaError(Exception):
 
 
 class Arena:
-    """An `Arena` is writable blocks of this process. Slice (block, layer) starts at `block *
+    """The blocks of this process, which it may write. Slice (block, layer) starts at `block *
     layout.block_bytes + layer * layout.slice_bytes`.
 
     If other processes of the instance write the arena too, create it with `sealed` false and seal

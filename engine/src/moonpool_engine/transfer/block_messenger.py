@@ -46,7 +46,8 @@ class BlockMessenger(Protocol):
     def forget_checksums(
         self, block_ids: Sequence[BlockId], first_token: int, end_token: int
     ) -> None:
-        """Called before a step writes these tokens of a sequence."""
+        """Called before a step writes tokens `first_token` to `end_token` - 1 of the sequence whose
+        block table is `block_ids`."""
         ...
 
     def counts(self) -> TransferCounts: ...

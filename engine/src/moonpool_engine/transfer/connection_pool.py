@@ -266,8 +266,8 @@ class ConnectionPool:
         self._closing = False
 
     def run(self, peer: PeerAddress, operation: Operation, opening: Message) -> None:
-        """Runs the operation on an idle connection to the peer, or a new one. Queues an operation,
-        and returns at once. The operation's connector shows whether `opening` has been sent."""
+        """Runs the operation in the thread of an idle connection to the peer, or of a new one, and
+        returns at once. The operation's connector shows whether `opening` has been sent."""
         with self._lock:
             idle = self._idle.get(peer)
             pooled = idle.pop() if idle else PooledConnection(peer)

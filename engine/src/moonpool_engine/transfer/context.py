@@ -29,7 +29,7 @@ SliceRef = tuple[int, BlockId, int]
 
 @dataclass(frozen=True, slots=True)
 class TransferContext:
-    """`TransferContext` is immutable but for the counters."""
+    """Immutable, except for the counters."""
 
     instance_id: InstanceId
     arena: Arena

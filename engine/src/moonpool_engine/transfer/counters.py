@@ -20,7 +20,7 @@ class TransferCounts(Struct, frozen=True):
 
 
 class Counters:
-    """`Counters` are running totals, and are never reset. Thread-safe."""
+    """Running totals, which are never reset. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

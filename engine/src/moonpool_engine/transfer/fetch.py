@@ -106,7 +106,7 @@ class Fetch:
         self._part_results: dict[int, FetchEnded] = {}
 
     def start(self) -> None:
-        """Starts one transfer per part. Starts the transfers, and returns at once."""
+        """Starts one transfer per part, and returns at once."""
         for (transfer,) in list(self._transfers):
             self._run(transfer, self._source)
 

@@ -255,7 +255,7 @@ class Messenger:
             stream.send(slices)
 
     def finish_stream(self, stream_id: str) -> None:
-        """No more slices: SendEnded follows when the receiver has verified all."""
+        """Notes that no more slices follow. SendEnded comes when the receiver has verified all."""
         stream = self._sends.get(stream_id)
         if stream is not None:
             stream.finish()

@@ -127,8 +127,8 @@ class SendStream:
             share.start(address)
 
     def _make_shares(self, num_shares: int) -> tuple[SendStream, ...]:
-        """Returns one stream of the same slices per peer. Makes a share for each peer; this stream
-        ends when all shares have ended. Returns none if the stream has ended in the meantime."""
+        """Makes one stream of the same slices per peer, a share; this stream ends when all shares
+        have ended. Returns none if this stream has ended in the meantime."""
 
         def end(event: SendEnded) -> None:
             with self._lock:

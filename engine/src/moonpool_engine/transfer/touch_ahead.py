@@ -50,7 +50,7 @@ class TouchAhead:
         self._thread: threading.Thread | None = None
 
     def reach(self, num_bytes: int) -> None:
-        """The bytes up to `num_bytes` are in use, or soon will be. This call never waits for
+        """Notes that the bytes up to `num_bytes` are in use, or soon will be. Never waits for
         pages."""
         if num_bytes <= self._reached:
             return

@@ -42,7 +42,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=100_000)]
 SliceOffer = tuple[int, int, int, int]
 """One slice: index and layer, which give its place at the receiver; its block id at the sender; its
 xxh3_64. In a stream within a host the checksum is 0 if the sender does not know it (see
-`checksums`)."""
+`arena.DeferredChecksums`)."""
 OFFER = struct.Struct("<qqqQ")
 
 

@@ -3,7 +3,7 @@
 Bytes of a block are moved verbatim, so what they mean (K or V, which head, which token) does not
 matter here. `layout_probe` proves that the bytes named here are those of the block.
 
-This module imports neither torch nor vLLM. This module only reads their objects.
+This module imports neither torch nor vLLM, and only reads their objects.
 """
 
 from __future__ import annotations
@@ -347,7 +347,8 @@ def _disjoint(axes: Sequence[tuple[int, int]], run: int) -> bool:
 def _refuse_unknown_layers(
     kv_caches: Mapping[str, torch.Tensor], forms: Sequence[_LayerForm]
 ) -> None:
-    """A layer that is in no group uses another's blocks (then it has its tensor), or is unknown."""
+    """Raises LayoutRefused for an unknown layer: one that is in no group, and does not use the
+    blocks (and so the tensor) of another layer."""
     known = {form.name for form in forms}
     pointers = {kv_caches[name].data_ptr() for name in known}
     for name, tensor in kv_caches.items():

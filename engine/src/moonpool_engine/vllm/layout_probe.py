@@ -112,7 +112,8 @@ class _Probe:
         return control
 
     def _measure_noise(self, control: Outcome) -> None:
-        """Returns by how much two steps over the same blocks differ."""
+        """Measures by how much two steps over the same blocks differ, and sets the tolerance from
+        it."""
         noise = difference(control, self._tails_over([p.computed for p in self._prompts]))
         if noise > (0.0 if self._layout.device_type == "cpu" else MOST_NOISE):
             self.wrong.append(
@@ -191,7 +192,8 @@ class _Probe:
         return None
 
     def _tails_over(self, places: Sequence[Places]) -> Outcome:
-        """Returns a plan with only the tails, as if the prefixes had been found in these blocks."""
+        """Computes only the tails, as if the prefixes had been found in these blocks, and returns
+        the outcome."""
         pairs = zip(self._prompts, places, strict=True)
         return self._tails([self._request(p, blocks, p.prefix_tokens) for p, blocks in pairs])
 

@@ -122,8 +122,8 @@ class SchedulerSide:
         self._searches: dict[str, _Search] = {}
 
     def begin(self, ready: list[RankReady], block_pool: Any = None) -> None:
-        """Begins to use the pool, if all workers do. `block_pool`: vLLM's block pool, given if some
-        layers have a window."""
+        """Begins to use the pool, if all workers can. `block_pool`: vLLM's block pool, given if
+        some layers have a window."""
         refusals = [one.refusal for one in ready if one.refusal]
         groups = {(one.group, one.windows) for one in ready}
         if refusals or len(groups) != 1 or len(ready) != ready[0].num_ranks:
@@ -384,8 +384,8 @@ class SchedulerSide:
                 self._drop_hold(number)
 
     def _is_ended(self, name: str, count: int) -> bool:
-        """Whether all ranks have ended a transfer. Whether all ranks have reported, which they may
-        do in different steps."""
+        """Whether all ranks have reported the end of a transfer, which they may do in different
+        steps."""
         self._ends[name] = self._ends.get(name, 0) + count
         if self._ends[name] < self._num_ranks:
             return False

@@ -123,8 +123,9 @@ class SpaceClient:
 
     def reserve(self, keys: tuple[bytes, ...], first: int) -> Reservation | None:
         """Asks for places, the first key's at index `first` of its prompt. Waits `RESERVE_S` at
-        most, and reads no block of vLLM. Returns None without a pool. A call of `fill` or `abandon`
-        ends the reservation."""
+        most, and reads no block of vLLM. Returns None without a pool, or if the pool does not
+        answer in that time. Raises ValueError if its answer is invalid. A call of `fill` or
+        `abandon` ends the reservation."""
         memory = self._link.memory
         if memory is None or not self.takes_stores:
             return None

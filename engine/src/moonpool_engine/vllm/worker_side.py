@@ -6,7 +6,7 @@ request whose block differs is computed as if nothing had been found.
 
 Stores copy in another thread, with the lowest priority. Blocks that do not fit into its queue are
 not stored. A preempted request's blocks are overwritten at once, so what copies them ends before;
-that thread's talk with the pool is waited for by nobody.
+nobody waits for that thread's messages with the pool.
 """
 
 from __future__ import annotations

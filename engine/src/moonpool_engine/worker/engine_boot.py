@@ -130,8 +130,8 @@ def build_engine(setup: Setup, place: InstancePlace, on_lost: Callable[[str], No
 def measure_cost(built: BuiltEngine, num_stages: int) -> FittedCost:
     """Measures the engine's step times and prepares its grammars. Raises BootError.
 
-    With attention workers, uses requests at each worker in turn. Does not measure again if blocks
-    were kept from an earlier start, because measuring would overwrite these.
+    With attention workers, uses requests at each worker in turn. If blocks were kept from an
+    earlier start, measures only if no times are stored, because measuring overwrites these blocks.
     """
     engine, threads, parts = built.engine, built.threads, built.parts
     log.info("measuring step times, or waiting for another instance's measurement")

@@ -222,8 +222,7 @@ class Worker(InstanceProcess):
                 return
 
     async def _end_stopped_parts(self) -> None:
-        """Kills stages and ranks that a signal has stopped. Ends parts of the engine that were
-        stopped, and the instance with them."""
+        """Kills stages and ranks that a signal has stopped, with which the instance ends."""
         # most instances have no further processes
         while self._booted is None or self._booted.part_pids:
             in_step = self._watch is not None and self._watch.is_waiting
@@ -291,7 +290,7 @@ class Worker(InstanceProcess):
             self._link.stop("it leaves")
 
     def _drive(self, booted: BootedInstance) -> InstanceDriver:
-        """Says what performs each action."""
+        """Returns the driver, which knows what performs each action."""
         num_layers, store = booted.built.arena.layout.num_layers, booted.tier.store
         moves = {**transfers_by(booted.messenger, num_layers, self._gates)}
         if store is not None:  # an instance without SSD blocks has no such actions

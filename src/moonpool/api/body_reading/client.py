@@ -92,8 +92,8 @@ class BodyClient:
         self._process = HelperProcess(MODULE, _ENVIRONMENT, self._on_end, helper)
 
     def begin(self) -> asyncio.Task[str]:
-        """Starts the process. Returns why the tokenizer or the chat template cannot be used, or ""
-        if both can."""
+        """Starts the process. The result of the returned task says why the tokenizer or the chat
+        template cannot be used, or is "" if both can."""
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start())
         return self._starting

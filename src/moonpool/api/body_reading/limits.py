@@ -36,7 +36,7 @@ AGAIN_S = 0.05
 
 
 class ReadStage(IntEnum):
-    """The work that a process is doing which reads bodies."""
+    """What a process that reads bodies is doing now."""
 
     OTHER = 0
     TEMPLATE = 1

@@ -3,8 +3,8 @@
 Each byte counts against a limit. A header has a limit on its size, on its number of lines, and on
 its time to arrive. A body that a handler reads has the limit of its route. Other bytes after a
 header (the lines between chunks, trailers) count like those of a header, and a body that no handler
-reads has a small limit and a time. A request that exceeds a limit is answered by 400, 408 or 431 if
-possible, and its connection ends.
+reads has a small limit and a time. A request that exceeds a limit is answered by 400, 408, 413, 431
+or 503 if possible, and its connection ends.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class LimitedProtocol(BoundedProtocol):
 
     def leave(self, give: Callable[[int], None]) -> float:
         """Gives the connection away if no call is under way on it. Returns how many seconds to wait
-        for the connection: 0 if it was given away, or if the data that it has received is in a
-        log."""
+        for the connection: 0 if it was given away or ends, or if its call is in a log; READ_S while
+        a request arrives; inf while an answer without a log is under way."""
         is_kept = self._kept is not None and self._kept.has_socket
         if is_kept or self._half_read or self.transport.is_closing():
             return 0.0

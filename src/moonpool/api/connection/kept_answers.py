@@ -57,7 +57,7 @@ class KeptAnswers:
         self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
         self.cut: OrderedDict[int, KeptStream] = OrderedDict()
         """Answers whose clients have lost their connections, by number, the oldest first."""
-        self._num_bytes: dict[int, int] = {}  # of those
+        self._num_bytes: dict[int, int] = {}  # bytes of the logs of those answers
         self._num_cut_bytes = 0
 
     def __iter__(self) -> Iterator[KeptStream]:
@@ -66,7 +66,8 @@ class KeptAnswers:
             yield kept
 
     def begin(self, kept: KeptStream, end: Callable[[], None]) -> None:
-        """`end`: ends the connection over which the answer is sent."""
+        """Notes that an answer is under way. `end`: ends the connection over which the answer is
+        sent."""
         if kept.opening.digest:
             self._running[kept.number] = (kept, end)
             self._follow(kept)
@@ -133,7 +134,8 @@ class KeptAnswers:
         loop.call_later(CUT_S, self.forget, kept.number)
 
     def _cut_sizes(self) -> Iterator[tuple[int, str, float]]:
-        """Yields the number, the tenant and the bytes of each answer that is held."""
+        """Yields the number and the tenant of each answer that is held, and its share of the room
+        for answers."""
         for number, kept in self.cut.items():
             share = 1 / MAX_CUT + self._num_bytes[number] / MAX_CUT_BYTES
             yield number, kept.opening.tenant, share

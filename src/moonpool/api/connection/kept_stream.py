@@ -84,6 +84,7 @@ class Opening(Struct, frozen=True):
     monotonic clock, which all processes share. `request` is empty if the connection cannot outlive
     its head. `digest`: the digest of path and body, which identifies the call if it is sent again;
     empty if the call cannot be continued. `num_returns`: how often the call has come again.
+    `num_ended`: how many heads calls like it had ended when it came.
     """
 
     request: bytes
@@ -99,7 +100,7 @@ class Opening(Struct, frozen=True):
 
 
 class Delivered(Struct, frozen=True, array_like=True, tag="d"):
-    """`Delivered` is one increment of the choice `index`."""
+    """One increment of the choice `index`."""
 
     index: int
     tokens: tuple[Token, ...]
@@ -188,7 +189,7 @@ class KeptStream:
     @classmethod
     def take_over(cls, call_log: CallLog, num_ended: int = 0, num_killed: int = 0) -> KeptStream:
         """Continues the log of an earlier head. `num_ended`, `num_killed`: as in `TakenOver`.
-        Raises ValueError if it is not whole."""
+        Raises ValueError if the log is empty or damaged."""
         kept = cls._read(call_log)
         kept.is_resumed = True
         kept.has_lost_bytes = any(isinstance(entry, ReadAhead) for entry in kept.entries)
@@ -252,7 +253,8 @@ class KeptStream:
         return found
 
     def refusal(self) -> RequestRefused | None:
-        """Returns why the call was refused, by an earlier head or by this one."""
+        """Returns why the call was refused, by an earlier head or by this one, or None if it was
+        not."""
         num_fruitless = 0
         for entry in self.entries:
             if isinstance(entry, LoggedRefusal):
@@ -406,7 +408,7 @@ def _acked(sock: socket.socket) -> int:
 
 
 def request_bytes(scope: Scope, body: bytes) -> bytes:
-    """Returns a request as a client would send it whose body has arrived."""
+    """Returns a request whose body has arrived as the bytes that a client would send."""
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
     version = scope["http_version"].encode()
     lines = [b"%b %b%b HTTP/%b" % (scope["method"].encode(), scope["raw_path"], query, version)]
@@ -496,7 +498,7 @@ class HalfRead:
         return self._log.number
 
     def note(self, data: bytes) -> None:
-        """Logs bytes. Logs a piece; must be called before the piece is parsed."""
+        """Logs a piece of the request. Must be called before the piece is parsed."""
         if data:
             self._log.append(data)
 

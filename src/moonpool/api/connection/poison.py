@@ -68,7 +68,8 @@ class Enders:
         self._counts: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
 
     def note(self, tenant: str, digest: bytes, count: int, since_s: float) -> None:
-        """If there are too many entries, the oldest is forgotten."""
+        """Sets how many processes such calls have ended, and the time of the last end. If there are
+        too many entries, the oldest is forgotten."""
         self._counts[tenant, digest] = count, since_s
         self._counts.move_to_end((tenant, digest))
         if len(self._counts) > MAX_REMEMBERED:

@@ -45,8 +45,8 @@ class Silence:
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
     ) -> None:
-        """A comment comes after one to two periods of silence; 0 means that none comes.
-        `next_comment` returns the comment, or an empty one if there is none yet."""
+        """A comment comes after one to two periods (`period_s`) of silence; 0 means that none
+        comes. `next_comment` returns the comment, or an empty one if there is none yet."""
         self._context = context
         self._period_s = period_s
         self._next_comment = next_comment

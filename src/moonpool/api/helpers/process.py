@@ -24,8 +24,8 @@ from moonpool.framing import FrameTooLongError
 
 LOOK_S = 0.1
 LATE_S, LATE_FACTOR = 10.0, 4.0
-"""A process that takes this time, and this many times its limit of CPU time, is stopped or
-stuck."""
+"""A process that takes longer than LATE_S plus LATE_FACTOR times its limit of CPU time is stopped
+or stuck."""
 
 
 class HelperEndedError(Exception):
@@ -213,8 +213,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
             self._timer = self._loop.call_later(limit_s + LOOK_S, self._look, limit_s)
 
     def _look(self, limit_s: float, since_s: float = 0.0, used_s: float | None = None) -> None:
-        """Ends a process that computes beyond its limit, or seems to hang. Before the first check,
-        it may have used less than the limit."""
+        """Ends a process that computes beyond its limit, or seems to hang. Its CPU time is counted
+        from the first check on, which comes `limit_s` after the work has begun."""
         assert self.pid is not None
         try:
             now_used_s = _cpu_s(self.pid)
@@ -232,7 +232,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
 
 
 def _note_error(starting: asyncio.Task[bytes]) -> None:
-    """Logs an error, because the call that waited for the start may have gone."""
+    """Reads the error of a start, so that asyncio does not log it as unread: the call that waited
+    for the start may have gone."""
     if not starting.cancelled():
         starting.exception()
 

@@ -1,4 +1,4 @@
-"""The part that all endpoints of a model need."""
+"""The base class of the endpoints that compute with one model."""
 
 from __future__ import annotations
 

@@ -116,7 +116,9 @@ class Forwarder(ModelEndpoint):
 
     async def takes(self, context: HttpContext) -> bool:
         """Answers a call with images or sounds, or with an answer that the servers parse by
-        themselves. Returns False for any other call, and for a call that no server can answer."""
+        themselves. Returns False for any other call. Raises ApiError (404) if all calls go to the
+        servers and none has this endpoint, and (400) for images or sounds that no server can
+        take."""
         path, card = context.scope["path"], self._backend.card
         if path not in card.forwards:
             if card.forwards_all:

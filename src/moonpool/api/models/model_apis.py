@@ -75,8 +75,9 @@ class ModelApi:
 
 
 def meant_api(apis: Sequence[ModelApi], raw: bytes, path: str) -> ModelApi:
-    """Returns the model's endpoints that a call means by its body, or the first if the body names
-    no model. Raises ApiError (404) if no name fits."""
+    """Returns the model's endpoints that a call means by its body. If the body names no model, this
+    is the first model that has the endpoint; if it is not JSON, the first of all. Raises ApiError
+    (404) if no name fits."""
     try:
         name = _NAMED.decode(raw).model
     except MALFORMED:
@@ -105,7 +106,8 @@ class ModelApis:
 
     async def of_call(self, context: HttpContext) -> ModelApi:
         """Returns the endpoints that a call means by its body. A call whose body names no model
-        goes to the default, which reports what is wrong with it.
+        goes to the first model that has the endpoint; a body that is not JSON goes to the default,
+        which reports what is wrong with it.
 
         Raises ApiError, including (404) for a model that no name fits, RequestRefused (503) if no
         model exists yet, and the errors of `read_body`.

@@ -46,7 +46,7 @@ class CallWriter:
         return name in self.functions
 
     def begin(self, name: str, own_id: str = "") -> None:
-        """Begins a call and passes on what was read so far, which can no longer be taken back."""
+        """Begins a call. What was read so far counts, and can no longer be taken back."""
         self._source.settle()
         number = self._num_before + self._count
         call_id = self._new_id(name, number, own_id)

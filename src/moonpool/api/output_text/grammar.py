@@ -7,7 +7,7 @@ import json
 from typing import Any, NamedTuple
 
 NAME = "reasoning"
-"""Name of the grammar around the answer's grammar, which `vllm.dialect` takes out of it."""
+"""Name of the grammar around the answer's grammar."""
 _GAP = r"/\n{0,2}/"  # models write line breaks after the tag
 
 
@@ -33,8 +33,8 @@ def is_json(grammar: str) -> bool:
 def behind_reasoning(grammar: str, opening: Tag, closing: Tag, is_open: bool) -> str:
     """Returns a grammar of llguidance with free reasoning before what `grammar` holds.
 
-    is_open: whether the prompt has the opening tag. Otherwise the model may begin with the tag, or
-    with the answer.
+    `is_open`: whether the prompt has the opening tag. Otherwise the model may begin with the tag,
+    or with the answer.
     """
     answer: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": grammar}]
     if grammar.startswith("{"):

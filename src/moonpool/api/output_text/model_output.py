@@ -78,11 +78,11 @@ class ModelOutput:
         may_not_reason: bool = False,
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
         """Returns the reader of the output for a prompt, or None if the output is only text, and
-        the texts that it needs special tokens to have.
+        the texts by which special tokens must be shown to the reader.
 
-        rules: the rules of calls; None means no calls. next_id: random texts for the ids of calls.
-        may_not_reason: whether the output may be JSON at once, although the prompt has opened
-        reasoning.
+        `rules`: the rules of calls; None means no calls. `next_id`: random texts for the ids of
+        calls. `may_not_reason`: whether the output may be JSON at once, although the prompt has
+        opened reasoning.
         """
         signs = self._special if skips_special_tokens else self._spelled
         plan = _Plan(self._format, self._opens, rules, signs, next_id)
@@ -187,7 +187,7 @@ class _Plan:
             source.rest()
 
     def _whole(self, source: TextSource, steps: Steps[bool]) -> Steps[bool]:
-        """Reads calls. Reads a call; the remainder of a call that a limit has cut is not text."""
+        """Reads calls. The remainder of a call that a limit has cut is not text."""
         is_call = yield from source.attempt(steps)
         if is_call and source.end == "cut":
             source.rest()
@@ -221,8 +221,8 @@ class _Plan:
         tags: ReasoningTags,
         is_inside: bool,
     ) -> Steps[None]:
-        """Reads reasoning. Reads reasoning, which a call ends if the call's mark is a token that
-        text seldom has."""
+        """Reads reasoning. A call ends the reasoning if the call's mark is a token that text seldom
+        has."""
         marks = [self._signs.of(mark) for mark in self._marks if mark in self._signs.tokens]
         read_call = partial(self._marked, source, calls)
         yield from read_reasoning(source, sink, tags, is_inside, marks, read_call)

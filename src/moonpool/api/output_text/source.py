@@ -77,7 +77,8 @@ class TextSource:
         return found
 
     def settle(self) -> None:
-        """Gives up all places to return to, and passes on what was read."""
+        """Gives up all places to return to: what was read counts, even if the steps under way find
+        nothing."""
         self._num_kept = 0
         self._dropped.clear()
         self._settled = self._num_dropped + self._at

@@ -1,7 +1,7 @@
 """The live page at `/`, and the stream of server-sent events that it shows.
 
-All viewers of one tenant share a frame, which is computed at most once in `FRAME_S`, and only while
-a viewer is connected.
+All viewers of one tenant share a frame, which is computed at most once in half of `FRAME_S`, and
+only while a viewer is connected.
 """
 
 from __future__ import annotations

@@ -188,10 +188,10 @@ def party_at(sock: socket.socket) -> str:
 
 SMALL_BYTES = 64 << 10
 MAX_SMALL_BYTES = 256 << 20
-"""Most bytes held of the beginnings of all bodies together."""
+"""Most bytes held of the first SMALL_BYTES of all bodies together."""
 MAX_LARGE_BYTES = 256 << 20
-"""The most bytes that the unread parts of all bodies may occupy, unless eight bodies of the largest
-size need more."""
+"""Most bytes held of all bodies together after their first SMALL_BYTES, unless eight bodies of the
+largest size need more."""
 
 
 class BodyMemory:

@@ -23,8 +23,7 @@ class ChatError(RuntimeError):
 
 
 class ChatStream:
-    """`ChatStream` is one call of `/v1/chat/completions`. `ask` fills in the figures; times are in
-    seconds."""
+    """One call of `/v1/chat/completions`. `ask` fills in the figures; times are in seconds."""
 
     def __init__(self, port: int, on_text: Callable[[str], None], on_wait: Callable[[str], None]):
         """`on_text` gets the parts of the answer as they arrive. Before that, `on_wait` gets the

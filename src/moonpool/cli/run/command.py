@@ -1,7 +1,8 @@
 """`moonpool run`: one model on this machine, with a chat in the terminal or the browser.
 
-The command is `moonpool serve` with settings for one person: one instance that does both, an SSD
-tier in the cache folder, long requests. The command prints what to paste into other clients.
+The command is `moonpool serve` with settings for one person: one instance that reads prompts and
+writes answers, an SSD tier in the cache folder, long requests. The command prints what to paste
+into other clients.
 """
 
 from __future__ import annotations
@@ -147,8 +148,9 @@ def _disk_folder(name: str) -> Path:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Returns about a tenth of the free space for the folder, or 0 if that is too little. Returns
-    the free bytes of the disk, including what the folder holds."""
+    """Returns the most bytes that the folder may take: the largest of `DISK_SIZES` within a tenth
+    of the free space of its disk, in which what the folder holds counts as free; 0 if that is too
+    little."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     status = os.statvfs(there)
     own = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

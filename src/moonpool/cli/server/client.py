@@ -28,7 +28,7 @@ class ClusterClient:
         return self._ask("POST", path, body)
 
     def get_bytes(self, path: str) -> bytes:
-        """Returns the body of an answer of any kind."""
+        """Returns the body of an answer, which need not be JSON."""
         answer = self._request("GET", path, None)
         if answer.status_code != 200:
             self._refused(answer)

@@ -37,8 +37,8 @@ Spawn = Callable[[str, socket.socket], Awaitable[ChildProcess]]
 
 
 class Front:
-    """`Front` is one front process and its successors. `connect` returns the front's end of a
-    connection to the head."""
+    """One front process and its successors. `connect` returns the front's end of a connection to
+    the head."""
 
     def __init__(
         self,

@@ -348,7 +348,7 @@ class RemoteRates(RateLimits):
 
 
 class RemoteModel:
-    """As `ModelBackend`. A model of the head; `known` is replaced when the head reports a
+    """A model of the head, as a `ModelBackend`. `known` is replaced when the head reports a
     change."""
 
     def __init__(

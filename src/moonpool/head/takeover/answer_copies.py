@@ -55,7 +55,8 @@ class AnswerCopies:
         self._make_room(now)
 
     def leave(self) -> tuple[int, ...]:
-        """Returns a file in memory for the log of each answer, which the caller owns."""
+        """Returns a file in memory, which the caller owns, for the log of each answer that has
+        begun."""
         files = []
         for number, copy in self._copies.items():
             if not copy.entries:

@@ -51,7 +51,7 @@ class Takeover:
 
 
 class Standby:
-    """`Standby` is made on the running loop. `wait` ends when this machine must run the head."""
+    """Must be made on the running loop. `wait` ends when this machine must run the head."""
 
     def __init__(self, config: Config, secret: bytes, control: socket.socket) -> None:
         """`control`: bound to where workers will find the next head. Raises ClusterError."""

@@ -39,7 +39,9 @@ class OomKills:
 
 
 def is_crash(status: int | None, is_out_of_memory: bool) -> bool:
-    """Whether a process with this exit status has ended by itself."""
+    """Whether a process with this exit status has crashed: by a signal that nobody sends as an
+    order, by a hang that it noticed itself, or because the kernel killed it for lack of memory. An
+    error exit (status 1) is not a crash."""
     if status == -signal.SIGKILL:
         return is_out_of_memory
     return status == HUNG_STATUS or (status is not None and status < 0 and status not in ORDERED)

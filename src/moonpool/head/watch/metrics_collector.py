@@ -230,7 +230,8 @@ class MetricsCollector:
     # The head
 
     def heads(self, restarts: int, upgrades: int, epoch: int) -> None:
-        """Returns the number of earlier heads of this cluster, and of this one."""
+        """Sets how many heads of this cluster have died and have handed over, and the epoch of this
+        one."""
         self._metrics.set("moonpool:head_restarts", restarts)
         self._metrics.set("moonpool:head_upgrades", upgrades)
         self._metrics.set("moonpool:head_epoch", epoch)

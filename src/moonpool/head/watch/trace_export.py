@@ -53,7 +53,8 @@ _ANSWERED = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 
 def open_exporter(endpoint: str) -> TraceExporter | None:
-    """Returns None without an endpoint. Raises ConfigError: the extra or the URL is unusable."""
+    """Returns None without an endpoint. Raises ConfigError if the extra `otel` or the URL cannot be
+    used."""
     if not endpoint:
         return None
     parts = urlsplit(endpoint)

@@ -247,8 +247,8 @@ class ReplicaConductor:
         self._post(InstanceJoined(info), now)
 
     def _lose(self, name: str, now: float) -> None:
-        """Calls that were sent there are over: their routers place them again, or their clients do.
-        Calls that were only placed there are placed again."""
+        """Calls that have had tokens from there are over: their clients may send them again. The
+        other calls there are placed again."""
         for call_id in [id_ for id_, each in self._calls.items() if each.replica == name]:
             if self._calls[call_id].num_tokens:
                 self._cancel(call_id, now)

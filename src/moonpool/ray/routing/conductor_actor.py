@@ -1,6 +1,6 @@
 """The actor that has the Conductor of one Serve deployment, for all its routers.
 
-Every proxy and every handle of Serve has a router of its own; they ask this one. The actor ends
+Every proxy and every handle of Serve has a router of its own; they ask this actor. The actor ends
 when no router has asked for a while. If it is lost, Ray starts another one, which learns again.
 """
 

@@ -156,7 +156,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             "max_concurrency": CALLS,
         }
         actor = ray.remote(ConductorActor).options(**options).remote(self._settings)
-        actor.adopt.remote(self._settings)  # it may be one that was made with earlier ones
+        actor.adopt.remote(self._settings)  # the actor may have been made with earlier settings
         return actor
 
     # Settings that change

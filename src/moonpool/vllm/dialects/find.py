@@ -61,7 +61,8 @@ async def _unwell(client: VllmClient) -> VllmError:
 
 
 async def _is_vllm(client: VllmClient, listed: list[Listed]) -> bool:
-    """Behind a proxy, and of some builds, it has another owner."""
+    """Whether the server is vLLM although its models name another owner, as behind a proxy and in
+    some builds."""
     if any(model.max_model_len for model in listed):
         return True
     return b"vllm:" in await _asked(client, "/metrics")

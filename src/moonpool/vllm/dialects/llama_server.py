@@ -191,7 +191,7 @@ class LlamaDialect(ServerDialect):
             raise DialectError(f"its /tokenize is not understood: {error}") from None
 
     def _own_fields(self, work: AttemptSpec, use: SlotUse | None) -> dict[str, Any]:
-        """The fields that clients may not set. An adapter that no one asks for is off."""
+        """Returns the fields that clients may not set. An adapter that no one asks for is off."""
         lora = next((one for one in self.loras if one.name == work.adapter), None)
         scales = [] if lora is None else [{"id": lora.id, "scale": 1.0}]
         if use is None:
@@ -200,8 +200,8 @@ class LlamaDialect(ServerDialect):
 
 
 def compute_fields(work: AttemptSpec, context: int) -> dict[str, Any]:
-    """The body for one attempt, but for its slot. `context`: the number of tokens of a slot. Raises
-    DialectError for what such a server cannot do."""
+    """Returns the fields of the body for one attempt, but for its slot. `context`: the number of
+    tokens of a slot. Raises DialectError for what such a server cannot do."""
     sampling = work.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
     lacks = _why_not(sampling, num_done)

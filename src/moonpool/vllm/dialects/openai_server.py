@@ -154,8 +154,9 @@ class OpenAiDialect(ServerDialect):
         return forwarded_body(asked.work, model, asked.fingerprint, salted)
 
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
-        """Returns a prompt of about the attempt's length; its content does not matter for a
-        measurement."""
+        """Sends a prompt of about the attempt's length and yields a placeholder token for each
+        event with text. Only measurements come here, for which the content does not matter;
+        clients' calls are forwarded."""
         work, facts = asked.work, asked.facts
         text = " ".join(f"{token:x}" for token in work.token_ids[: -(-len(work.token_ids) // 2)])
         is_chat = CHAT in facts.offer.paths

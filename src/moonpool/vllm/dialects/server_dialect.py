@@ -1,4 +1,5 @@
-"""Defines how to ask a server of one make for its version, its model and its cached blocks."""
+"""Defines how servers of one make are asked: for their facts, for answers, and for the hits of
+their prefix cache."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ class ServerDialect(ABC):
         layout_fingerprint: bytes,
         use: SlotUse | None = None,
     ) -> AsyncGenerator[EngineOutput]:
-        """Has a request computed, or a client's call answered. `use`: the slot to use, of a
-        server with slots."""
+        """Has a request computed, or a client's call answered, and yields the outputs. `use`: the
+        slot to use, of a server with slots. An empty `layout_fingerprint` means that the server is
+        being measured."""
         asked = Asked(submit, submit.attempt, facts, layout_fingerprint, use)
         if asked.work.call is None:
             return self.computed(asked)

@@ -1,7 +1,7 @@
 """Batch-invariant linear layers on a GPU.
 
 There are two kinds of linear operations. Our Triton kernel adds along the features in order.
-cuBLASLt is 1.5 times as fast with many rows, but slower to call. This kind adds in a fixed order
+cuBLASLt is 1.5 times as fast with many rows, but slower to call. cuBLASLt adds in a fixed order
 only if it may not split the sum (split-K), so this module forbids that in torch. Before cuBLASLt is
 used, every weight shape is verified bit for bit at several numbers of rows.
 """

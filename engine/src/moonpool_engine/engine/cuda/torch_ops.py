@@ -33,7 +33,7 @@ from moonpool_engine.engine.slices import ROWS_INNER, key_rows, value_rows
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """`DeviceStep` is `StepMeta` on the device. The lists are for the host."""
+    """`StepMeta` on the device. The lists are for the host."""
 
     meta: StepMeta
     positions: Tensor  # [T] int32

@@ -44,8 +44,8 @@ _PARTS = {"qkv": ((0, 1, 2), 4), "z": ((3,), 4), "b": ((0,), 2), "a": ((1,), 2)}
 
 
 def _group_sizes(delta: DeltaSpec) -> dict[int, tuple[int, ...]]:
-    """`joined`: whether q, k, v and z are one tensor, and b and a another one, interleaved by key
-    head (Qwen3-Next)."""
+    """Returns the rows that each part of a joined tensor has per key head, by the number of parts:
+    4 for q, k, v and z, 2 for b and a."""
     values = delta.value_heads // delta.key_heads
     own = values * delta.value_dim
     return {4: (delta.key_dim, delta.key_dim, own, own), 2: (values, values)}

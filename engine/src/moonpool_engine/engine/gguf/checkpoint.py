@@ -89,8 +89,8 @@ class GgufWeights:
         self._rotated = spec.rope.rotary_dim or spec.head_dim
 
     def release(self) -> None:
-        """Drops the pages that were read. Releases the pages of what was returned, which is read
-        from the file again."""
+        """Drops the pages that were read: what was returned is read from the file again when it is
+        used."""
         self._file.release()
 
     def load(self, name: str) -> Tensor:

@@ -86,7 +86,7 @@ class TensorEntry:
 
 
 class GgufPart(NamedTuple):
-    """A `GgufPart` is one mapped file."""
+    """One mapped file."""
 
     path: Path
     mapping: mmap.mmap  # mapped memory, to which nothing is written
@@ -127,8 +127,8 @@ class GgufFile:
         return torch.frombuffer(self.parts[entry.part].mapping, dtype=torch.uint8)[begin:end]
 
     def release(self) -> None:
-        """Drops the pages that were read. Releases the pages of what was returned, which is read
-        from the files again."""
+        """Drops the pages that were read: what was returned is read from the files again when it is
+        used."""
         for part in self.parts:
             part.mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -299,7 +299,7 @@ class _Header:
         return metadata, self._placed(entries, _alignment(self, metadata))
 
     def _entries(self, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Yields kind, shape and offset of each tensor."""
+        """Returns kind, shape and offset of each tensor, by name."""
         entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self._text("a tensor's name", MAX_NAME_BYTES)

@@ -26,7 +26,7 @@ class AdapterRows:
         self._of_rows: Tensor | None = None  # [T] int64: the adapter of each row, 0 for none
 
     def begin(self, meta: StepMeta) -> None:
-        """Keeps only the `wanted` rows for the remaining part of the step."""
+        """Notes which adapter each row of a new step uses."""
         if not any(meta.adapters):
             self.groups, self._of_rows = [], None
             return

@@ -82,7 +82,7 @@ class _ExecutorStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeExecutorStep:
-    """`NativeExecutorStep` is one step of an attention worker.
+    """One step of an attention worker.
 
     `stores` are the rows whose K and V the worker writes. `whole` are the sequences that lie
     completely at this worker, `parts` those with only some segments here. `part_rows`: int64, the

@@ -85,10 +85,10 @@ STEM = "_kernels-"
 
 
 def library_name() -> str:
-    """The file name of the library that is built from the current sources for all instruction sets.
+    """Returns the file name of the library that is built from the current sources for all
+    instruction sets.
 
-    Returns the library's file name; a library for one instruction set has that after the hash:
-    `_kernels-HASH-avx2.so`.
+    A library for one instruction set has that after the hash: `_kernels-HASH-avx2.so`.
     """
     state = hashlib.sha256(repr((FLAGS, ISA_FLAGS)).encode())
     for name in (*HEADERS, *PLAIN_SOURCES, *SOURCES):

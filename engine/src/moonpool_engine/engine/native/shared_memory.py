@@ -28,9 +28,9 @@ class Waiter(ctypes.Structure):
 class Rings:
     """Functions of ring.cpp and attention_step.cpp.
 
-    The ring functions of the library; `write` and `read` move bytes at one end. `serve` runs an
-    attention worker's side of steps. `executor_size` gives the sizes of the C++ structs. `ask` and
-    `bare_ping` are only for measurements.
+    `write` and `read` move bytes at one end of a ring. `serve` runs an attention worker's side of
+    steps. `executor_size` gives the sizes of the C++ structs. `ask` and `bare_ping` are only for
+    measurements.
     """
 
     write: Call
@@ -42,8 +42,8 @@ class Rings:
 
 
 def open_rings() -> Rings | None:
-    """Binds the ring functions. Returns the functions, or None if the kernels are not built or do
-    not load."""
+    """Binds and returns the ring functions, or returns None if the kernels are not built or do not
+    load."""
     library = open_library()
     if library is None:
         return None
@@ -74,7 +74,7 @@ class ShmAllgather:
 
 
 def open_allgather() -> ShmAllgather | None:
-    """Binds the all-gather. Returns the functions, or None if the kernels are not built or do not
+    """Binds and returns the all-gather, or returns None if the kernels are not built or do not
     load."""
     library = open_library()
     if library is None:

@@ -34,8 +34,8 @@ class NativeSliceCalls:
 
 
 def open_slices(isa: str | None = None) -> NativeSliceCalls | None:
-    """Binds the functions for `isa`, by default the best that there is. Returns the functions, or
-    None if the kernels are not built, do not load, or lack such functions for this CPU."""
+    """Binds and returns the functions for `isa`, by default the best that there is; returns None if
+    the kernels are not built, do not load, or lack such functions for this CPU."""
     library = open_library()
     usable = () if library is None else usable_isas(library)
     chosen = isa or next(reversed(usable), None)

@@ -26,7 +26,7 @@ from moonpool_engine.engine.ops import (
 
 
 class NativeSplitOps(NativeOps):
-    """`NativeSplitOps` implements `SplitOps` in C++."""
+    """`SplitOps` in C++."""
 
     # the state of linear attention is not divided among processes
     without = frozenset({"linear attention"})

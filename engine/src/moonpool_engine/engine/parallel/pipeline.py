@@ -247,7 +247,8 @@ class PipelineEngine:
             raise StageLostError(self._lost or f"a stage has ended: {error}") from None
 
     def step(self, entries: Sequence[StepEntry], on_layer: OnLayer | None = None) -> StepResult:
-        """Runs one step to its end, as `Engine.step` does. Raises StepError, StageLostError."""
+        """Runs one step to its end, as `Engine.step` does. Raises StepError, StageStepError,
+        StageLostError."""
         ended: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.begin(entries, on_layer, ended.put)
         outcome = ended.get()

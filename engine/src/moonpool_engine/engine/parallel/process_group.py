@@ -52,8 +52,7 @@ log = logging.getLogger("moonpool.peer")
 
 
 class StageLostError(Exception):
-    """A stage or rank did not start, or has ended. A stage or rank was lost, without which the
-    instance cannot continue."""
+    """A stage or rank did not start, or has ended; the instance cannot continue without it."""
 
 
 # The first process's side

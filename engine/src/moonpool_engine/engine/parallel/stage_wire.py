@@ -85,8 +85,7 @@ class StageFailed(Struct, frozen=True, tag=True):
 
 
 class StageDraw(Struct, frozen=True):
-    """`StageDraw` is one `Draw` on the wire. `position` is the position of the first new token in
-    its sequence."""
+    """One `Draw` on the wire. `position` is the position of the first new token in its sequence."""
 
     params: SamplingParams
     generated: tuple[int, ...]

@@ -35,8 +35,8 @@ class StoredRows(NamedTuple):
         return self.data.reshape(-1, self.format.bytes)
 
     def chunks(self, multiple: int = 1) -> list[StoredRows]:
-        """Yields the same rows in pieces that fit a cache. The size of each piece but the last is a
-        multiple of `multiple` rows."""
+        """Returns the same rows in pieces that fit a cache. The size of each piece but the last is
+        a multiple of `multiple` rows."""
         share = max(CHUNK_ELEMENTS // self.width // multiple, 1) * multiple
         return [StoredRows(self.format, piece) for piece in self.data.split(share)]
 
