@@ -28,10 +28,9 @@ LIVE = "liveness"
 LOOK_S = 0.25
 MAX_CALLS = 16_384
 """Streams at a time."""
-MAX_MESSAGE_BYTES = 4 << 20
-"""Envoy sends pieces of at most 64 KiB, and whole bodies only if it is configured to hold them."""
+HEADERS_BYTES = 1 << 20
+"""Room in a message for more than a body: Envoy may hold a body and send it whole."""
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
 )
@@ -78,7 +77,8 @@ class GrpcServer:
         self._picker = picker
         self._place = place
         self._health = health_aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        most = ("grpc.max_receive_message_length", picker.max_body_bytes + HEADERS_BYTES)
+        self._server = grpc.aio.server(options=(most, *OPTIONS), maximum_concurrent_rpcs=MAX_CALLS)
         self.port = 0
         add_ExternalProcessorServicer_to_server(_Processor(picker, fails_open), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

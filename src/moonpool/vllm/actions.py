@@ -146,7 +146,11 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlushStep:
-    """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
+    """Post `EngineStepEnded` when all outputs of the current step should have arrived. `is_whole`:
+    whether they have; then only outputs that are read together are awaited. A second one replaces
+    the first one."""
+
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
