@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
+from moonpool.pages.units import GAP
 from moonpool.sim.report.notes import NO_HASHES, outside_domain
+from moonpool.sim.report.page import describe_cluster
 from moonpool.sim.simulation import Simulation
 
 SHOWN_TENANTS = 8
@@ -24,11 +26,9 @@ def print_figures(figures: dict[str, Any], simulation: Simulation) -> None:
 def _requests(figures: dict[str, Any], simulation: Simulation) -> Iterator[tuple[str, str]]:
     """Yields what clients observed."""
     config = simulation.config
-    roles = {"prefill": config.cluster.prefill, "decode": config.cluster.decode}
-    roles["mixed"] = config.cluster.mixed
-    parts = " + ".join(f"{count} {role}" for role, count in roles.items() if count)
     conductor, slo = config.conductor, config.slo.usual
-    yield "cluster", f"{parts}; {conductor.placement}, admission {conductor.admission}"
+    yield "cluster", describe_cluster(config).rstrip(",").replace(GAP, " ")
+    yield "policies", f"placement {conductor.placement}, admission {conductor.admission}"
     yield "requests", f"{figures['requests']:,} in {simulation.last_arrival_s:,.0f} s"
     yield _effective(figures, slo.ttft_s, slo.tbt_s)
     yield "rejected", _rejected(figures)

@@ -48,6 +48,7 @@ from moonpool.cli.output import (
 from moonpool.cli.plan_questions import Missing, on_terminal
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import Config, ConfigError
+from moonpool.pages.units import counted
 from moonpool.plan.demand import Layout
 from moonpool.plan.running_costs import costs_of
 from moonpool.plan.tables import figures_of, print_check, print_offloading, print_plan
@@ -205,7 +206,8 @@ def plan(
     It says what to buy, what that costs, what it holds up to, and what breaks first. The search
     simulates clusters of the named devices: prefill and decode instances, mixed ones and mixtures
     of all, with more or less DRAM and SSD, other chunk sizes and policies. On a terminal it asks
-    for service levels, devices and prices that were not given. Ctrl-C prints the best so far.
+    for the model, service levels, devices and prices that were not given. Ctrl-C prints the best
+    so far.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.simulation_pool import SimulationPool, SimulationPoolError, num_cores
@@ -240,8 +242,9 @@ def plan(
     figures["wall_s"] = round(time.perf_counter() - began_s, 1)
     figures["cpu_s"] = _cpu_s()
     checked = f", {figures['wall_s']:.0f} s with its check" if check else ""
+    runs = counted(round(figures["runs"]), "run")
     click.echo(
-        f"\n{figures['runs']:.0f} runs of the whole trace in {figures['plan_s']:.0f} s{checked};"
+        f"\n{runs} of the whole trace in {figures['plan_s']:.0f} s{checked};"
         f" {figures['cpu_s']:.0f} s of CPU time"
     )
     write_json(json_file, figures | {"origin": origin()})
@@ -252,8 +255,10 @@ def plan(
 def _given(missing: Missing, config_file: str | None, options: dict[str, Any]) -> Config:
     """Returns the configuration, with answers for missing values."""
     overrides = _FLAGS.overrides(options)
-    asked = missing.slo(read_config(config_file, overrides).slo)
-    overrides["slo"] = overrides.get("slo", {}) | asked.get("slo", {})
+    known = read_config(config_file, overrides, {"hardware": {"shape": ""}})
+    shape = {"shape": missing.shape(known.hardware.shape)}
+    overrides["hardware"] = overrides.get("hardware", {}) | shape
+    overrides["slo"] = overrides.get("slo", {}) | missing.slo(known.slo).get("slo", {})
     return read_config(config_file, overrides, DEFAULTS)
 
 
@@ -273,6 +278,7 @@ class _Job:
         prepared, goal = self._prepared, self._goal
         slo, wanted = prepared.base.slo.usual, goal.wanted
         with _progress(goal.max_runs) as tell:
+            tell("running the trace on a first cluster", 0.0, None)
             found, fewer = self._search.find(tell)
         self._found, self._fewer = found, fewer
         words = answer(found, fewer, goal, prepared, self._priced)

@@ -1,7 +1,8 @@
 """What `moonpool plan` asks on a terminal if it was not given; elsewhere, the values that it takes
 instead.
 
-It asks for SLOs, nodes and prices, because a plan for other values would answer another question.
+It asks for the model, SLOs, nodes and prices, because a plan for other values would answer another
+question.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import click
 import msgspec
 
 from moonpool.cli.options import POSITIVE
+from moonpool.config.hardware import HardwareConfig
 from moonpool.config.schema import Values
 from moonpool.config.slo import SloConfig
 from moonpool.plan.candidate import NodeKind, Priced
@@ -21,6 +23,7 @@ from moonpool.sim.hardware.catalogue import BUILT_IN
 from moonpool.sim.hardware.devices import Price
 
 DEFAULT_DEVICES = "A800-SXM:8"
+DEFAULT_SHAPE = HardwareConfig().shape
 _LEVELS = (
     ("ttft_s", "--slo-ttft", "Seconds until the first token of an answer (TTFT)"),
     ("tbt_s", "--slo-tbt", "Seconds between its further tokens (TBT)"),
@@ -33,11 +36,22 @@ def on_terminal() -> bool:
 
 
 class Missing:
-    """Service levels, devices and prices: those given, those asked for, and those taken."""
+    """Model, service levels, devices and prices: those given, those asked for, those taken."""
 
     def __init__(self, ask: bool) -> None:
         self._ask = ask
         self._taken: list[str] = []
+
+    def shape(self, given: str) -> str:
+        """The model that is served; `given` is "" where nothing names one."""
+        if given:
+            return given
+        if self._ask:
+            known = ", ".join(shape.name for shape in BUILT_IN.shapes)
+            click.echo(f"Models (--catalogue FILE adds yours): {known}.", err=True)
+            return str(click.prompt("Model", default=DEFAULT_SHAPE, err=True))
+        self._taken.append(f"--shape {DEFAULT_SHAPE}")
+        return DEFAULT_SHAPE
 
     def slo(self, given: SloConfig) -> Values:
         """The levels that a configuration without defaults lacks, as overrides."""

@@ -104,7 +104,8 @@ def slo_words(slo: SloConfig) -> str:
 def _bought(one: Candidate, prepared: Prepared, priced: Priced) -> str:
     roles = [words for role, words in _ROLES if getattr(one, role)]
     text = f"{priced.words(one)}, with {_pool(one, priced)}."
-    text += f" An instance is one copy of the model; {', and '.join(roles)}."
+    text += f" An instance is one copy of {prepared.base.hardware.shape};"
+    text += f" {', and '.join(roles)}."
     if prepared.shares_prefixes:
         text += " DRAM keeps the KVCache of prompts that begin alike, which are not computed again."
         return text
@@ -186,6 +187,8 @@ def _breaks(
     elif cause := binding(choice, fewer):
         found.append(f"With more load, {CAUSES[cause]}.")
     found += [_broken(broken, wanted) for broken in fewer]
+    if not found and plan.stopped:
+        return "Not known: the search ended before it tried more load, or an instance fewer."
     return " ".join(found) or "Nothing that was tried."
 
 

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from moonpool.distributions import rounded
+from moonpool.pages.units import counted
 from moonpool.plan.advice import InstanceLossEffect, binding, worst_moment
 from moonpool.plan.answer import PlanAnswer
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
@@ -27,7 +28,8 @@ FRONT_ROWS = 12
 def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[str, Any]) -> None:
     """Prints the answer, the neighbours, the front and the mixes of hardware."""
     if plan.stopped and plan.choice is not None:
-        click.echo(f"ended early after {plan.runs:.0f} runs: {plan.stopped}; the best so far:")
+        runs = counted(round(plan.runs), "run")
+        click.echo(f"ended early after {runs}: {plan.stopped}; the best so far:")
     for line in found.lines():
         click.echo(line)
     choice = plan.choice
@@ -40,7 +42,7 @@ def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[
         _print_neighbours(plan.neighbours, choice, wanted)
     front = plan.front()[-FRONT_ROWS:]
     if front:
-        click.echo(f"\nnothing cheaper attains as much (wanted: {wanted:.0%})")
+        click.echo(f"\nof those tried, nothing cheaper attains as much (wanted: {wanted:.0%})")
     width = max((len(_what(each.candidate)) for each in front), default=0)
     for each in front:
         click.echo(f"  {_row(each, wanted, width)}")

@@ -149,6 +149,8 @@ def test_an_interrupt_prints_the_best_so_far(
     done = invoke("plan", "--trace", trace, *SMALL, "--processes", "1", "--json", str(path))
     assert done.exit_code == 130
     assert done.stdout.startswith("ended early after 6 runs: interrupted; the best so far:\nBuy  ")
+    assert "Breaks first  Not known: the search ended before it tried more load" in done.stdout
+    assert "    0 runs: running the trace on a first cluster" in done.stderr
     assert json.loads(path.read_bytes())["choice"]["meets"]
 
 

@@ -27,19 +27,23 @@ def plan(*arguments: str, typed: str | None = None) -> Result:
     return invoke(*line, input=typed)
 
 
-def test_a_terminal_is_asked_for_levels_devices_and_prices(
+def test_a_terminal_is_asked_for_model_levels_devices_and_prices(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moonpool.cli.plan.on_terminal", lambda: True)
     file = tmp_path / "p.json"
-    done = plan("--trace", trace, "--json", str(file), typed="5\n0.2\nH100-SXM:4\n2.25\n")
+    done = plan(
+        "--trace", trace, "--json", str(file), typed="llama3-8b\n5\n0.2\nH100-SXM:4\n2.25\n"
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_bytes())
     assert (found["slo"]["ttft_s"], found["slo"]["tbt_s"]) == (5.0, 0.2)
     assert found["run"]["devices"] == "H100-SXM:4"
     assert found["prices"]["devices"]["H100-SXM"]["usd_per_h"] == 2.25
     assert "H100-SXM costs 2.25 USD/h (your answer)" in done.stdout
-    given = ("--slo-ttft", "5", "--slo-tbt", "1", "--devices", "H100-SXM:4")
+    assert "An instance is one copy of llama3-8b;" in " ".join(done.stdout.split())
+    assert "deepseek-v3" in done.stderr, "the models are named before the question"
+    given = ("--shape", "llama3-8b", "--slo-ttft", "5", "--slo-tbt", "1", "--devices", "H100-SXM:4")
     done = plan("--trace", trace, *given, typed="\n")
     assert done.exit_code == 0 and "TTFT)" not in done.stderr.partition("USD per hour")[0]
     assert "USD per hour of one H100-SXM" in done.stderr
@@ -47,10 +51,12 @@ def test_a_terminal_is_asked_for_levels_devices_and_prices(
 
 def test_elsewhere_one_line_says_what_was_taken(trace: str, tmp_path: Path) -> None:
     said = plan("--trace", trace, "--slo-tbt", "0.2").stderr.splitlines()[0]
-    assert said.startswith("not given, so taken: --slo-ttft 30, --devices A800-SXM:8, and the")
+    assert said.startswith(
+        "not given, so taken: --shape llama3-70b, --slo-ttft 30, --devices A800-SXM:8, and the"
+    )
     assert "nodes of 8 A800-SXM, those of Mooncake's paper" in said
     config = tmp_path / "c.toml"
-    config.write_text("[slo]\nttft_s = 5.0\ntbt_s = 0.2\n")
+    config.write_text('[slo]\nttft_s = 5.0\ntbt_s = 0.2\n[hardware]\nshape = "llama3-8b"\n')
     done = plan("--trace", trace, "--config", str(config), "--devices", "H100-SXM:4")
     assert "not given" not in done.stderr and "TTFT, time to first token" in done.stdout
 

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from moonpool.cli.run.chat_stream import USUAL_TEMPERATURE, ChatError, with_temperature
+from moonpool.cli.run.chat_stream import (
+    USUAL_TEMPERATURE,
+    ChatError,
+    ChatStream,
+    with_temperature,
+)
 from moonpool.cli.run.start_display import COUNT_FROM_S, QUIET_S, StartDisplay
 from tests.http_server import QuietHandler, serving
 
@@ -105,3 +110,12 @@ def test_the_chat_takes_the_usual_temperature_where_none_is_stated(
 def test_a_server_that_is_gone_is_one_line() -> None:
     with pytest.raises(ChatError, match="the server did not name its model"):
         with_temperature({}, 9)
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(141.0, "0.3/s"), (2.0, "39/s")])
+def test_a_slow_answer_has_a_speed(seconds: float, speed: str) -> None:
+    stream = ChatStream(0, print, print)
+    stream.usage = {"prompt_tokens": 36, "completion_tokens": 40}
+    stream.ttft_s, stream.seconds = 1.0, seconds
+    said = f"40 tokens, {speed}; first one after 1.00 s; 0 of 36 prompt tokens were cached"
+    assert stream.figures() == said

@@ -87,6 +87,8 @@ def test_figures_are_printed_and_written_by_the_designs_names(trace: str, tmp_pa
     shown = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
     for name in ("cluster", "requests", "effective", "rejected", "TTFT", "TBT", "cache", "took"):
         assert name in shown
+    hardware = "8 prefill + 8 decode instances, each 8 × A800-SXM with llama3-70b"
+    assert done.stdout.splitlines()[0].split(maxsplit=1) == ["cluster", hardware]
     found = json.loads(path.read_bytes())
     for name, parts in FIGURES.items():
         assert name in found

@@ -65,7 +65,10 @@ class ChatStream:
         cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         tokens = self.usage.get("completion_tokens", 0)
         spent_s = self.seconds - (self.ttft_s or 0.0)
-        rate = f", {(tokens - 1) / spent_s:.0f}/s" if tokens > 1 and spent_s > 0 else ""
+        rate = ""
+        if tokens > 1 and spent_s > 0:
+            speed = (tokens - 1) / spent_s
+            rate = f", {speed:.0f}/s" if speed >= 10 else f", {speed:.1f}/s"
         return (
             f"{tokens} tokens{rate}; first one after {self.ttft_s or self.seconds:.2f} s;"
             f" {cached} of {prompt} prompt tokens were cached"
