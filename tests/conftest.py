@@ -27,6 +27,10 @@ MANY_EXAMPLES = 10
 """A property that names a smaller number of examples is quick."""
 PATIENCE_S = 120.0
 
+# Threads of OpenMP and OpenBLAS wait for each other in a loop, which takes the cores from other
+# processes of tests. Libraries read these variables when they are loaded, which is later.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if _is_long(config) else "short")
