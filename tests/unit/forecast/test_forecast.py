@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,9 +22,12 @@ from moonpool.trace.row import TraceRow
 from moonpool.types import InstanceId, Role
 from moonpool_lab.forecast import front_door, measured_server
 from moonpool_lab.forecast.forecast_table import TableError, add_entry, read_table
+from moonpool_lab.forecast.front_door import TimedAnswer
+from moonpool_lab.forecast.measured_server import contention_of
 from moonpool_lab.forecast.run import ForecastPlan, run_forecast
 from moonpool_lab.replay import player
 from moonpool_lab.replay import run as replay_run
+from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
 
 
 @pytest.fixture
@@ -233,3 +237,42 @@ def test_a_changed_table_is_neither_read_nor_added_to(tmp_path: Path, meddle: An
     with pytest.raises(TableError):
         add_entry(path, {"kind": "forecast"})
     assert path.read_bytes() == before
+
+
+def test_separate_instances_of_a_machine_slow_each_other_down() -> None:
+    """The prompt takes 3 s in place of 2, and the answer's tokens come half as fast meanwhile."""
+    gaps_s = [0.1] * 20 + [0.2] * 14 + [0.1] * 10
+    answer = TimedAnswer(0.0, tuple(accumulate(gaps_s)), None)
+    prompt = TimedAnswer(2.0, (5.05,), None)
+    found = contention_of([(prompt, answer)], alone_s=2.0, front_s=0.05)
+    assert found == pytest.approx((1.5, 2.0))
+    still = TimedAnswer(0.0, tuple(accumulate([0.1] * 60)), None)
+    alone = TimedAnswer(2.0, (4.0,), None)
+    assert contention_of([(alone, still)], alone_s=2.0, front_s=0.05) == (1.0, pytest.approx(1.0))
+
+
+def test_a_refused_prompt_is_sent_again(loop: VirtualLoop, tmp_path: Path) -> None:
+    """The server refuses every seventh prompt, in all parts of the measurement."""
+    server = TimedServer()
+    server.refuses = lambda number: number % 7 == 0
+    told: list[str] = []
+
+    async def main() -> measured_server.MeasuredServer:
+        async with server.serving():
+            client = http_client.HttpClient(server.url)
+            facts = ServerFacts(model="known", vocab_size=300, max_model_tokens=8192, config=None)
+            door = front_door.FrontDoor(client, facts, 300, as_text=False)
+            lengths = measured_server.TraceLengths((100, 600, 1500), (120, 620, 1520))
+            return await measured_server.measure_server(door, lengths, 40.0, told.append)
+
+    found = loop.run_until_complete(main())
+    assert server.num_requests > 50 and not told
+    assert found.cost.prefill_s(1500, 0) == pytest.approx(3 * 0.004 + 1500 * 100e-6, rel=0.1)
+    assert found.chunk_tokens == 512
+
+
+def test_a_server_that_refuses_all_is_told_in_one_line(loop: VirtualLoop, tmp_path: Path) -> None:
+    server = TimedServer()
+    server.refuses = lambda number: number > 30
+    with pytest.raises(ServerUnfitError, match=r"a prompt of \d+ tokens failed: no room"):
+        forecast(loop, server, tmp_path / "table.jsonl")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -58,6 +58,7 @@ class TimedServer:
         self.url = ""
         self.num_requests = 0
         self.on_request = lambda: None
+        self.refuses: Callable[[int], bool] = lambda number: False
         self._cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._cache_blocks = cache_blocks
         self._waiting: list[_Running] = []
@@ -153,6 +154,11 @@ class TimedServer:
             return
         self.num_requests += 1
         self.on_request()
+        if self.refuses(self.num_requests):
+            data = json.dumps({"error": {"message": "no room", "code": "rejected"}}).encode()
+            head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\n"
+            writer.write(head + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            return
         one = _Running(body["prompt"], body["max_tokens"], 0)
         self._waiting.append(one)
         self._work.set()

@@ -58,13 +58,27 @@ def test_stored_times_are_used_until_they_are_old() -> None:
     first = refine_profile(engine, 1)
     assert engine.steps
     engine.steps.clear()
-    assert refine_profile(engine, 1) == first and not engine.steps
+    assert refine_profile(engine, 1) == first and engine.steps == [1, 1]
     path = profile_path(engine, 1)
+    engine.steps.clear()
     old_s = path.stat().st_mtime - KEPT_S - 60
     os.utime(path, (old_s, old_s))
     assert refine_profile(engine, 1, only_if_new=True) == first and not engine.steps
     refine_profile(engine, 1)
     assert engine.steps and path.stat().st_mtime > old_s + KEPT_S
+
+
+def test_times_of_a_busy_machine_are_replaced_at_the_next_start() -> None:
+    """The busy start measured other steps than the second one, because it was slow."""
+    busy, quiet = CountingEngine(0.5), CountingEngine(1e-4)
+    refine_profile(busy, 1)
+    assert profile_path(busy, 1) == profile_path(quiet, 1)
+    kept = refine_profile(quiet, 1, only_if_new=True)
+    assert kept.decode_step_s(1, 64) > 0.4 and not quiet.steps
+    found = refine_profile(quiet, 1)
+    assert found.decode_step_s(1, 64) < 1e-3 and found.prefill_s(64, 0) < 0.01
+    quiet.steps.clear()
+    assert refine_profile(quiet, 1) == found and quiet.steps == [1, 1]
 
 
 def test_a_stopped_process_with_the_lock_is_not_waited_for_without_end(
@@ -139,7 +153,7 @@ def test_times_of_an_earlier_release_are_used_and_listed() -> None:
     path = profile_path(engine, 1)
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes())["samples"]))
     engine.steps.clear()
-    assert refine_profile(engine, 1) == first and not engine.steps
+    assert refine_profile(engine, 1) == first and engine.steps == [1, 1]
     assert [each.describe() for each in kept_profiles()] == [""]
 
 

@@ -60,6 +60,8 @@ Kind = Literal["prefill", "decode", "mixed", "curve"]
 Point = tuple[Kind, int, int, int]  # (kind, batch, new tokens, context of each)
 TILES = (128, 64, 32, 16)  # candidate tile sizes in tokens, the largest first
 MULTIPLES = (2, 3, 4)
+MUCH_FASTER = 0.5
+"""If a step takes less than this share of its stored time, another load slowed the measurement."""
 WHOLE_TILE = 0.6
 """A token past a tile's end that costs at least this share of a tile pays for all of it. At half,
 it would be a token past the end of the next smaller tile."""
@@ -156,6 +158,17 @@ def measure_samples(
         *_within(engine, share_s, decodes, least, patient_s),
     ]
     return found if brief else [*found, *_mixed_within(engine, 0.2 * budget_s)]
+
+
+def is_much_faster(engine: MeasuredEngine, samples: Iterable[StepSample]) -> bool:
+    """Whether the engine's shortest decode step takes less than `MUCH_FASTER` of its stored time.
+    Runs at most two steps, because the first one may have to read the weights from the disk."""
+    alone = [s for s in samples if s.kind == "decode" and s.batch == 1]
+    if not alone:
+        return False
+    stored = min(alone, key=lambda s: s.context_tokens)
+    step = _step(engine, 1, 1, stored.context_tokens)
+    return any(_run(engine, step) < MUCH_FASTER * stored.seconds for _ in range(2))
 
 
 def measure_curve(

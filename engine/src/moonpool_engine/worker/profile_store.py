@@ -2,9 +2,10 @@
 
 The first start of a model measures step times, and the first start of each week refines them. A
 busy machine makes a measurement slower, never faster, so the store keeps the best time of each kind
-of step, and the cost model is fitted to the best times. If several instances of a machine start at
-the same time, the first one measures under a lock, while the others wait for its result. `moonpool
-profile` measures all times again.
+of step, and the cost model is fitted to the best times. Each start runs one or two steps, and
+measures all again if they are much faster than the stored times. If several instances of a machine
+start at the same time, the first one measures under a lock, while the others wait for its result.
+`moonpool profile` measures all times again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from moonpool_engine.engine.calibrate import (
     StepSample,
     curve_of,
     fit_samples,
+    is_much_faster,
     measure_curve,
     measure_samples,
 )
@@ -104,8 +106,9 @@ def measure_profile(
 def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = False) -> FittedCost:
     """Fits the cost model to the stored times, and measures if there are none.
 
-    Times that are older than `KEPT_S` are measured again, and the better ones kept, unless
-    `only_if_new`.
+    Times that are older than `KEPT_S` are measured again, and the better ones kept. Times of a busy
+    machine, which are much longer than those of now, are replaced. If `only_if_new`, stored times
+    stay as they are, and no step is run.
     """
     path = profile_path(engine, threads)
     try:
@@ -113,7 +116,11 @@ def refine_profile(engine: MeasuredEngine, threads: int, only_if_new: bool = Fal
         with path.with_suffix(".lock").open("w") as lock:
             _wait_for(lock)
             samples = _read(path)
-            stale = samples and not only_if_new and time.time() - path.stat().st_mtime > KEPT_S
+            may_change = bool(samples) and not only_if_new
+            if may_change and is_much_faster(engine, samples):
+                log.info("steps are much faster than the stored times: measuring again")
+                samples = []
+            stale = may_change and time.time() - path.stat().st_mtime > KEPT_S
             if not samples or stale:
                 samples = best_of(samples, measure_samples(engine, thorough=False))
                 _write(path, _described(engine, threads, samples))

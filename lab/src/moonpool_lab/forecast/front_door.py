@@ -25,6 +25,9 @@ NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
 """With these headers a moonpool server refuses no request; other servers ignore them."""
 ROUND_TRIPS = 7
 UNSAID = -1
+TRIES = 4
+"""A server that seems busy to itself refuses a prompt for a while, though only probes come."""
+MOST_WAIT_S = 5.0
 
 _CACHE_BLOCKS = re.compile(rb"^vllm:cache_config_info\{.*$", re.MULTILINE)
 _BLOCK_SIZE, _NUM_BLOCKS = (
@@ -109,16 +112,20 @@ class FrontDoor:
         return int(size[1]) * int(count[1]) if size and count else 0
 
     async def ask(self, prompt: Prompt, num_tokens: int) -> TimedAnswer:
-        """Sends a prompt and times the answer. Raises ConnectionFailedError, and ServerUnfitError
-        if no complete answer comes."""
-        began_s = monotonic()
-        record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
-        record.cached_tokens = UNSAID
-        receiver = TokenTimesReceiver(record)
-        await self._client.post(
-            "/v1/completions", self._body(prompt, num_tokens), receiver, NO_SLO_HEADERS
-        )
-        receiver.on_end()
+        """Sends a prompt, again if it is refused, and times the answer of the last try. Raises
+        ConnectionFailedError, and ServerUnfitError if no complete answer comes."""
+        for number in range(TRIES):
+            began_s = monotonic()
+            record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)
+            record.cached_tokens = UNSAID
+            receiver = TokenTimesReceiver(record)
+            await self._client.post(
+                "/v1/completions", self._body(prompt, num_tokens), receiver, NO_SLO_HEADERS
+            )
+            receiver.on_end()
+            if receiver.status != 429 or number == TRIES - 1:
+                break
+            await asyncio.sleep(min(receiver.retry_after_s or 1.0, MOST_WAIT_S))
         if receiver.error_code or not receiver.token_s:
             why = receiver.error_message or receiver.error_code or "no token came"
             raise ServerUnfitError(

@@ -49,6 +49,7 @@ LEAST_LENGTHS = 3
 token would be that of all prompts."""
 LEAST_TIMES = 6
 """So many times of prompts show how much single steps differ."""
+LEAST_GAPS = 3
 LEAST_RATIO = 0.01
 """Two tokens that a client reads at once still have a step between them."""
 MOST_ANSWER_TOKENS = 256
@@ -89,6 +90,21 @@ class MeasuredServer(Struct, frozen=True):
         return 1 / MOST_DRIFT <= self.drift <= MOST_DRIFT
 
 
+class ServerRoles(Struct, frozen=True):
+    """The instances of a server whose clients see one address. `decoding` is the number of
+    instances that decode, and `separate` is whether others prefill."""
+
+    decoding: int = 1
+    separate: bool = False
+
+
+SINGLE = ServerRoles()
+
+
+PromptBeside = tuple[TimedAnswer, TimedAnswer]
+"""A prompt's only token, and an answer that decoded meanwhile."""
+
+
 class TraceLengths(Struct, frozen=True):
     """The lengths in the trace for which the server is measured."""
 
@@ -120,19 +136,23 @@ class _Part:
 
 
 async def measure_server(
-    door: FrontDoor, lengths: TraceLengths, seconds: float, tell: Callable[[str], None]
+    door: FrontDoor,
+    lengths: TraceLengths,
+    seconds: float,
+    tell: Callable[[str], None],
+    roles: ServerRoles = SINGLE,
 ) -> MeasuredServer:
     """Measures a server in about `seconds`, or longer if a long prompt takes more than its share.
     If the server's speed has changed meanwhile, tells a person so by `tell` and measures again.
 
     Raises ServerUnfitError, ConnectionFailedError.
     """
-    measured = await _Measurement(door, lengths, seconds).run()
+    measured = await _Measurement(door, lengths, seconds, roles).run()
     for _ in range(MOST_AGAIN):
         if measured.is_steady:
             break
         tell(f"a prompt takes {measured.drift:.2g} times as long as before: measuring again")
-        measured = await _Measurement(door, lengths, seconds).run()
+        measured = await _Measurement(door, lengths, seconds, roles).run()
     if not measured.is_steady:
         tell(
             "the server's speed is not steady, so what comes will differ: other programs on its"
@@ -142,10 +162,14 @@ async def measure_server(
 
 
 class _Measurement:
-    def __init__(self, door: FrontDoor, lengths: TraceLengths, seconds: float) -> None:
+    def __init__(
+        self, door: FrontDoor, lengths: TraceLengths, seconds: float, roles: ServerRoles
+    ) -> None:
         self._door = door
         self._lengths = lengths
         self._seconds = seconds
+        self._roles = roles
+        self._contention = (1.0, 1.0)
         self._began_s = monotonic()
         self._front_s = 0.0
         self._prefills: list[PrefillSample] = []
@@ -166,6 +190,8 @@ class _Measurement:
         await self._measure_prefills()
         handover_s = await self._handover_s()
         await self._measure_cached()
+        if self._roles.decoding > 1 and not self._roles.separate:
+            await self._measure_together()
         await self._measure_decodes()
         alone = fit_cost(self._prefills, self._decodes)
         await self._measure_chunks(alone)
@@ -182,6 +208,7 @@ class _Measurement:
                 shared_memory_bytes_per_s=INSTANT_BYTES_PER_S,
                 network_bytes_per_s=INSTANT_BYTES_PER_S,
                 decode_spread=self._decode_spread(),
+                contention=self._contention,
             ),
             prefills=tuple(self._prefills),
             decodes=tuple(self._decodes),
@@ -262,6 +289,26 @@ class _Measurement:
                 PrefillSample(num_tokens=longest.num_tokens, cached_tokens=found, seconds=seconds)
             )
 
+    async def _measure_together(self) -> None:
+        """Measures by how much longer prompts and decodes take if all mixed instances compute. The
+        server places prompts that come together on different instances."""
+        alone = next(s for s in self._prefills if not s.cached_tokens)
+        longest = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.seconds)
+        times_s: list[float] = []
+        for _ in range(HANDOVERS):
+            prompts = [self._door.prompt(longest.num_tokens) for _ in range(self._roles.decoding)]
+            times_s += [answer.ttft_s for answer in await self._door.ask_together(prompts, 1)]
+        steps_s = []
+        for count in (1, self._roles.decoding):
+            prompts = [self._door.prompt(alone.num_tokens) for _ in range(count)]
+            num_tokens = self._answer_tokens(alone.num_tokens, count)
+            gaps_s = common_gaps(await self._door.ask_together(prompts, num_tokens))
+            steps_s.append(median(gaps_s) if gaps_s else 1.0)
+        self._contention = (
+            max(self._engine_s(times_s) / longest.seconds, 1.0),
+            max(steps_s[1] / steps_s[0], 1.0),
+        )
+
     def _engine_s(self, times_s: Sequence[float]) -> float:
         """Returns the engine's time, without the way to the server and back."""
         return max(median(times_s) - self._front_s, 1e-6)
@@ -276,7 +323,8 @@ class _Measurement:
         for batch, length in product(BATCHES, lengths):
             if self._decodes and not part.has_time:
                 return
-            if (self._limited and batch > self._max_sequences) or not self._fits(length, batch):
+            count = batch * self._roles.decoding
+            if (self._limited and count > self._max_sequences) or not self._fits(length, count):
                 continue
             await self._measure_decode(batch, length)
 
@@ -292,16 +340,19 @@ class _Measurement:
         return min(STEPS + waiting, MOST_ANSWER_TOKENS)
 
     async def _measure_decode(self, batch: int, length: int) -> None:
-        num_tokens = self._answer_tokens(length, batch)
-        prompts = [self._door.prompt(length) for _ in range(batch)]
+        """Times answers that decode together, `batch` of them on each instance."""
+        count = batch * self._roles.decoding
+        num_tokens = self._answer_tokens(length, count)
+        prompts = [self._door.prompt(length) for _ in range(count)]
         answers = await self._door.ask_together(prompts, num_tokens)
         running = most_at_once(answers)
-        self._limited |= running < batch and num_tokens < MOST_ANSWER_TOKENS
+        self._limited |= running < count and num_tokens < MOST_ANSWER_TOKENS
         self._max_sequences = max(self._max_sequences, running)
-        step_s = common_step_s(answers) if running == batch else None
+        step_s = common_step_s(answers) if running == count else None
         if step_s is not None:
             context = batch * (length + num_tokens // 2)
-            self._decodes.append(DecodeSample(batch=batch, context_tokens=context, seconds=step_s))
+            alone_s = step_s / self._contention[1]
+            self._decodes.append(DecodeSample(batch=batch, context_tokens=context, seconds=alone_s))
             self._gap_ratios += [max(gap_s / step_s, LEAST_RATIO) for gap_s in common_gaps(answers)]
 
     def _decode_spread(self) -> DecodeSpread:
@@ -325,22 +376,36 @@ class _Measurement:
         return tuple(sorted(ratio / mean for ratio in found))
 
     async def _measure_chunks(self, cost: FittedCost) -> None:
-        """Measures how many steps compute a long prompt beside answers, and their times. The
-        answers add little to a chunk's time, so the median of several prompts counts."""
+        """Sends a long prompt beside answers: shows how many steps compute it, and their times, or
+        how much separate instances slow each other down. The median of several prompts counts."""
         part = _Part(CHUNK_SHARE * self._seconds)
         alone = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.num_tokens)
-        beside = min(BESIDE, self._max_sequences - 1)
+        copies = self._roles.decoding
+        beside = min(BESIDE, self._max_sequences - 1) // copies
         if not beside or alone.seconds > CHUNK_SHARE * self._seconds:
             return
         step_s = max(cost.decode_step_s(beside, beside * SHORTEST_PROMPT), 1e-6)
         num_tokens = min(2 * STEPS + int(2 * alone.seconds / step_s), 2 * MOST_ANSWER_TOKENS)
-        wait_s = STEPS // 2 * step_s + beside * cost.prefill_s(SHORTEST_PROMPT, 0)
-        found = []
+        wait_s = STEPS // 2 * step_s + beside * copies * cost.prefill_s(SHORTEST_PROMPT, 0)
+        pairs = []
         for _ in range(MOST_REPEATS):
-            steps = await self._steps_beside(alone.num_tokens, beside, num_tokens, wait_s)
-            found += [] if steps is None else [steps]
+            num_beside = beside * copies
+            pair = await self._prompt_beside(alone.num_tokens, num_beside, num_tokens, wait_s)
+            pairs.append(pair)
             if not part.has_time:
                 break
+        if self._roles.separate:
+            self._contention = contention_of(pairs, alone.seconds, self._front_s)
+        else:
+            self._note_chunks(alone, beside, num_tokens, pairs)
+
+    def _note_chunks(
+        self, alone: PrefillSample, beside: int, num_tokens: int, pairs: Sequence[PromptBeside]
+    ) -> None:
+        """Notes the size of chunks, and their times beside `beside` answers of `num_tokens`. The
+        answers add little to a chunk's time."""
+        each_said = (steps_of_prompt(prompt, answer, self._front_s) for prompt, answer in pairs)
+        found = [steps for steps in each_said if steps is not None]
         if not found:
             return
         num_steps = median_low([number for number, _ in found])
@@ -354,21 +419,24 @@ class _Measurement:
                 cached_tokens=0,
                 batch=beside,
                 context_tokens=beside * (SHORTEST_PROMPT + num_tokens // 2),
-                seconds=seconds,
+                seconds=seconds / self._contention[0],
                 chunk_s=alone.seconds / num_steps,
             )
         )
 
-    async def _steps_beside(
+    async def _prompt_beside(
         self, length: int, beside: int, num_tokens: int, wait_s: float
-    ) -> tuple[int, float] | None:
-        """Sends a prompt of this length once `beside` answers run; returns `steps_of_prompt`."""
-        async with asyncio.TaskGroup() as group:
-            prompts = [self._door.prompt(SHORTEST_PROMPT) for _ in range(beside)]
-            asked = group.create_task(self._door.ask_together(prompts, num_tokens))
+    ) -> PromptBeside:
+        """Sends a prompt of this length once `beside` answers run; returns it and one of them."""
+
+        async def ask_later() -> TimedAnswer:
             await asyncio.sleep(wait_s)
-            long = await self._first_token_s(self._door.prompt(length))
-        return steps_of_prompt(long, asked.result()[0], self._front_s)
+            return await self._first_token_s(self._door.prompt(length))
+
+        prompts = [self._door.prompt(SHORTEST_PROMPT) for _ in range(beside)]
+        answers = self._door.ask_together(prompts, num_tokens)
+        (first, *_), long = await asyncio.gather(answers, ask_later())
+        return long, first
 
     async def _fill_cache(self) -> tuple[int, bool]:
         """Sends prompts until the first prompt is no longer cached, then searches for the oldest
@@ -455,6 +523,25 @@ def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))
     return fmean(found)
+
+
+def contention_of(
+    pairs: Sequence[PromptBeside], alone_s: float, front_s: float
+) -> tuple[float, float]:
+    """Returns by how much longer prompts, and decodes, take on separate instances of one machine
+    while the others compute. `alone_s` is the time of the prompts while nothing decodes. A prompt
+    that outlasted its answer does not count."""
+    beside = [
+        (prompt, answer) for prompt, answer in pairs if prompt.token_s[0] < answer.token_s[-1]
+    ]
+    prefills = [(prompt.ttft_s - front_s) / alone_s for prompt, _ in beside]
+    decodes = []
+    for prompt, answer in beside:
+        before = [s for s in answer.token_s if s <= prompt.began_s]
+        during = [s for s in answer.token_s if prompt.began_s < s <= prompt.token_s[0]]
+        if min(len(before), len(during)) > LEAST_GAPS:
+            decodes.append(median(gaps_of(during)) / max(median(gaps_of(before)), 1e-6))
+    return max(median(prefills or [1.0]), 1.0), max(median(decodes or [1.0]), 1.0)
 
 
 def steps_of_prompt(

@@ -22,7 +22,12 @@ from moonpool.types import Slo, Struct
 from moonpool_lab.forecast.errors import forecast_errors
 from moonpool_lab.forecast.forecast_table import Entry, add_entry
 from moonpool_lab.forecast.front_door import FrontDoor
-from moonpool_lab.forecast.measured_server import MeasuredServer, TraceLengths, measure_server
+from moonpool_lab.forecast.measured_server import (
+    MeasuredServer,
+    ServerRoles,
+    TraceLengths,
+    measure_server,
+)
 from moonpool_lab.forecast.simulated_loads import (
     LoadForecast,
     SimulatedServer,
@@ -84,7 +89,8 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
         vocab_size = plan.vocab_size or facts.vocab_size or ASSUMED_VOCAB
         tell(f"measuring {facts.model} for {plan.measure_s:g} s")
         door = FrontDoor(client, facts, vocab_size, plan.as_text)
-        measured = await measure_server(door, _lengths(trace), plan.measure_s, tell)
+        roles = _roles(facts)
+        measured = await measure_server(door, _lengths(trace), plan.measure_s, tell, roles)
         stated = await read_stated_costs(client) if facts.config is not None else ()
         if facts.config is not None and not stated:
             tell("the server does not tell by which costs it decides, for which it wants the")
@@ -143,6 +149,13 @@ def _lengths(trace: TraceRows) -> TraceLengths:
         tuple(sorted(row.input_tokens for row in trace.rows)),
         tuple(sorted(row.input_tokens + row.output_tokens for row in trace.rows)),
     )
+
+
+def _roles(facts: ServerFacts) -> ServerRoles:
+    """A server other than moonpool's is taken for one instance."""
+    cluster = (facts.config or {}).get("cluster", {})
+    prefill, decode, mixed = (int(cluster.get(r) or 0) for r in ("prefill", "decode", "mixed"))
+    return ServerRoles(decoding=max(decode + mixed, 1), separate=bool(prefill))
 
 
 def _slo(plan: ForecastPlan, facts: ServerFacts, server: SimulatedServer) -> Slo:
