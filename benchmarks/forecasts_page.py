@@ -8,7 +8,7 @@ existing lines; a broken chain of hashes ends this command with an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,8 @@ moonpool forecast http://127.0.0.1:8000 --trace trace.jsonl --scale-tokens 1/16
 
 The aim is a median error of 3 %, and at most 10 % at the worst P99, for workloads that nobody
 tuned to. Errors are forecast over measured, less 1; of hits and of effective requests they are
-differences. Rows that miss the aim stay. Where both sides have at most a few requests, a P99 is
+differences. Rows that miss the aim stay. The method is that of the commit that each row names, so
+later rows may be better. Where both sides have at most a few requests, a P99 is
 one of them. Forecasts suppose that the machine does nothing else; the row of
 random:m30 was made on two cores with a dozen other programs, so it shows the command, not the
 model.
@@ -54,7 +55,8 @@ def page(entries: Iterable[Entry]) -> str:
     for entry in entries:
         if entry["kind"] == "outcome":
             outcomes[entry["forecast"]].append(entry)
-    lines = [HEAD + summary([one for each in outcomes.values() for one in each])]
+    every = [one for each in outcomes.values() for one in each]
+    lines = [HEAD + summary(every) + _overview(forecasts, outcomes)]
     for forecast in forecasts:
         lines.append(_section(forecast, outcomes[forecast["hash"]]))
     return "\n".join(lines)
@@ -70,6 +72,21 @@ def summary(outcomes: list[Entry]) -> str:
         f"{len(outcomes)} loads tried: median error of latencies {median(errors):.1%}, worst of a"
         f" P99 {max(worst):.0%}.\n"
     )
+
+
+def _overview(forecasts: Iterable[Entry], outcomes: Mapping[str, list[Entry]]) -> str:
+    """Returns a table with a row for each forecast, the newest first."""
+    rows = []
+    for forecast in reversed(list(forecasts)):
+        tried = outcomes.get(forecast["hash"], [])
+        errors = [abs(e) for one in tried for n, e in one["errors"].items() if n in dict(FIGURES)]
+        within = " ".join(
+            f"{one['errors']['effective_share']:+.1%}" for one in tried if one["errors"]
+        )
+        typical = f"{median(errors):.0%}" if errors else "not tried"
+        rows.append((forecast["title"], forecast["written"][:10], typical, within))
+    header = ("workload", "written", "median error of latencies", "error of effective requests")
+    return "\n" + table(header, rows) if rows else ""
 
 
 def _section(forecast: Entry, outcomes: list[Entry]) -> str:
