@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -112,7 +113,8 @@ def compare(
 def measured(name: str, command: list[str]) -> dict[str, float]:
     """CPU seconds and peak memory of one process with all that it waited for. Raises PeerError."""
     with tempfile.TemporaryFile() as said:
-        limited = ["timeout", f"{MOST_S:g}", *command]
+        program = shutil.which(command[0]) or command[0]  # the child runs in another folder
+        limited = ["timeout", f"{MOST_S:g}", os.path.abspath(program), *command[1:]]
         child = subprocess.Popen(limited, stdout=said, stderr=said, cwd=ROOT)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
