@@ -100,7 +100,6 @@ class _Vllm:
         self.layout = fleet.layout
         self.instance = VllmInstance(self.layout, size.num_blocks, Role.MIXED, True)
         self.busy = False
-        self._last_flush: FlushStep | None = None
         self.speed = speed
         self._rng = random.Random(name)
 
@@ -139,13 +138,7 @@ class _Vllm:
             case CancelRequest():
                 self.engine.cancel(action.attempt_id)
             case FlushStep():
-                self._last_flush = action
-                wait_s = 0.0 if action.is_whole else STEP_S
-                self.clock.after(wait_s, Priority.MESSAGE, self._end_flush, action)
-
-    def _end_flush(self, flush: FlushStep) -> None:
-        if self._last_flush is flush:
-            self.post(EngineStepEnded())
+                self.clock.after(STEP_S, Priority.MESSAGE, self.post, EngineStepEnded())
 
     def submit(self, name: str, tokens: list[int], max_tokens: int) -> None:
         self.engine.submit(TimedRequest(name, tokens, len(tokens), max_tokens))

@@ -51,7 +51,6 @@ class VllmLife(Member):
         )
         self.knows_all = not self.server.num_batches  # by events, of the cached blocks
         self._submitted: dict[AttemptId, Served] = {}
-        self._last_flush: FlushStep | None = None
         self._next_batch: int | None = None
         self._batches = Link(self.clock, world.options.slow_delay_s)
         if world.options.publishes_events:
@@ -120,18 +119,9 @@ class VllmLife(Member):
                     if served is not None:
                         self.server.cancel(served)
                 case FlushStep():
-                    self._flush(action)
+                    self.clock.after(STEP_S, lambda: self.alive and self.post(EngineStepEnded()))
                 case ExitProcess():
                     self.die()
-
-    def _flush(self, flush: FlushStep) -> None:
-        self._last_flush = flush
-
-        def end() -> None:
-            if self.alive and self._last_flush is flush:
-                self.post(EngineStepEnded())
-
-        self.clock.after(0.0 if flush.is_whole else STEP_S, end)
 
     def _submit(self, submit: SubmitRequest) -> None:
         attempt_id = submit.attempt.attempt_id

@@ -146,11 +146,7 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlushStep:
-    """Post `EngineStepEnded` when all outputs of the current step should have arrived. `is_whole`:
-    whether they have; then only outputs that are read together are awaited. A second one replaces
-    the first one."""
-
-    is_whole: bool = False
+    """Post `EngineStepEnded` when all outputs of the current step should have arrived."""
 
 
 @dataclass(frozen=True, slots=True)

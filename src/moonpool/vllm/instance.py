@@ -100,11 +100,10 @@ class _StepOutput(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """The outputs of one step before they are reported. `is_whole`: each attempt has one."""
+    """The outputs of one step before they are reported."""
 
     outputs: dict[AttemptId, _StepOutput] = field(default_factory=dict)
     decodes_alone: bool = True
-    is_whole: bool = False
 
 
 class VllmInstance:
@@ -468,15 +467,12 @@ class VllmInstance:
     def _gather(
         self, attempt_id: AttemptId, tokens: Sequence[Token], finish: FinishReason | None
     ) -> None:
-        begins = self._step is None
-        step = self._step = self._step or _Step(decodes_alone=not self._queue)
-        pending = step.outputs.get(attempt_id, _StepOutput([], None))
+        if self._step is None:
+            self._step = _Step(decodes_alone=not self._queue)
+            self._actions.append(FlushStep())
+        pending = self._step.outputs.get(attempt_id, _StepOutput([], None))
         pending.tokens.extend(tokens)
-        step.outputs[attempt_id] = _StepOutput(pending.tokens, finish or pending.finish)
-        is_whole = not self._queue and len(step.outputs) == len(self._attempts)
-        if begins or (is_whole and not step.is_whole):
-            self._actions.append(FlushStep(is_whole))
-        step.is_whole = is_whole
+        self._step.outputs[attempt_id] = _StepOutput(pending.tokens, finish or pending.finish)
 
     def _end_step(self, now: float) -> None:
         step, self._step = self._step, None

@@ -131,7 +131,6 @@ class VllmWorker(InstanceProcess):
         self._engine: FoundServer | None = None
         self._requests: dict[AttemptId, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._flushing: asyncio.Handle | None = None
         self._join_lock = asyncio.Lock()
         self._gone = False
         self._count_s, self._offer_s = COUNT_S, OFFER_S
@@ -419,7 +418,7 @@ class VllmWorker(InstanceProcess):
                 case CancelRequest():
                     self._cancel(action.attempt_id)
                 case FlushStep():
-                    self._flush(action)
+                    self._loop.call_later(STEP_S, self._post, EngineStepEnded())
                 case AwaitPool():
                     self._spawn(self._await_pool(action))
                 case ExplainCache():
@@ -427,15 +426,6 @@ class VllmWorker(InstanceProcess):
                         self._spawn(self._watch.explain(action))
                 case ExitProcess():
                     self._link.stop("it leaves")
-
-    def _flush(self, flush: FlushStep) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-        ended = EngineStepEnded()
-        if flush.is_whole:
-            self._flushing = self._loop.call_soon(self._post, ended)
-        else:
-            self._flushing = self._loop.call_later(STEP_S, self._post, ended)
 
     async def _find_pool(self, facts: VllmFacts) -> bool:
         """Whether this vLLM shares the pool of this host."""

@@ -183,20 +183,12 @@ def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode()
     assert step.gap_s == pytest.approx(0.1)
 
 
-def test_a_step_is_whole_when_each_answer_has_an_output() -> None:
+def test_an_end_of_step_is_asked_for_once() -> None:
     bench = Bench()
     bench.handle(StartPrefill(attempt=work("a")), StartPrefill(attempt=work("b")))
-
-    def asked(*pieces: EngineOutput) -> list[bool]:
-        return [flush.is_whole for flush in of_kind(bench.handle(*pieces), FlushStep)]
-
-    assert asked(piece("a", 1), piece("b", 1)) == [False, True]
-    assert asked(piece("b", 2)) == []  # what is read together is one step
+    assert len(of_kind(bench.handle(piece("a", 1), piece("b", 1)), FlushStep)) == 1
     bench.handle(EngineStepEnded())
     assert not bench.handle(EngineStepEnded())
-    assert asked(piece("a", 2), piece("a", 3)) == [False]
-    bench.handle(StartPrefill(attempt=work("c")))
-    assert asked(piece("b", 3)) == []  # the first token of a prompt may come
 
 
 def test_prompts_begin_one_after_the_other_as_far_as_can_be_seen() -> None:
