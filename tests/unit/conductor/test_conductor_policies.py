@@ -254,4 +254,5 @@ def test_a_prompt_that_just_fits_is_admitted() -> None:
     assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)
     full = Desk("p0", "d0", num_blocks=10)
     (refuse,) = of(full.ask(token_ids=range(capacity), max_tokens=100), Refuse)
-    assert refuse.refusal.reason == "no_decode_capacity"
+    assert (refuse.refusal.status, refuse.refusal.reason) == (422, "no_prefill_capacity")
+    assert "the prompt of 40 tokens and an answer do not fit" in refuse.refusal.message
