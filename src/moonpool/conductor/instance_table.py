@@ -115,7 +115,6 @@ class InstanceTable:
         self._clear(row)
         self.chunk_tokens[row] = info.chunk_tokens
         self.set_cost(row, info.cost)
-        self.tile_tokens[row] = info.cost.tile_tokens
         self.prefills[row], self.decodes[row] = info.role.prefills, info.role.decodes
         capacity = info.num_blocks * info.layout.block_tokens
         self.capacity_tokens[row] = self.room_tokens[row] = capacity
@@ -145,6 +144,7 @@ class InstanceTable:
             self.decode_s_per_sequence[row],
             self.decode_s_per_context_token[row],
         ) = cost.decode
+        self.tile_tokens[row] = cost.tile_tokens
         self.latency_s[row] = cost.transfer_latency_s
         self.s_per_shm_byte[row] = 1.0 / cost.shared_memory_bytes_per_s
         self.s_per_net_byte[row] = 1.0 / cost.network_bytes_per_s

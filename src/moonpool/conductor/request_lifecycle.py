@@ -484,6 +484,7 @@ class RequestLifecycle:
         on another instance."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
+        tracked.has_waited = True  # the request is not rejected for the time that this has taken
         tracked.num_faults += at_fault
         is_last = tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s
         if is_last or (tracked.request.forwarded and tracked.generated):

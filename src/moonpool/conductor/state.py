@@ -111,7 +111,7 @@ class TrackedRequest:
     num_decisions: int = 0  # number of decisions about its admission
     predicted_step_s: float = 0.0  # step time of its decode instance, as predicted at admission
     num_faults: int = 0  # faults since its last token
-    # whether it had to wait for an instance or for room, which is not its fault
+    # whether it had to wait for an instance or for room, or to begin again, by no fault of its own
     has_waited: bool = False
     call_has_begun: bool = False  # whether another choice of its call was admitted before
     # prompt tokens cached where it was first considered; None before that

@@ -35,6 +35,14 @@ from moonpool.conductor.actions import (
 )
 from moonpool.config.tables import ConductorConfig
 from moonpool.framing import Framing
+from moonpool.protocol.messages import (
+    Abort,
+    Command,
+    ReserveDecode,
+    StartDecode,
+    StartPrefill,
+    StopReceiving,
+)
 from moonpool.types import Slo
 
 MAGIC = b"moonpool event log 1\n"
@@ -139,9 +147,8 @@ def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
         match action:
             case Send():
                 command = action.command
-                work = getattr(command, "work", command)
-                attempt = getattr(work, "attempt_id", "")
-                found.append(f"{action.instance_id} {type(command).__name__} {attempt}")
+                attempt_id = _attempt_of(command)
+                found.append(f"{action.instance_id} {type(command).__name__} {attempt_id}")
             case Refuse():
                 found.append(f"refuse {action.request_id} {action.refusal.reason}")
             case RequestEnded():
@@ -149,6 +156,17 @@ def decisions(actions: Sequence[ConductorAction]) -> tuple[str, ...]:
             case InstancesWanted():
                 found.append(f"wanted {action.prefill} {action.decode}")
     return tuple(found)
+
+
+def _attempt_of(command: Command) -> str:
+    """Returns the id of the attempt that a command is about, or "" if it is about none."""
+    match command:
+        case StartPrefill() | ReserveDecode():
+            return command.attempt.attempt_id
+        case StartDecode() | StopReceiving() | Abort():
+            return command.attempt_id
+        case _:
+            return ""
 
 
 def write_file(

@@ -273,9 +273,8 @@ class Scheduler:
     def _behind(self, attempt: AttemptSpec) -> Iterator[RequestState]:
         """Yields the running requests that should give way to an attempt, the youngest first."""
         if not self.order.is_plain or not self.order.is_present(attempt):
-            for request in reversed(self.running):
-                if request.target is None and self.order.is_behind(attempt, request):
-                    yield request
+            able = (request for request in reversed(self.running) if request.target is None)
+            yield from self.order.behind(attempt, able)
 
     def _preempt(self, request: RequestState) -> None:
         """Frees a running request's blocks and puts it first in the waiting queue. Later, the

@@ -55,6 +55,20 @@ def test_nothing_is_wanted_before_anything_is_seen() -> None:
     assert hall.autoscale.wanted is None  # type: ignore[attr-defined]
 
 
+def test_a_pool_that_lost_its_last_instance_keeps_its_number_and_the_other_follows() -> None:
+    hall = new_hall()
+    assert scaled(hall, 4.0, 500, 6 * WINDOW_S)[-1] == (4, 2)
+    hall.instance_table.leave(1)
+    assert scaled(hall, 8.0, 500, 6 * WINDOW_S)[-1] == (8, 2)
+
+
+def test_one_instance_is_wanted_of_a_role_that_never_had_one() -> None:
+    hall = Hall("p0")
+    hall.learn(500, 101)
+    hall.autoscale = Autoscale(hall.balance, 0.5, WINDOW_S)  # type: ignore[attr-defined]
+    assert scaled(hall, 4.0, 500, 6 * WINDOW_S)[-1] == (4, 1)
+
+
 def day(seed: int) -> tuple[Hall, list[str]]:
     """Plays a day of three phases with six instances. Returns the new roles in order, "-" before
     each phase."""

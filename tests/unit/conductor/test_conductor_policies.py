@@ -17,6 +17,7 @@ from moonpool.protocol.messages import (
     BlocksSnapshot,
     DecodeAccepted,
     PrefillStarted,
+    ReserveDecode,
     StartPrefill,
     StepTokens,
 )
@@ -146,12 +147,27 @@ def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
     assert start.attempt.tolerance == tolerance
 
 
-def test_a_new_attempt_has_less_time_left() -> None:
-    desk = Desk("p0", "p1", "d0")
+@pytest.mark.parametrize("admission", ["goodput", "baseline", "early", "predictive"])
+def test_a_request_that_lost_its_instance_is_not_refused_for_its_slo(admission: str) -> None:
+    desk = Desk("p0", "p1", "d0", admission=admission)
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
     desk.now = 4.995  # and 10 ms of prefill
-    (refuse,) = of(desk.handle(InstanceLost(InstanceId(first), "it died")), Refuse)
-    assert refuse.refusal.reason == "ttft_slo" and "5.00" in refuse.refusal.message
+    again = desk.handle(InstanceLost(InstanceId(first), "it died"))
+    assert not of(again, Refuse)
+    ((second, start),) = sent(again, StartPrefill)
+    assert second != first and start.attempt.slo is UNLIMITED
+
+
+def test_the_limit_of_an_attempt_that_waits_for_room_ends_with_it() -> None:
+    desk = Desk("p0", "d0", "d1")
+    ((first, _),) = sent(desk.ask(ttft_s=2.0, tbt_s=0.015), ReserveDecode)
+    desk.prefilled()
+    again = desk.handle(InstanceLost(InstanceId(first), "it died"))
+    ((_, start),) = sent(again, StartPrefill)
+    desk.now = 1.99
+    desk.prefilled(start.attempt.attempt_id)
+    desk.now = 2.01
+    assert not of(desk.handle(Tick()), Refuse)
 
 
 def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
@@ -238,4 +254,5 @@ def test_a_prompt_that_just_fits_is_admitted() -> None:
     assert sent(desk.ask(token_ids=range(capacity - 1), max_tokens=100), StartPrefill)
     full = Desk("p0", "d0", num_blocks=10)
     (refuse,) = of(full.ask(token_ids=range(capacity), max_tokens=100), Refuse)
-    assert refuse.refusal.reason == "no_decode_capacity"
+    assert (refuse.refusal.status, refuse.refusal.reason) == (422, "no_prefill_capacity")
+    assert "the prompt of 40 tokens and an answer do not fit" in refuse.refusal.message

@@ -387,7 +387,8 @@ def test_a_full_mixed_instance_does_not_stand_for_all() -> None:
 def test_a_prefill_on_a_mixed_instance_needs_room_too() -> None:
     only_token = demand(decodes=False, expected_tokens=1000)
     assert placed(only_token, view("p0", room_tokens=0), view("d0")).prefill == "p0"
-    assert rejected(only_token, view("m0", room_tokens=999)).reason == "no_decode_capacity"
+    full = rejected(only_token, view("m0", room_tokens=999))
+    assert full.message.startswith("no instance has room for 1000 more tokens")
     assert placed(only_token, view("m0", room_tokens=1000)).prefill == "m0"
 
 
@@ -473,6 +474,25 @@ def test_a_prompt_that_fits_no_context_is_told_the_longest() -> None:
     assert isinstance(refusal, Rejection)
     assert (refusal.status, refusal.reason) == (422, "no_prefill_capacity")
     assert "the 4096 tokens of context" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "contexts", "reason"),
+    [
+        (400, 401, {"m0": 400}, "no_prefill_capacity"),
+        (400, 401, {"p0": 400, "d0": 800}, "no_prefill_capacity"),
+        (500, 501, {"p0": 800, "d0": 400}, "no_decode_capacity"),
+        (500, 800, {"m0": 512, "d0": 4096}, "no_decode_capacity"),
+    ],
+)
+def test_a_prompt_for_which_no_idle_instance_has_context_does_not_wait(
+    num_tokens: int, context: int, contexts: dict[str, int], reason: str
+) -> None:
+    wanted = demand(num_tokens=num_tokens, expected_tokens=context, context_tokens=context)
+    refusal = of_contexts(wanted, **contexts)
+    assert isinstance(refusal, Rejection)
+    assert (refusal.status, refusal.reason) == (422, reason)
+    assert refusal.retry_after_s == float("inf")
 
 
 def test_instances_to_avoid_are_left_out() -> None:

@@ -134,9 +134,10 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
     state = front.conductor.instances[InstanceId("m0")]
     for _ in range(40):
         state.prefill_factor.observe(2.0, 1.0)
-    cost = FittedCost(prefill=(1.0, 0.0, 0.0, 0.0), decode=(0.5, 0.0, 0.0))
+    cost = FittedCost(prefill=(1.0, 0.0, 0.0, 0.0), decode=(0.5, 0.0, 0.0), tile_tokens=16)
     front.report("m0", CostMeasured(cost=cost))
     assert state.info.cost == cost
+    assert front.conductor.instance_table.tile_tokens.tolist() == [16.0]
     assert state.prefill_factor.value == 1.0
     _, attempt = place(front.ask())
     record = front.conductor.requests[request_of(attempt)].record

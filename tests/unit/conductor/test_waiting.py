@@ -98,6 +98,20 @@ def test_a_begun_answer_waits_for_room() -> None:
     assert [name for name, _ in sent(actions, ReserveDecode)] == [left]
 
 
+def test_a_request_waits_for_the_lost_instance_that_alone_is_large_enough() -> None:
+    desk = Desk("p0")
+    desk.num_blocks = 2
+    desk.join("d0")
+    desk.num_blocks = 1000
+    desk.join("d1")
+    assert [name for name, _ in sent(desk.ask("begun"), ReserveDecode)] == ["d1"]
+    assert not of(lose(desk, "d1"), Refuse)
+    (refuse,) = of(desk.ask("new"), Refuse)
+    assert (refuse.refusal.status, refuse.refusal.reason) == (422, "no_decode_capacity")
+    assert not of(tick(desk, 50.0), Refuse)
+    assert placed(desk.join("d1", incarnation=2)) == ["begun"]
+
+
 def test_repeated_faults_are_retried_after_a_while_and_tokens_forgive_them() -> None:
     desk = Desk("m0", max_attempts=3)
     desk.ask("a", max_tokens=50)

@@ -20,6 +20,7 @@ from moonpool.rewind.event_log import (
     EventLog,
     EventLogError,
     EventLogFile,
+    decisions,
     read_events,
     read_file,
     write_file,
@@ -28,8 +29,10 @@ from moonpool.rewind.replay import Replay
 from moonpool.rewind.snapshot import dump
 from moonpool.sim import simulation
 from moonpool.trace.reader import open_trace
+from moonpool.types import InstanceId
 from tests.cli_runner import invoke, succeed
 from tests.tidy.test_extending import EXAMPLES
+from tests.unit.conductor.conductor_desk import Desk
 
 RUNS = {
     "goodput": "--speed 12 --prefill 2 --decode 2 --slo-tbt 0.035",
@@ -82,6 +85,14 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rewind") / "trace.jsonl"
     succeed("trace", "generate", "--profile", "toolagent", "--requests", "250", "-o", path)
     return path
+
+
+def test_a_decision_names_its_attempt() -> None:
+    """Without the attempt, a replay that swaps two attempts looks like the log."""
+    desk = Desk("p0", "d0")
+    assert decisions(desk.ask()) == ("d0 ReserveDecode r/1", "p0 StartPrefill r/1")
+    assert decisions(desk.prefilled()) == ("d0 StartDecode r/1",)
+    assert decisions(desk.handle(InstanceLost(InstanceId("d0"), "it died"))) == ("p0 Abort r/1",)
 
 
 @pytest.mark.parametrize("max_bytes", [pytest.param(1 << 30, marks=pytest.mark.long), 600_000])

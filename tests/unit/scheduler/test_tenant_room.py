@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from test_instance import Bench, attempt, of, reported, start
 
 from moonpool.protocol.messages import (
@@ -15,6 +16,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.protocol.transfer_events import ReceiveEnded
 from moonpool.scheduler.actions import ExpectStream, WorkerAction
+from moonpool.scheduler.batching import queue_order
 from moonpool.types import Role, Slo
 
 
@@ -84,6 +86,25 @@ def test_a_tenant_served_about_as_much_makes_no_room() -> None:
     bench = Bench(Role.DECODE, num_blocks=4)
     decode(bench, "a", 100, tenant="one")
     assert reported(reserve(bench, "b", 500, tenant="two"), AttemptFailed)
+
+
+@pytest.mark.parametrize("was_here", [False, True])
+def test_a_tenant_makes_room_by_no_more_than_its_credit(
+    was_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a tenant that was away takes no more room than one that has requests here."""
+    monkeypatch.setattr(queue_order, "CREDIT_TOKENS", 4)
+    bench = Bench(Role.DECODE, num_blocks=24)
+    if was_here:
+        decode(bench, "before", 500, tenant="small")
+        bench.handle(Abort(attempt_id=AttemptId("before")))
+        bench.end_step()
+    for name, first in (("a", 100), ("c", 900)):
+        decode(bench, name, first, tenant="flood")
+    while bench.instance.pool.num_available:
+        bench.end_step()
+    (failed,) = reported(reserve(bench, "b", 1300, tenant="small"), AttemptFailed)
+    assert failed.reason == "no_blocks"
 
 
 def test_the_tenant_that_was_served_most_is_preempted_where_answers_outgrow_the_room() -> None:

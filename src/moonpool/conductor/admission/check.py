@@ -51,7 +51,7 @@ class AdmissionCheck:
         """Returns the placement, with its wait for room in the decode batch, or why it may not be
         booked. Raises PolicyError if a policy from outside the package fails."""
         request, cluster_state = tracked.request, self._cluster_state
-        # A request whose answer has begun, or that had to wait, is not rejected for being slow.
+        # A request that goes on is not rejected for being slow.
         slo = UNLIMITED if goes_on(tracked) else request.slo.limits
         budget = SloBudget(slo, max(now - request.arrived_s, 0.0), request.slo)
         table, forecast = cluster_state.instance_table, cluster_state.forecast
@@ -116,8 +116,8 @@ class AdmissionCheck:
 
 
 def goes_on(tracked: TrackedRequest) -> bool:
-    """Whether the request's answer has begun, or the request had to wait for something that is not
-    its fault (`TrackedRequest.has_waited`)."""
+    """Whether the request's answer has begun, or the request had to wait or to begin again by no
+    fault of its own (`TrackedRequest.has_waited`)."""
     return bool(tracked.generated) or tracked.has_waited
 
 

@@ -194,15 +194,7 @@ def place(
         return Rejection(503, "no_prefill_instance", "no prefill instance is up", 5.0)
     if footprint.decodes and not table.num_decodes:
         return Rejection(503, "no_decode_instance", "no decode instance is up", 5.0)
-    has_room: Bools = table.room_tokens >= footprint.expected_tokens
-    possible = table.prefills
-    if max(footprint.num_tokens, footprint.context_tokens) > table.least_context_tokens:
-        has_room &= table.context_tokens >= footprint.context_tokens
-        possible = possible & (table.context_tokens >= footprint.num_tokens + footprint.decodes)
-        if footprint.num_tokens > table.context_tokens[table.prefills].max():
-            return _too_long(footprint, table)
-    if table.mixed is not None:
-        possible = possible & (has_room | ~table.mixed)
+    possible, has_room = _able(footprint, table, table.room_tokens)
     if table.remainders:
         possible = possible.copy()
         possible[table.remainders] &= has_room[table.remainders]
@@ -235,6 +227,21 @@ def place(
         tbt_s = tbts_s.item(decoder)
     in_chunks = inline is not None and inline.in_chunks
     return _describe(context, scores, rank, best, decoder, tbt_s, int(num_possible), in_chunks)
+
+
+def _able(
+    footprint: RequestFootprint, table: InstanceTable, room_tokens: Floats
+) -> tuple[Bools, Bools]:
+    """Returns the rows that may prefill the request, and the rows that have room for its decode, if
+    this much of each row's KVCache is free."""
+    has_room: Bools = room_tokens >= footprint.expected_tokens
+    possible = table.prefills
+    if max(footprint.num_tokens, footprint.context_tokens) > table.least_context_tokens:
+        has_room &= table.context_tokens >= footprint.context_tokens
+        possible = possible & (table.context_tokens >= footprint.num_tokens + footprint.decodes)
+    if table.mixed is not None:
+        possible = possible & (has_room | ~table.mixed)
+    return possible, has_room
 
 
 def _spares_last_answers(table: InstanceTable, possible: Bools) -> Bools:
@@ -439,21 +446,20 @@ def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> Pla
     )
 
 
-def _too_long(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    most = int(table.context_tokens[table.prefills].max())
-    text = (
-        f"the prompt of {footprint.num_tokens} tokens does not fit the {most} tokens of context"
-        f" of any prefill instance that is up: shorten it"
-    )
-    return Rejection(422, "no_prefill_capacity", text, float("inf"))
-
-
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    """The caller adds the time at which there will be room (`waiting.room_forecast`)."""
-    wanted = footprint.expected_tokens
-    text = f"no decode instance has room for {wanted} more tokens of KVCache"
-    rows = table.decodes if footprint.decodes else table.prefills
-    if int(table.capacity_tokens[rows].max(initial=0)) < wanted:
+    """Says whether a wait helps. The caller adds the time at which there will be room
+    (`waiting.room_forecast`)."""
+    num_tokens, wanted = footprint.num_tokens, footprint.expected_tokens
+    most = int(table.context_tokens[table.prefills].max())
+    if num_tokens + footprint.decodes > most:
+        what = f"the prompt of {num_tokens} tokens"
+        what += " and an answer do" if footprint.decodes else " does"
+        text = f"{what} not fit the {most} tokens of context of any prefill instance that is up"
+        return Rejection(422, "no_prefill_capacity", f"{text}: shorten it", float("inf"))
+    role = "decode instance" if footprint.decodes else "instance"
+    text = f"no {role} has room for {wanted} more tokens of KVCache"
+    possible, has_room = _able(footprint, table, table.capacity_tokens)
+    if not possible.any() or (footprint.decodes and not (table.decodes & has_room).any()):
         text += ", not even an idle one: ask for fewer tokens"
         return Rejection(422, NO_ROOM, text, float("inf"))
     return Rejection(503, NO_ROOM, text, 0.0, room_tokens=wanted)

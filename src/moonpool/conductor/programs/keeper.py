@@ -77,7 +77,7 @@ class ProgramKeeper(ClusterObserver):
     def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         program = tracked.program
         if program is not None:
-            self.programs.place(tracked, planned.placement.hit_tokens, now)
+            self.programs.place(tracked, planned.placement.hit_tokens)
             is_new = program.num_calls == 1 and tracked.num_attempts == 1
             usual = self.programs.usual_tokens.value
             self.door.note_begun(program, max(program.own_tokens, usual) if is_new else 0.0)

@@ -21,7 +21,6 @@ class Program:
     tenant: str
     line: int  # place of the program's root in the order of waiting requests
     number: int  # number in the order of arrival
-    began_s: float
     parent: Program | None = None
     kind: str = ""
     blocks_parent: bool = True
@@ -31,14 +30,8 @@ class Program:
     num_calls: int = 0
     context_tokens: int = 0  # tokens of prompt and answer of the program's last call
     shared_tokens: int = 0  # tokens that other programs had computed before its first call
-    served_tokens: int = 0
-    recomputed_tokens: int = 0  # tokens of its own context that no instance had any more
-    # time that its calls waited from arrival to placement; counts from the arrival again when a
-    # call is placed again
-    waited_s: float = 0.0
     keys: Sequence[BlockKey] = ()  # block keys of its last prompt
     instance: InstanceId | None = None  # the instance where its last call decodes
-    tool: str = ""  # name of the tool that runs now
     keep_until_s: float = 0.0  # as its client asked
     # Its pause.
     since_s: float | None = None

@@ -84,12 +84,11 @@ class Programs:
         context = tracked.request.program
         if context is None:
             return None
-        program = self._named(payer_of(tracked.request.tenant), context, now)
+        program = self._named(payer_of(tracked.request.tenant), context)
         self.pauses.end(program, now)
         program.num_running += 1
         program.num_calls += 1
         program.chance = 1.0
-        program.tool = context.tool
         if context.keep_s is not None:
             program.keep_until_s = now + context.keep_s
         return program
@@ -102,7 +101,7 @@ class Programs:
             if program is not None and not program.num_running:
                 break
         else:
-            program = self._new(payer_of(tracked.request.tenant), f"~{self._num_recognised}", now)
+            program = self._new(payer_of(tracked.request.tenant), f"~{self._num_recognised}")
             self._num_recognised += 1
             program.is_named = False
         self._programs.move_to_end((program.tenant, program.program_id))
@@ -112,11 +111,11 @@ class Programs:
         program.chance = 1.0
         return program
 
-    def _named(self, tenant: str, context: ProgramContext, now: float) -> Program:
+    def _named(self, tenant: str, context: ProgramContext) -> Program:
         program = self._programs.get((tenant, context.program_id))
         if program is None:
             parent = self._parent_of(tenant, context)
-            program = self._new(tenant, context.program_id, now, parent)
+            program = self._new(tenant, context.program_id, parent)
             program.blocks_parent = context.blocks_parent
         self._programs.move_to_end((tenant, program.program_id))
         program.kind = context.kind or program.kind
@@ -133,9 +132,7 @@ class Programs:
                 return parent
         return None
 
-    def _new(
-        self, tenant: str, program_id: str, now: float, parent: Program | None = None
-    ) -> Program:
+    def _new(self, tenant: str, program_id: str, parent: Program | None = None) -> Program:
         depth, above = 0, parent
         while above is not None and depth <= MAX_DEPTH:
             depth, above = depth + 1, above.parent
@@ -143,7 +140,7 @@ class Programs:
             parent = parent.parent
         line = self._waiting.line if parent is None else parent.root.line
         self._num_programs += 1
-        program = Program(program_id, tenant, line, self._num_programs, now, parent)
+        program = Program(program_id, tenant, line, self._num_programs, parent)
         if parent is not None:
             program.has_begun = parent.root.has_begun
             parent.children.append(program)
@@ -156,16 +153,13 @@ class Programs:
                 self._forget(oldest)
         return program
 
-    def place(self, tracked: TrackedRequest, hit_tokens: int, now: float) -> None:
+    def place(self, tracked: TrackedRequest, hit_tokens: int) -> None:
         """Notes that an attempt of a call is booked. `hit_tokens` of the prompt are cached where it
         is prefilled."""
         program, attempt = tracked.program, tracked.attempt
         assert program is not None and attempt is not None
         if not program.context_tokens:
             program.shared_tokens = hit_tokens
-        known = min(program.context_tokens, tracked.request.num_prompt_tokens)
-        program.recomputed_tokens += max(known - hit_tokens, 0) if tracked.num_attempts == 1 else 0
-        program.waited_s += max(now - tracked.request.arrived_s, 0.0)
         program.context_tokens = max(program.context_tokens, tracked.request.num_prompt_tokens)
         program.has_begun = program.root.has_begun = True
         program.instance = attempt.decoder
@@ -181,7 +175,6 @@ class Programs:
             size = record.num_prompt_tokens + record.answer_tokens
             program.context_tokens = size
             self.usual_tokens.add(program.own_tokens)
-            program.served_tokens += size - min(record.cached_tokens, record.num_prompt_tokens)
             if program.keys:
                 self._by_leaf.pop(program.keys[-1], None)
             program.keys = tracked.keys

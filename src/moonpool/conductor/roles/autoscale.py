@@ -39,17 +39,24 @@ class Autoscale:
             return []
         self._next_check_s = now + CHECK_S
         demand = self._balance.demand(table, now)
-        if demand is None or not all(map(isfinite, demand)):
+        if demand is None:
             return []
         before, self.wanted = self.wanted, self._want(demand, now)
         return [self.wanted] if self.wanted != before else []
 
     def _want(self, demand: tuple[float, float], now: float) -> InstancesWanted:
         prefill, decode = (
-            pool.most(min(max(ceil(each / self._target_load - SLACK), 1), MOST_WANTED), now)
+            pool.most(self._count(each), now)
             for pool, each in zip((self._prefill, self._decode), demand, strict=True)
         )
         return InstancesWanted(prefill, decode)
+
+    def _count(self, demand: float) -> int | None:
+        """Returns how many instances meet the demand, or None if the pool has none, by whose costs
+        it could be known."""
+        if not isfinite(demand):
+            return None
+        return min(max(ceil(demand / self._target_load - SLACK), 1), MOST_WANTED)
 
 
 class _Pool:
@@ -59,9 +66,12 @@ class _Pool:
         self._window_s = window_s
         self._asked: deque[tuple[float, int]] = deque()
 
-    def most(self, count: int, now: float) -> int:
-        """Adds a number; returns the highest one of the window."""
+    def most(self, count: int | None, now: float) -> int:
+        """Adds a number, or the newest one again if it is unknown; returns the highest one of the
+        window."""
         asked = self._asked
+        if count is None:
+            count = asked[-1][1] if asked else 1
         while asked and asked[-1][1] <= count:
             asked.pop()
         asked.append((now, count))

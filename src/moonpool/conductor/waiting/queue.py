@@ -251,7 +251,7 @@ class Deadlines:
             tracked = self._requests.get(heapq.heappop(self._joining)[1])
             if tracked is None or tracked.attempt is None or tracked.generated:
                 continue
-            if tracked.attempt.phase is AttemptPhase.HANDOVER:
+            if tracked.attempt.waits and tracked.attempt.phase is AttemptPhase.HANDOVER:
                 slo_s = tracked.request.slo.ttft_s
                 text = f"its decode instance had no room within the TTFT SLO of {slo_s:g} s"
                 yield tracked, Rejection(429, TTFT_SLO_LATE, text, answer_s)

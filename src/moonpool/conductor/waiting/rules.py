@@ -2,7 +2,8 @@
 
 * A lost instance is restarted within seconds, while a request has minutes. So a request waits if it
   lacks nothing but an instance that was lost. Instances that left for good are not awaited.
-* A request that was admitted before waits for room.
+* A request that was admitted before waits for room, and for a lost instance that alone is large
+  enough.
 * A new request waits for room, for the prompts before it, or for a batch that one more answer would
 make late, if its first token can still come in time: within its TTFT SLO, or before its deadline if
 nobody has stated an SLO. Without admission control, the wait for a batch ends at the latest after
@@ -187,8 +188,11 @@ class WaitRules:
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
         """Whether the request waits until its deadline for room that others hold. It does if it,
         another choice of its call or another call of its program was admitted before, or if no
-        request is refused for its SLO."""
-        if rejection.status == UNSERVABLE_STATUS or rejection.reason not in LOAD_REASONS:
+        request is refused for its SLO. If no instance that is up is large enough for it, a request
+        that was admitted before waits for a lost one."""
+        if rejection.status == UNSERVABLE_STATUS:
+            return tracked.num_attempts > 0 and bool(self.waiting.lost)
+        if rejection.reason not in LOAD_REASONS:
             return False
         tracked.call_has_begun |= self._calls[tracked.request.call] > 0
         program = tracked.program

@@ -11,7 +11,7 @@ True in that case, and spares the scheduler the comparisons.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from moonpool.protocol.messages import AttemptSpec
 from moonpool.scheduler.request_state import RequestState, TenantAccount
@@ -56,14 +56,23 @@ class TenantAccounts:
         account = self._present.get(tenant) or self._absent.get(tenant)
         return 0.0 if account is None else account.served
 
+    def served_at_entry(self, tenant: str) -> float:
+        """Returns the counter of a tenant with one more request: that of an absent one is moved to
+        within the credit of the present ones."""
+        served = self.served(tenant)
+        if tenant in self._present:
+            return served
+        present = [account.served for account in self._present.values()] or [self._last]
+        least = min(present) - self._credit_tokens
+        return min(max(served, least), max(present) + self._credit_tokens)
+
     def enter(self, tenant: str, weight: float) -> TenantAccount:
         """Adds one more request of the tenant. Returns the tenant's account."""
         account = self._present.get(tenant)
         if account is None:
-            served = [other.served for other in self._present.values()] or [self._last]
+            served = self.served_at_entry(tenant)
             account = self._absent.pop(tenant, None) or TenantAccount(weight)
-            least = min(served) - self._credit_tokens
-            account.served = min(max(account.served, least), max(served) + self._credit_tokens)
+            account.served = served
             self._present[tenant] = account
         account.weight = weight
         account.num_requests += 1
@@ -137,16 +146,20 @@ class QueueOrder:
         assert request.account is not None
         return self.priority(request), request.account.served
 
-    def is_behind(self, attempt: AttemptSpec, other: RequestState) -> bool:
-        """Whether another request of the same or a worse priority should give way to an attempt
-        that needs room. It should if its tenant is ahead of the attempt's tenant by more served
-        tokens than both requests have, so that two tenants do not take the room from each other in
-        turn."""
-        if self.priority(other) < attempt.priority or other.account is None:
-            return False
-        lead = other.account.served - self.served(payer_of(attempt.tenant))
-        cost = other.tokens.size / other.attempt.share + len(attempt.token_ids) / attempt.share
-        return lead > cost
+    def behind(
+        self, attempt: AttemptSpec, others: Iterable[RequestState]
+    ) -> Iterator[RequestState]:
+        """Yields the other requests that should give way to an attempt that needs room. A request
+        of the same or a worse priority should if its tenant is ahead of the attempt's tenant by
+        more served tokens than both requests have, so that two tenants do not take the room from
+        each other in turn."""
+        served = self._accounts.served_at_entry(payer_of(attempt.tenant))
+        for other in others:
+            if self.priority(other) < attempt.priority or other.account is None:
+                continue
+            cost = other.tokens.size / other.attempt.share + len(attempt.token_ids) / attempt.share
+            if other.account.served - served > cost:
+                yield other
 
     def victim(self, requests: Iterable[RequestState]) -> RequestState | None:
         """Returns the request to preempt, or None if there is no request: among the requests of the
