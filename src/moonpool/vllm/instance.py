@@ -262,24 +262,25 @@ class VllmInstance:
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
         request = self._add(command.attempt, hands_over=command.target is not None)
-        request.submitted = True
-        call = command.attempt.call
-        if call is not None and not call.tells_first_token:
-            self._actions.append(SubmitRequest(request.attempt, request.hands_over))
-            self._begin_prefill(request, early=True)
-            return
-        request.prefilling = True
-        self._queue[command.attempt.attempt_id] = None
+        if not _hides_first_token(request.attempt):
+            request.prefilling = True
+            self._queue[command.attempt.attempt_id] = None
         submit = self._request(command.attempt, hands_over=request.hands_over)
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
-            self._actions.append(submit)
+            self._submit_prefill(request, submit)
         else:  # a copy from the other host comes first, and then the prefill
-            request.submitted, request.then = False, submit
+            request.then = submit
             keys = tuple(request.keys[: fetch.num_blocks])
             self._actions.append(AwaitPool(command.attempt.attempt_id, keys, fetch.source))
-            return
-        if len(self._queue) == 1:
+
+    def _submit_prefill(self, request: _VllmRequestState, submit: SubmitRequest) -> None:
+        """Submits a request. Its prefill begins now, unless other prompts come first."""
+        request.submitted = True
+        self._actions.append(submit)
+        if not request.prefilling:
+            self._begin_prefill(request, early=True)
+        elif next(iter(self._queue)) == request.attempt.attempt_id:
             self._begin_prefill(request)
 
     def _request(
@@ -350,10 +351,12 @@ class VllmInstance:
             self._end(request)
             self._report(then)
             return
-        request.submitted, request.fetched_blocks = True, event.num_blocks
-        self._actions.append(then)
-        if request.prefilling and next(iter(self._queue), None) == event.attempt_id:
-            self._begin_prefill(request)
+        request.fetched_blocks = event.num_blocks
+        if request.first_token is None:
+            self._submit_prefill(request, then)
+        else:
+            request.submitted = True
+            self._actions.append(then)
 
     def _on_abort(self, attempt_id: AttemptId) -> None:
         request = self._attempts.get(attempt_id)
@@ -578,3 +581,8 @@ class VllmInstance:
 def _is_exact(work: AttemptSpec) -> bool:
     """Whether the tokens are exactly those that the engine computes."""
     return work.call is None or work.call.is_exact
+
+
+def _hides_first_token(work: AttemptSpec) -> bool:
+    """Whether the engine's output does not show when the prefill has ended."""
+    return work.call is not None and not work.call.tells_first_token
