@@ -28,17 +28,17 @@ LIVE = "liveness"
 LOOK_S = 0.25
 MAX_CALLS = 16_384
 """Streams at a time."""
-MAX_MESSAGE_BYTES = 4 << 20
-"""Envoy sends pieces of at most 64 KiB, and whole bodies only if it is configured to hold them."""
+MESSAGE_BYTES = 4 << 20
+"""Most bytes of a message besides a body. Envoy sends a body in pieces of at most 64 KiB, or as one
+message if it is configured to hold it."""
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
-class PortInUseError(Exception):
-    """The port cannot be listened on; one line says why."""
+class GrpcStartError(Exception):
+    """The server cannot start, because of its port or its certificate; one line says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ class GrpcServer:
         self._picker = picker
         self._place = place
         self._health = health_aio.HealthServicer()
-        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        most = ("grpc.max_receive_message_length", picker.max_body_bytes + MESSAGE_BYTES)
+        self._server = grpc.aio.server(options=(most, *OPTIONS), maximum_concurrent_rpcs=MAX_CALLS)
         self.port = 0
         add_ExternalProcessorServicer_to_server(_Processor(picker, fails_open), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -87,16 +88,17 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Raises PortInUseError."""
+        """Raises GrpcStartError."""
         place = self._place
         address = f"{place.host}:{place.port}"
+        credentials = _credentials(place) if place.certfile else None
         try:
-            if place.certfile:
-                self.port = self._server.add_secure_port(address, _credentials(place))
+            if credentials is not None:
+                self.port = self._server.add_secure_port(address, credentials)
             else:
                 self.port = self._server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:
-            raise PortInUseError(f"cannot listen on {address}: {error}") from None
+            raise GrpcStartError(f"cannot listen on {address}: {error}") from None
         await self._server.start()
 
     async def run(self) -> None:
@@ -119,8 +121,12 @@ class GrpcServer:
 
 
 def _credentials(place: GrpcPort) -> grpc.ServerCredentials:
-    """Raises OSError."""
-    chain = Path(place.certfile).read_bytes()
-    key = Path(place.keyfile or place.certfile).read_bytes()
-    roots = Path(place.ca_certs).read_bytes() if place.ca_certs else None
+    """Raises GrpcStartError."""
+    try:
+        chain = Path(place.certfile).read_bytes()
+        key = Path(place.keyfile or place.certfile).read_bytes()
+        roots = Path(place.ca_certs).read_bytes() if place.ca_certs else None
+    except OSError as error:
+        text = f"cannot read the certificate: {error.filename}: {error.strerror}"
+        raise GrpcStartError(text) from None
     return grpc.ssl_server_credentials(((key, chain),), roots, roots is not None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -227,18 +228,18 @@ class VllmInstance:
 
     def load(self) -> InstanceLoad:
         """Returns the current gauges. Blocks that attempts share count once for each attempt."""
-        owners = {}
-        for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
+        sizes = {}
+        for attempt_id, request in self._attempts.items():
             num_tokens = len(request.attempt.token_ids) + len(request.generated)
-            owners[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
-        held = min(sum(owners.values()), self.num_blocks)
+            sizes[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
+        held = min(sum(sizes.values()), self.num_blocks)
         return InstanceLoad(
             num_running=len(self._attempts) - len(self._queue),
             num_waiting=len(self._queue),
             held_blocks=held,
             cached_blocks=min(len(self._cache), self.num_blocks),
             free_blocks=self.num_blocks - held,
-            owners=owners,
+            owners=dict(islice(sizes.items(), SHOWN_OWNERS)),
             counters=dict(self.counters),
             num_blocks=self.num_blocks,
             cache_view=replace(self._view, source=self._cache.source),
