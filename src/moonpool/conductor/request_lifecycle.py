@@ -457,6 +457,9 @@ class RequestLifecycle:
         """Places a request again because its instance leaves."""
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
+    def move_deadline(self, request_id: RequestId, deadline_s: float) -> None:
+        self._deadlines.move(request_id, deadline_s)
+
     def expire(self, now: float) -> None:
         """Ends the requests whose deadlines have passed, and those that have waited for too long
         for their TTFT SLO: for a place, or for room in a decode batch."""

@@ -435,11 +435,14 @@ class VllmInstance:
         self._leave_queue(request.attempt.attempt_id)
 
     def _leave_queue(self, attempt_id: AttemptId) -> None:
-        """Removes a prompt from the queue. If it was the first one, the next one begins."""
+        """Removes a prompt from the queue. If it was the first one, the next one begins, unless it
+        waits for the pool."""
         was_first = next(iter(self._queue), None) == attempt_id
         self._queue.pop(attempt_id, None)
         if was_first and self._queue:
-            self._begin_prefill(self._attempts[next(iter(self._queue))])
+            following = self._attempts[next(iter(self._queue))]
+            if following.submitted:
+                self._begin_prefill(following)
 
     def _end_handed_over(self, request: _VllmRequestState, output: EngineOutput) -> None:
         if output.finish is None:

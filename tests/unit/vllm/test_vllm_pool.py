@@ -131,6 +131,16 @@ def test_forwarded_calls_share_the_pool(streams: bool) -> None:
     assert (started.fetched_tokens, started.early) == (8, not streams)
 
 
+def test_a_prefill_that_waits_for_the_pool_begins_once() -> None:
+    vllm = instance()
+    vllm.handle(StartPrefill(attempt=work("first")), 0.0)
+    source = PrefixSource(source=address("far"), num_blocks=2)
+    vllm.handle(StartPrefill(attempt=work("second"), fetch=source), 0.0)
+    token = EngineOutput(AttemptId("first"), (Token(token_id=5),))
+    assert not reports(vllm.handle(token, 0.0), PrefillStarted)
+    assert len(reports(vllm.handle(PoolReady(AttemptId("second"), 2), 0.0), PrefillStarted)) == 1
+
+
 def test_a_prefill_is_handed_over_once_the_pool_has_it() -> None:
     prefill, decode = instance(Role.PREFILL), instance(Role.DECODE)
     prefill.handle(StartPrefill(attempt=work("a"), target=address("d")), 0.0)
