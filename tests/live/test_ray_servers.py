@@ -25,6 +25,7 @@ from tests.live.ray_nodes import (
     OnRay,
     RayNodes,
     descendants_of,
+    kill_all,
     parent_of,
     processes_of,
 )
@@ -91,6 +92,27 @@ def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path
         assert served.stop() == 0, served.log[-3000:]
     assert wait_until_gone(left) == []
     assert not list(Path(f"/dev/shm/moonpool-{os.getuid()}").glob("ray-servers-*"))
+
+
+def test_pools_leave_no_memory_though_the_heads_are_stuck(nodes: RayNodes, tmp_path: Path) -> None:
+    config = tmp_path / "stuck.toml"
+    config.write_text(
+        "[cluster]\nlauncher = 'ray'\nmixed = 1\nprefill = 0\ndecode = 0\n"
+        "[engine]\nkind = 'vllm'\n[api]\ndrain_seconds = 0.0\n"
+        f"[ray]\nname = 'stuck'\npool_bytes = {POOL_BYTES}\nvllm_command = '{SERVER}'\n"
+    )
+    served = OnRay(nodes, STUB_MODEL, "--config", str(config), "--port", "0")
+    folder = Path(f"/dev/shm/moonpool-{os.getuid()}")
+    try:
+        url = served.wait_until_up(1)[0]
+        assert list(folder.glob("ray-stuck-*"))
+        head = fresh.get(f"{url}/cluster", timeout=60).json()["head"]["pid"]
+        os.kill(parent_of(parent_of(head)), signal.SIGSTOP)  # its actor answers no more
+        left = processes_of(nodes, "moonpool") + processes_of(nodes, "stub_server")
+    finally:
+        assert served.stop() == 0, served.log[-3000:]
+    assert not list(folder.glob("ray-stuck-*"))
+    kill_all(wait_until_gone(left, wait_s=10))
 
 
 @contextmanager

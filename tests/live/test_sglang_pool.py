@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,12 @@ def pool() -> Iterator[Pool]:
     found = Pool("--dram", "16MiB")
     yield found
     found.close()
+
+
+@pytest.mark.parametrize("sizes", [[128] * PIECES, [2048, 100]])
+def test_pieces_that_no_copy_moves_are_named(sizes: list[int], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 256 bytes"):
+        HostPoolClient(tmp_path / "none", b"", "m", sizes, PlainSliceMover())
 
 
 class Memory:

@@ -51,8 +51,8 @@ class ClusterView:
     async def upgrade(self) -> None:
         await self._ask("upgrade")
 
-    async def beliefs(self, name: str | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = await self._ask("beliefs", name)
+    async def beliefs(self, name: str | None = None) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = await self._ask("beliefs", name)
         return found
 
     async def event_log(self, name: str | None = None) -> bytes | None:

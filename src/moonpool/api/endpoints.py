@@ -85,8 +85,12 @@ class Inspector:
 
     async def beliefs(self, context: HttpContext) -> None:
         """Shows what the Conductor assumes of each instance; `?model=NAME` chooses another model
-        than the default. Responds with {} for an unknown model."""
-        await _respond(context, await self._view.beliefs(_asked(context, "model")))
+        than the default. Raises ApiError for an unknown model."""
+        name = _asked(context, "model")
+        found = await self._view.beliefs(name)
+        if found is None:
+            raise self._no_model(name)
+        await _respond(context, found)
 
     async def event_log(self, context: HttpContext) -> None:
         """The log holds the token ids of all tenants' prompts and answers. `?model=NAME` chooses
@@ -94,9 +98,14 @@ class Inspector:
         name = _asked(context, "model")
         log = await self._view.event_log(name)
         if log is None:
-            self._models.named(name)
-            raise ApiError("There is no model yet.", status=404, code="model_not_found")
+            raise self._no_model(name)
         await context.respond(200, log, b"application/octet-stream")
+
+    def _no_model(self, name: str | None) -> ApiError:
+        """Returns the error of a page about a model that there is not yet. Raises ApiError for an
+        unknown model."""
+        self._models.named(name)
+        return ApiError("There is no model yet.", status=404, code="model_not_found")
 
     async def explain(self, context: HttpContext) -> None:
         """Takes a request id or the id of a response. Raises ApiError (404) for an unknown id."""

@@ -117,7 +117,7 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     for i, message in enumerate(body.messages):
         where, content = f"messages[{i}]", message.get("content")
         if message.get("role") not in ("user", "assistant", "system"):
-            text = f"'{where}.role' must be 'user' or 'assistant'."
+            text = f"'{where}.role' must be 'user', 'assistant' or 'system'."
             raise ApiError(text, param=f"{where}.role")
         if isinstance(content, str) or content is None:
             messages.append({"role": message["role"], "content": content})

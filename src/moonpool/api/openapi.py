@@ -113,6 +113,8 @@ _ERRORS: dict[str, tuple[int, ...]] = {
     "/detokenize": (*_OF_BODIES, 404, 504),
     "/v1/models/{model_id}": (404,),
     "/explain/{request_id}": (404,),
+    "/cluster/event_log": (404,),
+    "/beliefs": (404,),
     "/ready": (503,),
     "/cluster/events": (503,),
     "/cluster/drain": (*_OF_BODIES, 409),

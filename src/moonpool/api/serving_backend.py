@@ -230,9 +230,9 @@ class ServingBackend(Protocol):
         """Has a head that runs the code on disk take the place of this one."""
         ...
 
-    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+    def beliefs(self, name: str | None = None) -> dict[str, Any] | None:
         """Returns the learned cost corrections, which `simulate --beliefs` reads. `name`: the model
-        whose corrections are returned; None means the default. Returns {} if there is no such
+        whose corrections are returned; None means the default. Returns None if there is no such
         model."""
         ...
 

@@ -166,7 +166,7 @@ def epp(
     # programs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from moonpool.discovery.endpoint import SourceError
-    from moonpool.epp.server import GrpcPort, PortInUseError
+    from moonpool.epp.server import GrpcPort, GrpcStartError
     from moonpool.epp.service import serve_picker
     from moonpool.head.cluster_error import ClusterError
 
@@ -200,7 +200,7 @@ def epp(
 
     try:
         uvloop.run(run())
-    except (ClusterError, PortError, PortInUseError, SourceError, *UNPROTECTED) as error:
+    except (ClusterError, PortError, GrpcStartError, SourceError, *UNPROTECTED) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)

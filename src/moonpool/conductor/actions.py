@@ -76,6 +76,13 @@ class RequestFinished(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
+class DeadlineMoved(msgspec.Struct, frozen=True):
+    """The request has another deadline."""
+
+    request_id: RequestId
+    deadline_s: float
+
+
 class Reported(msgspec.Struct, frozen=True):
     instance_id: InstanceId
     report: Report
@@ -113,6 +120,7 @@ ConductorEvent = (
     | InstancesLaunched
     | RequestCancelled
     | RequestFinished
+    | DeadlineMoved
     | Reported
     | DrainRequested
     | HotRequested

@@ -17,6 +17,7 @@ from moonpool.conductor.actions import (
     CacheDropRequested,
     ConductorAction,
     ConductorEvent,
+    DeadlineMoved,
     DrainRequested,
     HotRequested,
     InstanceCrashed,
@@ -218,6 +219,8 @@ class Conductor:
                 self._lifecycle.cancel(event.request_id, event.reason, now)
             case RequestFinished():
                 self._lifecycle.finish(event.request_id, event.reason, event.num_tokens, now)
+            case DeadlineMoved():
+                self._lifecycle.move_deadline(event.request_id, event.deadline_s)
             case InstancesExpected():
                 self._lifecycle.waiting.expect(event.roles)
             case InstancesLaunched():

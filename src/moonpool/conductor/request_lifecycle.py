@@ -458,6 +458,9 @@ class RequestLifecycle:
         """Places a request again because its instance leaves."""
         self._retry(tracked, 503, "drained", "its instance leaves", now, at_fault=False)
 
+    def move_deadline(self, request_id: RequestId, deadline_s: float) -> None:
+        self._deadlines.move(request_id, deadline_s)
+
     def expire(self, now: float) -> None:
         """Plans requests once more that have waited for a place for as long as they may, pauses
         answers on overfull vLLM instances, and ends the requests whose deadlines have passed, or

@@ -36,8 +36,8 @@ OPTIONS = (
 )
 
 
-class PortInUseError(Exception):
-    """The port cannot be listened on; one line says why."""
+class GrpcStartError(Exception):
+    """The server cannot start, because of its port or its certificate; one line says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,17 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Raises PortInUseError."""
+        """Raises GrpcStartError."""
         place = self._place
         address = f"{place.host}:{place.port}"
+        credentials = _credentials(place) if place.certfile else None
         try:
-            if place.certfile:
-                self.port = self._server.add_secure_port(address, _credentials(place))
+            if credentials is not None:
+                self.port = self._server.add_secure_port(address, credentials)
             else:
                 self.port = self._server.add_insecure_port(address)
         except (RuntimeError, OSError) as error:
-            raise PortInUseError(f"cannot listen on {address}: {error}") from None
+            raise GrpcStartError(f"cannot listen on {address}: {error}") from None
         await self._server.start()
 
     async def run(self) -> None:
@@ -119,8 +120,12 @@ class GrpcServer:
 
 
 def _credentials(place: GrpcPort) -> grpc.ServerCredentials:
-    """Raises OSError."""
-    chain = Path(place.certfile).read_bytes()
-    key = Path(place.keyfile or place.certfile).read_bytes()
-    roots = Path(place.ca_certs).read_bytes() if place.ca_certs else None
+    """Raises GrpcStartError."""
+    try:
+        chain = Path(place.certfile).read_bytes()
+        key = Path(place.keyfile or place.certfile).read_bytes()
+        roots = Path(place.ca_certs).read_bytes() if place.ca_certs else None
+    except OSError as error:
+        text = f"cannot read the certificate: {error.filename}: {error.strerror}"
+        raise GrpcStartError(text) from None
     return grpc.ssl_server_credentials(((key, chain),), roots, roots is not None)

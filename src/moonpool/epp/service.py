@@ -37,7 +37,7 @@ async def serve_picker(
     api_key: str,
     num_fallbacks: int = 0,
 ) -> None:
-    """Serves until `stop` is set. Raises ClusterError, SourceError, PortInUseError, and the errors
+    """Serves until `stop` is set. Raises ClusterError, SourceError, GrpcStartError, and the errors
     of `open_keys` and `open_tls`."""
     config = resolved(config)
     keys, tls = open_keys(config), open_tls(config)

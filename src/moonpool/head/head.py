@@ -367,9 +367,9 @@ class ClusterHead:
     def upgrade(self) -> None:
         self.succession.upgrade()
 
-    def beliefs(self, name: str | None = None) -> dict[str, Any]:
+    def beliefs(self, name: str | None = None) -> dict[str, Any] | None:
         model = self.served.named(name)
-        return {} if model is None else model.beliefs()
+        return None if model is None else model.beliefs()
 
     def server_info(self) -> dict[str, Any]:
         cards = [msgspec.to_builtins(model.card) for model in self.served]

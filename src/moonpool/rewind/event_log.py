@@ -15,6 +15,7 @@ from moonpool.conductor.actions import (
     CacheDropRequested,
     ConductorAction,
     ConductorEvent,
+    DeadlineMoved,
     DrainRequested,
     HotRequested,
     InstanceCrashed,
@@ -63,6 +64,7 @@ _KINDS: tuple[type[ConductorEvent], ...] = (
     RequestFinished,
     InstancesLaunched,
     InstanceForgotten,
+    DeadlineMoved,
 )
 _NUMBER_OF = {kind: number for number, kind in enumerate(_KINDS)}
 _ENTRIES = Framing("<")

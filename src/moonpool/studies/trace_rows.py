@@ -57,7 +57,10 @@ class TraceRows:
         )
 
     def faster(self, speed: float, limit: int | None) -> Trace:
-        """Returns the first `limit` requests, which arrive `speed` times as fast."""
+        """Returns the first `limit` requests, which arrive `speed` times as fast. Raises
+        TraceError."""
+        if limit is not None and limit < 1:
+            raise TraceError(f"a limit of {limit} requests leaves none; use 1 or more")
         chosen = self.rows[:limit]
         info = TraceInfo(
             path=self.name,

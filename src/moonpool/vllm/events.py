@@ -163,6 +163,7 @@ class EventReader:
         since `run` began."""
         self._post: Callable[[CacheEventsReceived], None] = lambda _: None
         self._next: int | None = None  # sequence number of the next batch
+        self._last_published = -1  # sequence number of the last batch from the publisher
         self._is_replayed = False  # whether the replay endpoint responds
         for where in (events, replay):
             if where:
@@ -176,7 +177,7 @@ class EventReader:
     async def run(self, post: Callable[[CacheEventsReceived], None]) -> None:
         """Runs until cancelled, and passes events to `post` on the loop. Raises zmq.ZMQError and
         EventsError."""
-        self._post, self._next = post, None
+        self._post, self._next, self._last_published = post, None, -1
         self.connection, self.num_published, self.num_replayed = "none", 0, 0
         socket = self._socket(self._zmq.SUB)
         watch = asyncio.create_task(self._watch(socket.get_monitor_socket()))
@@ -238,17 +239,22 @@ class EventReader:
         if len(frames) < 2 or len(frames[-2]) != _SEQ_BYTES:
             return
         number = int.from_bytes(frames[-2], "big", signed=True)
+        if number < 0:
+            return
         due = self._next
-        if due is not None and 0 < number < due:
-            return  # already received from the replay
-        # A publisher that starts again at 0 is a new one.
-        if due is not None and number != due and number:
-            await self._catch_up(due)
-        if number == 0:
+        # A publisher counts up, so one that starts again at 0, or goes back, is a new one.
+        is_new = not number or number <= self._last_published
+        self._last_published = number
+        if is_new and due is not None:
             self._next = None
+            self._post(CacheEventsReceived((), lost=True))
+            if number:
+                await self._catch_up(0)
+        elif due is not None and number > due:
+            await self._catch_up(due)
         if self._next is not None and number < self._next:
             return  # already received from the replay endpoint
-        if due is not None and number != self._next:
+        if self._next is not None and number > self._next:
             self._post(CacheEventsReceived((), lost=True))
         self._pass_on(number, frames[-1])
 

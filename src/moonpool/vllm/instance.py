@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -227,18 +228,18 @@ class VllmInstance:
 
     def load(self) -> InstanceLoad:
         """Returns the current gauges. Blocks that attempts share count once for each attempt."""
-        owners = {}
-        for attempt_id, request in list(self._attempts.items())[:SHOWN_OWNERS]:
+        sizes = {}
+        for attempt_id, request in self._attempts.items():
             num_tokens = len(request.attempt.token_ids) + len(request.generated)
-            owners[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
-        held = min(sum(owners.values()), self.num_blocks)
+            sizes[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
+        held = min(sum(sizes.values()), self.num_blocks)
         return InstanceLoad(
             num_running=len(self._attempts) - len(self._queue),
             num_waiting=len(self._queue),
             held_blocks=held,
             cached_blocks=min(len(self._cache), self.num_blocks),
             free_blocks=self.num_blocks - held,
-            owners=owners,
+            owners=dict(islice(sizes.items(), SHOWN_OWNERS)),
             counters=dict(self.counters),
             num_blocks=self.num_blocks,
             cache_view=replace(self._view, source=self._cache.source),
@@ -262,24 +263,25 @@ class VllmInstance:
 
     def _on_start_prefill(self, command: StartPrefill) -> None:
         request = self._add(command.attempt, hands_over=command.target is not None)
-        request.submitted = True
-        call = command.attempt.call
-        if call is not None and not call.tells_first_token:
-            self._actions.append(SubmitRequest(request.attempt, request.hands_over))
-            self._begin_prefill(request, early=True)
-            return
-        request.prefilling = True
-        self._queue[command.attempt.attempt_id] = None
+        if not _hides_first_token(request.attempt):
+            request.prefilling = True
+            self._queue[command.attempt.attempt_id] = None
         submit = self._request(command.attempt, hands_over=request.hands_over)
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
-            self._actions.append(submit)
+            self._submit_prefill(request, submit)
         else:  # a copy from the other host comes first, and then the prefill
-            request.submitted, request.then = False, submit
+            request.then = submit
             keys = tuple(request.keys[: fetch.num_blocks])
             self._actions.append(AwaitPool(command.attempt.attempt_id, keys, fetch.source))
-            return
-        if len(self._queue) == 1:
+
+    def _submit_prefill(self, request: _VllmRequestState, submit: SubmitRequest) -> None:
+        """Submits a request. Its prefill begins now, unless other prompts come first."""
+        request.submitted = True
+        self._actions.append(submit)
+        if not request.prefilling:
+            self._begin_prefill(request, early=True)
+        elif next(iter(self._queue)) == request.attempt.attempt_id:
             self._begin_prefill(request)
 
     def _request(
@@ -350,10 +352,12 @@ class VllmInstance:
             self._end(request)
             self._report(then)
             return
-        request.submitted, request.fetched_blocks = True, event.num_blocks
-        self._actions.append(then)
-        if request.prefilling and next(iter(self._queue), None) == event.attempt_id:
-            self._begin_prefill(request)
+        request.fetched_blocks = event.num_blocks
+        if request.first_token is None:
+            self._submit_prefill(request, then)
+        else:
+            request.submitted = True
+            self._actions.append(then)
 
     def _on_abort(self, attempt_id: AttemptId) -> None:
         request = self._attempts.get(attempt_id)
@@ -431,11 +435,14 @@ class VllmInstance:
         self._leave_queue(request.attempt.attempt_id)
 
     def _leave_queue(self, attempt_id: AttemptId) -> None:
-        """Removes a prompt from the queue. If it was the first one, the next one begins."""
+        """Removes a prompt from the queue. If it was the first one, the next one begins, unless it
+        waits for the pool."""
         was_first = next(iter(self._queue), None) == attempt_id
         self._queue.pop(attempt_id, None)
         if was_first and self._queue:
-            self._begin_prefill(self._attempts[next(iter(self._queue))])
+            following = self._attempts[next(iter(self._queue))]
+            if following.submitted:
+                self._begin_prefill(following)
 
     def _end_handed_over(self, request: _VllmRequestState, output: EngineOutput) -> None:
         if output.finish is None:
@@ -578,3 +585,8 @@ class VllmInstance:
 def _is_exact(work: AttemptSpec) -> bool:
     """Whether the tokens are exactly those that the engine computes."""
     return work.call is None or work.call.is_exact
+
+
+def _hides_first_token(work: AttemptSpec) -> bool:
+    """Whether the engine's output does not show when the prefill has ended."""
+    return work.call is not None and not work.call.tells_first_token

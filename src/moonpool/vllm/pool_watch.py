@@ -92,10 +92,10 @@ class PoolWatch:
             try:
                 await self._follow()
                 problem = "the pool ended the connection"
-            except (OSError, ValueError, asyncio.IncompleteReadError, *MALFORMED) as error:
-                problem = str(error) or type(error).__name__
             except TimeoutError:
                 problem = "the pool does not answer"
+            except (OSError, ValueError, asyncio.IncompleteReadError, *MALFORMED) as error:
+                problem = str(error) or type(error).__name__
             finally:
                 self._end()
             if problem != self._said:

@@ -190,10 +190,13 @@ class ScriptedHead:
         return {"instances": []} if tenant is None else {"instances": [], "tenant": tenant}
 
     def event_log(self, name: str | None = None) -> bytes | None:
-        return b"events"
+        return b"events" if self._has(name) else None
 
-    def beliefs(self, name: str | None = None) -> dict[str, Any]:
-        return {"instances": [], "errors": {}}
+    def beliefs(self, name: str | None = None) -> dict[str, Any] | None:
+        return {"instances": [], "errors": {}} if self._has(name) else None
+
+    def _has(self, name: str | None) -> bool:
+        return name in (None, *(model.card.model_id for model in self.models()))
 
     def server_info(self) -> dict[str, Any]:
         return {"model": "fake"}

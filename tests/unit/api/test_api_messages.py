@@ -184,7 +184,10 @@ def test_a_schema_holds_and_a_stop_sequence_is_named() -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "'max_tokens': 0. It must be between 1"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "'messages[0].role' must be 'user', 'assistant' or 'system'.",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "messages[0].content[0]",

@@ -87,6 +87,15 @@ def test_all_endpoints_with_bodies_choose_by_name() -> None:
     assert not zoo.requests
 
 
+@pytest.mark.parametrize("path", ["/beliefs", "/cluster/event_log"])
+def test_pages_of_one_model_choose_by_name(path: str) -> None:
+    zoo = Zoo()
+    assert call(zoo, path, method="GET").status_code == 200
+    assert call(zoo, f"{path}?model=fake", method="GET").status_code == 200
+    unknown = call(zoo, f"{path}?model=nobody", method="GET")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_without_a_model_a_call_may_come_again_and_the_list_is_empty() -> None:
     answer = call(Empty(), "/v1/completions", {"prompt": "x"})
     assert answer.status_code == 503

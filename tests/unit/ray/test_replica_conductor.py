@@ -229,3 +229,23 @@ def test_limits_are_read_and_a_raw_request_is_a_call_all_the_same() -> None:
 )
 def test_tokens_of_an_item(item: Any, expected: int) -> None:
     assert count_tokens(item) == expected
+
+
+def test_a_call_whose_tokens_come_stays_counted() -> None:
+    driver = Driver(num_replicas=1, timeout_s=10.0)
+    assert isinstance(driver.send(text_call("long", "a" * 400, 4000)), PlacedCall)
+    silent = driver.send(text_call("silent", "b" * 400, 4000))
+    assert isinstance(silent, PlacedCall)
+    for _ in range(30):
+        driver.now += 1.0
+        driver.state.see([Seen("long", driver.now, 1)])
+        driver.state.tick(driver.now)
+        driver.state.conductor.validate()
+    assert set(driver.state.conductor.requests) == {"long"}
+    driver.now += 11.0
+    driver.state.tick(driver.now)
+    assert not driver.state.conductor.requests
+    for i in range(12):  # each is alone again, so its times are samples
+        driver.run(text_call(f"c{i}", f"{i} " * (50 + 40 * (i % 4)), 9), 9)
+    (state,) = driver.state.conductor.instances.values()
+    assert state.info.cost.prefill_s(100, 0) == pytest.approx(PREFILL_S, rel=0.05)

@@ -124,10 +124,28 @@ def test_requests_of_ones_own_making() -> None:
         (lambda: moonpool.simulate(trace, config={"cluster": {"prefil": 1}}), "did you mean"),
         (lambda: moonpool.simulate("nowhere.jsonl"), "cannot read nowhere.jsonl"),
         (lambda: moonpool.simulate(trace, config="nowhere.toml"), "cannot read the config"),
+        (lambda: moonpool.simulate(trace, requests=0), "a limit of 0 requests leaves none"),
         (lambda: moonpool.simulate(trace, scale_tokens=2), "not above 0 and at most 1"),
     ):
         with pytest.raises(ValueError, match=text):
             bad()
+
+
+@pytest.mark.parametrize(
+    "table", [{"hardware": {"device": "H200"}}, {"model": {"quantization": "int4"}}]
+)
+def test_a_file_and_a_mapping_choose_the_same_hardware(
+    table: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    ((name, keys),) = table.items()
+    file = tmp_path / "cluster.toml"
+    file.write_text("".join([f"[{name}]\n", *(f'{key} = "{keys[key]}"\n' for key in keys)]))
+    rows = [TraceRow(2.0 * n, 400, 20) for n in range(5)]
+    of_file, of_mapping = (moonpool.simulate(rows, config=each).summary for each in (file, table))
+    assert of_file["ttft_s"] == of_mapping["ttft_s"]
+    file.write_text(f"{name} = 3\n")
+    with pytest.raises(ValueError, match=rf"\[{name}\] must be a table"):
+        moonpool.simulate(rows, config=file)
 
 
 def test_a_plan_is_a_configuration() -> None:

@@ -267,6 +267,27 @@ def test_a_publisher_that_begins_anew_is_another_one() -> None:
     assert words(follow(scenario)) == [0, 1, "lost", 0, 1]
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_publisher_whose_first_batch_is_missed_is_another_one(replay: bool) -> None:
+    async def scenario(publisher: Publisher, wait_for: Callable[..., Any]) -> None:
+        if not publisher.sent:
+            await publisher.publish(0, [1, 2])
+            return
+        for number in range(1, 6):
+            await publisher.publish(number, [1, 2])
+        await wait_for(5, last=5)
+        publisher.sent.clear()
+        await publisher.publish(0, [7, 8], loses=True)
+        await publisher.publish(1, [7, 8], loses=True)
+        await publisher.publish(2, [7, 8])
+        await wait_for(7, last=2)
+        await publisher.publish(3, [7, 8])
+        await wait_for(8, last=3)
+
+    found = words(follow(scenario, replay))
+    assert found[found.index("lost") :] == ["lost", *([0, 1] if replay else []), 2, 3]
+
+
 def test_a_bad_address_is_one_line() -> None:
     pytest.importorskip("zmq")
 

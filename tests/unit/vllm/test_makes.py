@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 import pytest
 
 from moonpool.protocol.messages import AttemptId, AttemptSpec, ForwardedCall
+from moonpool.protocol.model_offer import ModelOffer
 from moonpool.types import FinishReason, SamplingParams, Slo
 from moonpool.vllm.actions import EngineOutput, SubmitRequest
 from moonpool.vllm.client import VllmClient, VllmError
 from moonpool.vllm.dialect import DialectError
 from moonpool.vllm.dialects.find import find_dialect
-from moonpool.vllm.dialects.llama_server import compute_fields
+from moonpool.vllm.dialects.llama_server import LlamaDialect, compute_fields
+from moonpool.vllm.dialects.server_dialect import Asked
+from moonpool.vllm.facts import VllmFacts
 from tests.http_server import QuietHandler, serving
 
 _T = TypeVar("_T")
@@ -219,6 +222,24 @@ class NeedsKey(QuietHandler):
 class Unwell(QuietHandler):
     def do_GET(self) -> None:
         self.answer(json.dumps(listed("m")).encode(), 503 if self.path == "/health" else 200)
+
+
+def test_text_of_llama_server_without_tokens() -> None:
+    events = [
+        {"content": "ab", "tokens": [], "tokens_predicted": 2},
+        {"content": "c", "tokens": [9], "tokens_predicted": 3},
+        {"content": "", "tokens": [], "tokens_predicted": 3, "stop": True, "stop_type": "limit"},
+    ]
+    answers = {"/completion": events, "/tokenize": {"tokens": [3, 4]}}
+    with server(answers, []) as url:
+        offer = ModelOffer(root="m", names=("m",), max_model_tokens=64)
+        asked = Asked(SubmitRequest(work()), work(), VllmFacts(offer, 16, 4), b"layout", None)
+
+        async def computed(client: VllmClient) -> list[int]:
+            found = [one async for one in LlamaDialect(client).computed(asked)]
+            return [token.token_id for one in found for token in one.tokens]
+
+        assert ask(url, computed) == [3, 4, 9]
 
 
 def test_a_server_that_is_not_well_is_told_apart_from_a_wrong_url() -> None:

@@ -38,6 +38,7 @@ from moonpool.protocol.messages import (
 from moonpool.protocol.transfer_events import PeerAddress
 from moonpool.scheduler.actions import ExitProcess, SendReport
 from moonpool.types import BlockKey, FinishReason, InstanceId, Role, SamplingParams, Slo, Token
+from moonpool.vllm import instance
 from moonpool.vllm.actions import (
     CacheEventsReceived,
     CancelRequest,
@@ -252,6 +253,17 @@ def test_calls_whose_first_token_is_seen_begin_one_after_the_other() -> None:
     assert not told(bench.handle(StartPrefill(attempt=work("b", call=seen))), PrefillStarted)
     begun = told(bench.handle(piece("a", 0)), PrefillStarted)
     assert [report.attempt_id for report in begun] == ["b"]
+
+
+def test_blocks_of_attempts_beyond_those_shown_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance, "SHOWN_OWNERS", 2)
+    bench = Bench()
+    for name in "abcd":
+        bench.handle(StartPrefill(attempt=work(name)))
+    load = bench.instance.load()
+    assert len(load.owners) == 2
+    assert load.held_blocks == 2 * sum(load.owners.values())
+    assert load.free_blocks == load.num_blocks - load.held_blocks
 
 
 def test_a_whole_prompt_is_never_a_hit() -> None:

@@ -3,8 +3,10 @@ waits."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moonpool.protocol.block_layout import BlockLayout, block_keys, root_key
 from moonpool.protocol.messages import (
@@ -12,6 +14,7 @@ from moonpool.protocol.messages import (
     AttemptSpec,
     BlocksChanged,
     BlocksSnapshot,
+    ForwardedCall,
     PrefillDone,
     PrefillStarted,
     PrefixSource,
@@ -82,6 +85,10 @@ def reports(actions: list[VllmAction], kind: type[Report]) -> list[Report]:
     ]
 
 
+def submitted(actions: list[VllmAction]) -> list[SubmitRequest]:
+    return [one for one in actions if isinstance(one, SubmitRequest)]
+
+
 def test_the_head_hears_of_the_pools_blocks_by_tier() -> None:
     vllm = instance()
     snapshot = BlocksSnapshot(next_sequence=0, keys=KEYS[:1], demoted=KEYS[1:2])
@@ -103,6 +110,35 @@ def test_a_fetch_goes_before_the_prefill() -> None:
     assert SubmitRequest(work("a"), has_pool=True) in actions
     (started,) = reports(actions, PrefillStarted)
     assert (started.cached_tokens, started.fetched_tokens) == (8, 8)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_forwarded_calls_share_the_pool(streams: bool) -> None:
+    call = ForwardedCall("/v1/completions", b"{}", is_exact=True, tells_first_token=streams)
+    forwarded = replace(work("a"), call=call)
+    vllm = instance()
+    (ask,) = submitted(vllm.handle(StartPrefill(attempt=forwarded), 0.0))
+    assert ask == SubmitRequest(forwarded, has_pool=True)
+    vllm = instance()
+    source = PrefixSource(source=address("far"), num_blocks=2)
+    actions = vllm.handle(StartPrefill(attempt=forwarded, fetch=source), 0.0)
+    assert actions == [AwaitPool(AttemptId("a"), KEYS[:2], address("far"))]
+    vllm.handle(PoolChanged(BlocksSnapshot(next_sequence=0, keys=KEYS[:2])), 0.0)
+    actions = vllm.handle(PoolReady(AttemptId("a"), 2), 0.0)
+    assert submitted(actions) == [SubmitRequest(forwarded, has_pool=True)]
+    (started,) = reports(actions, PrefillStarted)
+    assert isinstance(started, PrefillStarted)
+    assert (started.fetched_tokens, started.early) == (8, not streams)
+
+
+def test_a_prefill_that_waits_for_the_pool_begins_once() -> None:
+    vllm = instance()
+    vllm.handle(StartPrefill(attempt=work("first")), 0.0)
+    source = PrefixSource(source=address("far"), num_blocks=2)
+    vllm.handle(StartPrefill(attempt=work("second"), fetch=source), 0.0)
+    token = EngineOutput(AttemptId("first"), (Token(token_id=5),))
+    assert not reports(vllm.handle(token, 0.0), PrefillStarted)
+    assert len(reports(vllm.handle(PoolReady(AttemptId("second"), 2), 0.0), PrefillStarted)) == 1
 
 
 def test_a_prefill_is_handed_over_once_the_pool_has_it() -> None:

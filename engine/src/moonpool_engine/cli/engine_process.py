@@ -13,7 +13,7 @@ from moonpool.gc_tuning import settle_threads
 
 @click.command(hidden=True)
 @click.option("--of", "owner", required=True, help="Name of the instance.")
-@click.option("--number", type=int, required=True, help="Number of the stage; the worker is 0.")
+@click.option("--number", type=int, required=True, help="Number of the stage; the worker is 1.")
 @click.option("--control-fd", type=int, required=True, help="Socket to the first stage.")
 def stage(owner: str, number: int, control_fd: int) -> None:
     """Run one pipeline stage of an instance. The worker of the instance starts this command."""
@@ -25,7 +25,7 @@ def stage(owner: str, number: int, control_fd: int) -> None:
 
 @click.command(hidden=True)
 @click.option("--of", "owner", required=True, help="Name of the instance.")
-@click.option("--number", type=int, required=True, help="Number of the rank; the worker is 0.")
+@click.option("--number", type=int, required=True, help="Number of the rank; the worker is 1.")
 @click.option("--control-fd", type=int, required=True, help="Socket to the first rank.")
 def rank(owner: str, number: int, control_fd: int) -> None:
     """Run one rank of a tensor-parallel instance. The worker of the instance starts this

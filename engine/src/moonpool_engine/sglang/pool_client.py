@@ -51,7 +51,11 @@ class _Group:
         """Raises ValueError for pieces that no copy can move."""
         self.slice_bytes = math.gcd(*sizes)
         if self.slice_bytes < LEAST_SLICE_BYTES or self.slice_bytes % SLICE_STEP_BYTES:
-            raise ValueError(f"pieces of {sizes} bytes have no common slice of {SLICE_STEP_BYTES}")
+            raise ValueError(
+                f"pieces of {sizes} bytes have common slices of {self.slice_bytes} bytes; a copy"
+                f" needs slices of at least {LEAST_SLICE_BYTES} bytes, in steps of"
+                f" {SLICE_STEP_BYTES}"
+            )
         self.num_slices = sum(sizes) // self.slice_bytes
         layout = BlockLayout(
             model_fingerprint=group.hex(),

@@ -67,12 +67,14 @@ async def restart(client: HttpClient, command: list[str]) -> float:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
         )
-        async with asyncio.timeout(START_S):
-            status = await process.wait()
     except OSError as error:
         raise DisturbanceError(f"--restart-command {command[0]}: {error.strerror}") from None
+    try:
+        async with asyncio.timeout(START_S):
+            status = await process.wait()
     except TimeoutError:
         process.kill()
+        await process.wait()
         raise DisturbanceError(f"--restart-command did not end within {START_S:g} s") from None
     if status:
         raise DisturbanceError(f"--restart-command ended with status {status}")

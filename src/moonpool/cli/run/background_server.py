@@ -68,15 +68,14 @@ class BackgroundServer:
 
         The supervisor listens long before there is a head, and the call waits at its socket.
         """
-        with self._call(meanwhile) as call:
-            while not select.select([call], [], [], LOOK_S)[0]:
-                self.check()
-                meanwhile()
-            with contextlib.suppress(ConnectionResetError):
+        while True:
+            with self._call(meanwhile) as call, contextlib.suppress(ConnectionResetError):
+                while not select.select([call], [], [], LOOK_S)[0]:
+                    self.check()
+                    meanwhile()
                 if call.recv(64):
                     return
-        self._process.wait(END_S)
-        self.check()
+            select.select([], [], [], LOOK_S)  # its head has ended; the next one may answer
 
     def check(self) -> None:
         """Raises ServerEndedError if the server has ended."""
@@ -92,7 +91,7 @@ class BackgroundServer:
         while True:
             self.check()
             meanwhile()
-            with contextlib.suppress(ConnectionRefusedError):
+            with contextlib.suppress(ConnectionError):
                 call = socket.create_connection((HOST, self.port))
                 call.sendall(
                     b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from moonpool.conductor.placement.choice import Rejection
 from moonpool.conductor.state import AttemptPhase, InstanceState, TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
@@ -232,6 +234,13 @@ class Deadlines:
 
     def add(self, tracked: TrackedRequest) -> None:
         heapq.heappush(self._ends, (tracked.request.deadline_s, tracked.request.request_id))
+
+    def move(self, request_id: RequestId, deadline_s: float) -> None:
+        """Gives a request another deadline."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.request = replace(tracked.request, deadline_s=deadline_s)
+            self.add(tracked)
 
     def add_joining(self, tracked: TrackedRequest) -> None:
         """Adds a request whose prompt is computed and which waits for room in a decode batch."""

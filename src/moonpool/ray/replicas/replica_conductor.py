@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from moonpool.conductor.actions import (
     ConductorAction,
     ConductorEvent,
+    DeadlineMoved,
     InstanceJoined,
     InstanceLost,
     Refuse,
@@ -178,6 +179,8 @@ class _Replica:
 @dataclass(slots=True)
 class _UnderWay:
     call: ReplicaCall
+    deadline_s: float
+    seen_s: float = 0.0  # when it was sent, or its last tokens came
     attempt_id: AttemptId | None = None
     replica: str = ""
     num_tokens: int = 0
@@ -260,7 +263,6 @@ class ReplicaConductor:
     def arrive(self, call: ReplicaCall, now: float) -> None:
         """A call is to be placed; again, if its replica did not take it."""
         self._cancel(call.call_id, now)
-        self._calls[call.call_id] = _UnderWay(call)
         settings = self._settings
         tokens = call.token_ids[: settings.max_model_tokens - 1]
         most = max(settings.max_model_tokens - len(tokens), 1)
@@ -277,6 +279,7 @@ class ReplicaConductor:
             forwarded=True,
             program=call.program,
         )
+        self._calls[call.call_id] = _UnderWay(call, request.deadline_s)
         self._post(RequestArrived(request), now)
 
     def see(self, seen: Sequence[Seen]) -> None:
@@ -301,6 +304,11 @@ class ReplicaConductor:
             self._end_step(replica)
 
     def tick(self, now: float) -> None:
+        for call_id, under_way in list(self._calls.items()):
+            latest_s = under_way.seen_s + self._settings.timeout_s
+            if under_way.deadline_s <= now < latest_s:  # its replica still computes it
+                under_way.deadline_s = latest_s
+                self._post(DeadlineMoved(RequestId(call_id), latest_s), now)
         self._post(Tick(), now)
 
     def _see_tokens(self, under_way: _UnderWay, num_tokens: int, now: float) -> None:
@@ -316,6 +324,7 @@ class ReplicaConductor:
         replica.in_step.add(call_id)
         cost = replica.times.tokens_came(call_id, num_tokens, now)
         under_way.num_tokens += num_tokens
+        under_way.seen_s = now
         output = EngineOutput(under_way.attempt_id, (Token(0),) * num_tokens)
         self._give(replica, output, now)
         if cost is not None:
@@ -340,12 +349,15 @@ class ReplicaConductor:
             self._post(RequestFinished(RequestId(call_id), FinishReason.STOP, num_tokens), now)
 
     def _cancel(self, call_id: str, now: float) -> None:
+        if self._forget(call_id):
+            self._post(RequestCancelled(RequestId(call_id)), now)
+
+    def _forget(self, call_id: str) -> bool:
+        """Returns whether the call was under way."""
         under_way = self._calls.pop(call_id, None)
-        if under_way is None:
-            return
-        if under_way.replica in self._replicas:
+        if under_way is not None and under_way.replica in self._replicas:
             self._replicas[under_way.replica].times.ended(call_id)
-        self._post(RequestCancelled(RequestId(call_id)), now)
+        return under_way is not None
 
     def _learn(self, replica: _Replica, cost: FittedCost, now: float) -> None:
         known = CostMeasured(cost=cost)
@@ -370,7 +382,7 @@ class ReplicaConductor:
                 if replica is not None:
                     self._give(replica, action.command, self._now)
             case Refuse():
-                self._calls.pop(action.request_id, None)
+                self._forget(action.request_id)
                 self._decisions.append(RefusedCall(action.request_id, action.refusal))
             case _:
                 pass  # tokens go from replica to client, and all else is for an operator's log
@@ -393,6 +405,7 @@ class ReplicaConductor:
         if under_way is None:
             return
         under_way.attempt_id, under_way.replica = submit.attempt.attempt_id, replica.name
+        under_way.seen_s = self._now
         replica.times.began(call_id, len(submit.attempt.token_ids), self._now)
         self._decisions.append(PlacedCall(call_id, replica.name))
 

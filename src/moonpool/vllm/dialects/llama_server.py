@@ -303,7 +303,7 @@ class _Reader:
             stand_in = (await self._server.tokenize(UNFINISHED))[-UNFINISHED_BYTES:]
             return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
-        if token_ids and token_ids[-1] == found.tokens[-1]:
+        if token_ids and token_ids[-1:] == found.tokens[-1:]:
             # one more token: some tokenizers begin a text with a space
             token_ids = token_ids[-missing - 1 :]
         return token_ids or found.tokens
