@@ -141,6 +141,14 @@ def test_what_an_instance_keeps_itself_is_one_memory_more() -> None:
         build_hardware(config(2, "roofline", own_tokens=800))
 
 
+@pytest.mark.parametrize("own_tokens", [0, 800])
+def test_the_conductor_knows_that_a_request_lies_in_one_memory(own_tokens: int) -> None:
+    made = config(2, own_tokens=own_tokens)
+    hardware = build_hardware(made, ALONE)
+    simulation = Simulation(made, hardware)
+    assert simulation.conductor.instance_table.most_decode_tokens == 1600
+
+
 def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
     cost = MeasuredOffload(ALONE, PARTS, 1, staggered=False, own_tokens=2000)
     base_s = 0.012 + 0.0005 * 4
