@@ -224,7 +224,8 @@ class ServedModel:
             self._settings.incarnation,
             self._settings.config.for_conductor(),
             self.slo.usual,
-            dict(self._settings.tenant_shares),
+            self._settings.tenant_shares,
+            self._settings.tenant_caches,
             time.time() - self.now(),
         )
 
