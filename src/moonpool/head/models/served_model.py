@@ -17,7 +17,7 @@ from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.api.models.metrics_text import EngineCaches
 from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard, Output
-from moonpool.conductor.actions import ConductorAction, ConductorEvent
+from moonpool.conductor.actions import ConductorAction, ConductorEvent, RequestArrived
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
 from moonpool.head.checkpoint import Checkpoints
@@ -197,6 +197,14 @@ class ServedModel:
         return [self.metrics, self._engine_caches]
 
     # Decisions
+
+    def arrival(self, request: Request, delivered: tuple[int, ...] | None) -> RequestArrived:
+        """Returns the event of a request's arrival. If our instances cache no prefixes, the request
+        uses no cache, so that the Conductor expects no hits."""
+        config = self._settings.config
+        if config.engine.kind != "vllm" and not config.pool.prefix_caching:
+            request = msgspec.structs.replace(request, use_cache=False)
+        return RequestArrived(request, delivered)
 
     def handle(self, event: ConductorEvent) -> list[ConductorAction]:
         """Passes an event to the Conductor, and records it in the event log."""
