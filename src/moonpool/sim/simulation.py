@@ -217,16 +217,17 @@ class Simulation:
             InstanceMemory(arenas=hardware.arenas),
             draft_model=None if draft is None else draft.place,
         )
+        host = "one machine" if self.hardware.is_one_machine else instance_id
         info = InstanceInfo(
             instance_id=instance_id,
             role=role,
             incarnation=incarnation,
-            address=PeerAddress(instance_id, instance_id, "", "", 0),
+            address=PeerAddress(instance_id, host, "", "", 0),
             layout=self.hardware.layout,
             num_blocks=instance.num_blocks,
             cost=hardware.estimate,
             pid=0,
-            host=instance_id,
+            host=host,
             engine_tokens=hardware.engine_tokens,
             chunk_tokens=self.config.engine.chunk_tokens,
             num_stages=hardware.ground_truth.num_stages,
