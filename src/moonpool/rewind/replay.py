@@ -142,6 +142,8 @@ def trace_lines(
             row["tenant"] = request.tenant
         if request.priority:
             row["priority"] = request.priority
+        if request.slo.class_name:
+            row["slo_class"] = request.slo.class_name
         yield msgspec.json.encode(row) + b"\n"
 
 

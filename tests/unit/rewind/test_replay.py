@@ -161,7 +161,7 @@ def test_arrivals_become_a_trace(
     assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05  # the same reuse
 
 
-def test_prompts_of_different_adapters_share_no_block_of_the_exported_trace() -> None:
+def test_the_exported_trace_has_classes_and_separate_blocks_for_each_adapter() -> None:
     config, log = ConductorConfig(), EventLog()
     slo = Conductor(config).default_slo
     log.note(InstanceJoined(info("m0")), 0.0, ())
@@ -169,7 +169,7 @@ def test_prompts_of_different_adapters_share_no_block_of_the_exported_trace() ->
         request = Request(
             request_id=RequestId(f"r{number}"),
             sampling=SamplingParams(max_tokens=1),
-            slo=slo,
+            slo=msgspec.structs.replace(slo, class_name="chat"),
             arrived_s=0.0,
             token_ids=tuple(range(64)),
             deadline_s=60.0,
@@ -180,6 +180,7 @@ def test_prompts_of_different_adapters_share_no_block_of_the_exported_trace() ->
     for _ in replay.run():
         pass
     lines = [json.loads(line) for line in trace_lines(replay.arrivals, {})]
+    assert {line["slo_class"] for line in lines} == {"chat"}
     base, french, again = (line["hash_ids"] for line in lines)
     assert len(base) == 4 and set(base).isdisjoint(french)
     assert french == again
