@@ -326,13 +326,14 @@ class Conductor:
                         demoted(report.demoted, now)
             case BlocksSnapshot():
                 state.resyncing = False
-                self.index.load_snapshot(
+                if self.index.load_snapshot(
                     instance_id,
                     state.info.incarnation,
                     report.next_sequence,
                     report.keys,
                     report.demoted,
-                )
+                ):
+                    self._lifecycle.keeper.marks_dropped(state)
             case InstanceLoad():
                 state.load = report
             case CostMeasured():

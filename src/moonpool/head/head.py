@@ -36,7 +36,6 @@ from moonpool.conductor.actions import (
     Refuse,
     Relaunch,
     Reported,
-    RequestArrived,
     RequestCancelled,
     RequestEnded,
     RequestFinished,
@@ -269,7 +268,7 @@ class ClusterHead:
         answer = self._answers.open(request.request_id, call, answer)
         answer.on_refused = on_refused
         try:
-            self._post(RequestArrived(request, delivered), model)
+            self._post(model.arrival(request, delivered), model)
         except BaseException:
             self.close(model, request.request_id)
             raise

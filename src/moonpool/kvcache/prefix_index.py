@@ -180,6 +180,11 @@ class PrefixIndex:
         changes = self._replicas.take_changes(self._holders, self._demoted, num_keys, capacities)
         return [(name, changes[one.bit]) for name, one in instances if one.bit in changes]
 
+    def without_spare(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Returns the blocks without those that the instance knows to be spare."""
+        bit, is_notified = self._instances[instance_id].bit, self._replicas.is_notified
+        return [key for key in keys if not is_notified(key, bit)]
+
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
         """Notes that these blocks will be computed on the instance. Each call needs its `unexpect`
         before the instance is removed."""

@@ -133,6 +133,7 @@ class Candidate(Struct, frozen=True):
                 base.pool,
                 dram_tokens_per_instance=self.cache_tokens,
                 ssd_tokens_per_instance=self.ssd_tokens,
+                ssd_bytes_per_instance=0,
                 eviction=self.eviction,
             ),
             engine=change(

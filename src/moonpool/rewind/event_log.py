@@ -100,6 +100,7 @@ class EventLogFile(msgspec.Struct, frozen=True):
     tenant_weights: dict[str, float]
     wall_s: float
     segments: tuple[Segment, ...]
+    tenant_caches: dict[str, float] = {}  # earlier releases wrote none
 
 
 class EventLog:
@@ -178,11 +179,20 @@ def write_file(
     config: ConductorConfig,
     slo: Slo,
     tenant_weights: Mapping[str, float],
+    tenant_caches: Mapping[str, float],
     wall_s: float,
 ) -> bytes:
     """Returns the bytes of a file."""
-    weights = dict(tenant_weights)
-    file = EventLogFile(release, incarnation, config, slo, weights, wall_s, log.replayable())
+    file = EventLogFile(
+        release,
+        incarnation,
+        config,
+        slo,
+        dict(tenant_weights),
+        wall_s,
+        log.replayable(),
+        dict(tenant_caches),
+    )
     return MAGIC + msgspec.msgpack.encode(file)
 
 

@@ -57,8 +57,14 @@ class Replay:
         policies = load_policies(file.config)
         checkpoint = file.segments[0].checkpoint
         if not checkpoint:
-            weights = file.tenant_weights
-            self.conductor = Conductor(file.config, file.incarnation, file.slo, policies, weights)
+            self.conductor = Conductor(
+                file.config,
+                file.incarnation,
+                file.slo,
+                policies,
+                file.tenant_weights,
+                file.tenant_caches,
+            )
             return
         try:
             found: Any = load(checkpoint, own_classes(policies))
@@ -103,7 +109,7 @@ class Replay:
             layout = state.info.layout
             keys: Sequence[BlockKey] = request.keys or ()
             if request.keys is None and request.use_cache:
-                root = root_key(layout.fingerprint, request.tenant)
+                root = root_key(layout.fingerprint, request.tenant, request.adapter)
                 keys = block_keys(request.token_ids, layout.block_tokens, root)
             return LoggedArrival(request, keys, layout.block_tokens)
         return LoggedArrival(request, (), 0)
@@ -136,6 +142,8 @@ def trace_lines(
             row["tenant"] = request.tenant
         if request.priority:
             row["priority"] = request.priority
+        if request.slo.class_name:
+            row["slo_class"] = request.slo.class_name
         yield msgspec.json.encode(row) + b"\n"
 
 

@@ -7,7 +7,7 @@ than memory. The same seed gives the same run, event for event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from random import Random
 
@@ -118,8 +118,9 @@ class Simulation:
         count = config.cluster
         self._next_number = {Role.PREFILL: count.prefill, Role.DECODE: count.decode}
         self.scaling = Scaling(self.conductor.instances, self._boot, self._post, DRAIN_S)
-        self._returning = {InstanceId(name) for name in settings.restart}
-        self._plan_drains([*settings.drain.items(), *settings.restart.items()])
+        self._returning: set[InstanceId] = set()
+        self._plan_drains(settings.drain, returns=False)
+        self._plan_drains(settings.restart, returns=True)
         sampled = tuple(list(self.nodes)[: settings.node_series])
         self.node_timeline = Timeline(sampled, settings.sample_s)
 
@@ -145,16 +146,19 @@ class Simulation:
 
     # Departures
 
-    def _plan_drains(self, instants: list[tuple[str, float]]) -> None:
-        for name, at_s in instants:
-            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name))
+    def _plan_drains(self, instants: Mapping[str, float], returns: bool) -> None:
+        for name, at_s in instants.items():
+            self.clock.at(at_s, Priority.FAULT, self._drain, InstanceId(name), returns)
 
-    def _drain(self, instance_id: InstanceId) -> None:
-        refusal = self.conductor.drains.why_not(instance_id)
+    def _drain(self, instance_id: InstanceId, returns: bool) -> None:
+        refusal = self.conductor.drains.why_not(instance_id, returns)
         if refusal:
             self.announced.append((self.clock.now, f"drain: {refusal}"))
             return
-        self._post(DrainRequested(instance_id, DRAIN_S, "simulated drain"))
+        if returns:
+            self._returning.add(instance_id)
+        why = "simulated restart" if returns else "simulated drain"
+        self._post(DrainRequested(instance_id, DRAIN_S, why, returns))
         self._keep_ticking()
 
     def _depart(self, instance_id: InstanceId, role: Role, number: int) -> None:
@@ -213,19 +217,21 @@ class Simulation:
             InstanceMemory(arenas=hardware.arenas),
             draft_model=None if draft is None else draft.place,
         )
+        host = "one machine" if self.hardware.is_one_machine else instance_id
         info = InstanceInfo(
             instance_id=instance_id,
             role=role,
             incarnation=incarnation,
-            address=PeerAddress(instance_id, instance_id, "", "", 0),
+            address=PeerAddress(instance_id, host, "", "", 0),
             layout=self.hardware.layout,
             num_blocks=instance.num_blocks,
             cost=hardware.estimate,
             pid=0,
-            host=instance_id,
+            host=host,
             engine_tokens=hardware.engine_tokens,
             chunk_tokens=self.config.engine.chunk_tokens,
             num_stages=hardware.ground_truth.num_stages,
+            largest_blocks=min(instance.max_sequence_blocks, instance.num_blocks),
         )
         node = SimInstance(
             self.clock,

@@ -6,7 +6,7 @@ it sorts, counts from the first request, and names the line in every error.
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from moonpool.config.tables import ConfigError
@@ -78,6 +78,7 @@ class OwnParser:
             raise LineError(
                 f"{self.format} returned the priority {row.priority!r}: give a whole number"
             )
+        self._check_waits(row)
         return row._replace(hash_ids=ids, session=str(row.session), tenant=str(row.tenant))
 
     def _parsed(self, row: TraceRow) -> ParsedRow:
@@ -85,9 +86,32 @@ class OwnParser:
         time = row.arrived_s
         if isinstance(time, int | float):
             time = time * self.units_per_s
-        others = (row.hash_ids, row.session, row.tenant, row.priority)
-        parsed = ParsedRow(time, row.input_tokens, row.output_tokens, *others)
-        return parsed._replace(slo_class=row.slo_class)
+        return ParsedRow(
+            time,
+            row.input_tokens,
+            row.output_tokens,
+            row.hash_ids,
+            row.session,
+            row.tenant,
+            row.priority,
+            row.call,
+            row.after,
+            row.delay_s if row.after else None,  # a delay without calls would be one of its session
+            row.parent,
+            row.tool,
+            slo_class=row.slo_class,
+        )
+
+    def _check_waits(self, row: ParsedRow) -> None:
+        names = (row.call, row.parent, row.tool, *row.after)
+        if not isinstance(row.after, tuple) or not all(isinstance(name, str) for name in names):
+            raise LineError(
+                f"{self.format} returned the call {row.call!r} after {row.after!r}: give call,"
+                " parent and tool as text, and after as a tuple of calls"
+            )
+        delay_s = row.delay_s
+        if delay_s is not None and not (isinstance(delay_s, int | float) and 0 <= delay_s < inf):
+            raise LineError(f"{self.format} returned the delay_s {delay_s!r}: give seconds >= 0")
 
     def _check_ids(self, ids: tuple[Any, ...], input_tokens: int) -> None:
         if not self.block_tokens:

@@ -111,18 +111,53 @@ def test_blocks_of_an_ended_program_leave_first() -> None:
     assert not len(agents.desk.conductor.programs)
 
 
-def test_a_long_pause_parks_a_program_until_it_comes_back() -> None:
+def with_a_long_pause() -> tuple[Agents, list[ConductorAction]]:
+    """Returns agents of which one program pauses for long, and what its tick did."""
     agents = Agents()
-    desk = agents.desk
     for number in range(60):  # programs pause for 100 s
         agents.answer(agents.call(f"a{number}", "a"))
-        desk.now += 100.0
+        agents.desk.now += 100.0
     agents.answer(agents.call("last", "a"))
-    desk.now += 1.0
-    marks = of(MarkReplicas, desk.handle(Tick()))
-    assert [len(one.spare) for one in marks] == [10]
-    assert desk.conductor.programs.num_parked == 1 and HORIZON_S < 99.0
-    assert [len(one.last) for one in of(MarkReplicas, agents.call("again", "a"))] == [10]
+    agents.desk.now += 1.0
+    return agents, agents.desk.handle(Tick())
+
+
+def marks_at(actions: list[ConductorAction]) -> list[tuple[str, int, int]]:
+    """The instances that get marks, and the numbers of blocks that leave first and do not."""
+    return [
+        (one.instance_id, len(one.command.spare), len(one.command.last))
+        for one in of_kind(actions, Send)
+        if isinstance(one.command, MarkReplicas)
+    ]
+
+
+def test_a_long_pause_parks_a_program_until_it_comes_back() -> None:
+    agents, ticked = with_a_long_pause()
+    assert marks_at(ticked) == [("m0", 10, 0)]
+    assert agents.desk.conductor.programs.num_parked == 1 and HORIZON_S < 99.0
+    assert marks_at(agents.call("again", "a")) == [("m0", 0, 10)]
+
+
+def test_a_parked_program_is_marked_again_where_a_snapshot_follows() -> None:
+    agents, _ = with_a_long_pause()
+    desk = agents.desk
+    (program,) = desk.conductor.programs
+    snapshot = BlocksSnapshot(next_sequence=0, keys=tuple(program.keys))
+    assert marks_at(desk.report("m0", snapshot)) == [("m0", 10, 0)]
+    agents.call("again", "a")
+    assert marks_at(desk.report("m0", snapshot)) == []
+
+
+def test_a_program_that_comes_back_leaves_the_marks_of_spare_replicas() -> None:
+    agents, _ = with_a_long_pause()
+    desk = agents.desk
+    (program,) = desk.conductor.programs
+    desk.join("m1")
+    desk.report("m1", BlocksSnapshot(next_sequence=0, keys=tuple(program.keys)))
+    ((spare_at, *numbers),) = marks_at(desk.handle(Tick()))
+    assert numbers == [10, 0]
+    ((kept_at, *numbers),) = marks_at(agents.call("again", "a"))
+    assert numbers == [0, 10] and kept_at != spare_at
 
 
 def test_an_explanation_names_the_program() -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from moonpool.ray.replicas.calls import ReplicaCall, count_tokens, hints_of, read_call
 from moonpool.ray.replicas.replica_conductor import PlacedCall, RefusedCall, ReplicaConductor, Seen
 from moonpool.ray.replicas.settings import RouterSettings
-from moonpool.types import ProgramContext
+from moonpool.types import ProgramContext, RequestId
 
 PREFILL_S, STEP_S = 0.05, 0.01
 
@@ -61,6 +61,22 @@ def test_a_conversation_goes_on_where_its_prefix_is() -> None:
         for name in random.Random(turn).sample("abc", 3):
             texts[name] += f" turn {turn} " * 20
             assert driver.run(text_call(f"{name}-{turn}", texts[name])) == first[name]
+
+
+def test_a_multiplexed_model_is_served_by_every_replica_and_has_its_own_blocks() -> None:
+    driver = Driver(num_replicas=1)
+    text = "a" * 4 * 500
+
+    def found_tokens(call_id: str, model: str) -> int | None:
+        placed = driver.send(replace(text_call(call_id, text), model=model))
+        assert placed == PlacedCall(call_id, "r0")
+        found = driver.state.conductor.requests[RequestId(call_id)].found_tokens
+        driver.answer(call_id)
+        return found
+
+    assert found_tokens("base", "") == 0
+    assert found_tokens("french", "french") == 0
+    assert found_tokens("again", "french") == found_tokens("base again", "") != 0
 
 
 def test_calls_of_one_time_are_spread() -> None:

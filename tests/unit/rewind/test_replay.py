@@ -9,7 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from moonpool.conductor.actions import InstanceLost, Reported, Tick
+from moonpool.conductor.actions import (
+    InstanceJoined,
+    InstanceLost,
+    Reported,
+    RequestArrived,
+    Tick,
+)
 from moonpool.conductor.attempt_planner import Policies
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import ConductorConfig
@@ -25,14 +31,15 @@ from moonpool.rewind.event_log import (
     read_file,
     write_file,
 )
-from moonpool.rewind.replay import Replay
+from moonpool.rewind.replay import Replay, trace_lines
 from moonpool.rewind.snapshot import dump
 from moonpool.sim import simulation
 from moonpool.trace.reader import open_trace
-from moonpool.types import InstanceId
+from moonpool.types import InstanceId, Request, RequestId, SamplingParams
 from tests.cli_runner import invoke, succeed
 from tests.tidy.test_extending import EXAMPLES
 from tests.unit.conductor.conductor_desk import Desk
+from tests.unit.conductor.conductor_instances import info
 
 RUNS = {
     "goodput": "--speed 12 --prefill 2 --decode 2 --slo-tbt 0.035",
@@ -70,7 +77,7 @@ class Recorder:
                 recorder.num_segments += 1
             config = made[id(conductor)][0]
             recorder.finish = lambda: write_file(
-                log, "1", "", config, conductor.default_slo, {}, 0.0
+                log, "1", "", config, conductor.default_slo, {}, {}, 0.0
             )
             return actions
 
@@ -164,11 +171,57 @@ def test_arrivals_become_a_trace(
     assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05  # the same reuse
 
 
+def test_the_exported_trace_has_classes_and_separate_blocks_for_each_adapter() -> None:
+    config, log = ConductorConfig(), EventLog()
+    slo = Conductor(config).default_slo
+    log.note(InstanceJoined(info("m0")), 0.0, ())
+    for number, adapter in enumerate(("", "french", "french")):
+        request = Request(
+            request_id=RequestId(f"r{number}"),
+            sampling=SamplingParams(max_tokens=1),
+            slo=msgspec.structs.replace(slo, class_name="chat"),
+            arrived_s=0.0,
+            token_ids=tuple(range(64)),
+            deadline_s=60.0,
+            adapter=adapter,
+        )
+        log.note(RequestArrived(request), 0.0, ())
+    replay = Replay(read_file(write_file(log, "1", "", config, slo, {}, {}, 0.0)))
+    for _ in replay.run():
+        pass
+    lines = [json.loads(line) for line in trace_lines(replay.arrivals, {})]
+    assert {line["slo_class"] for line in lines} == {"chat"}
+    base, french, again = (line["hash_ids"] for line in lines)
+    assert len(base) == 4 and set(base).isdisjoint(french)
+    assert french == again
+
+
+def test_a_replay_sends_instances_the_cache_share_of_each_tenant() -> None:
+    config, log = ConductorConfig(), EventLog()
+    slo = Conductor(config).default_slo
+    log.note(Tick(), 0.0, ())
+    data = write_file(log, "1", "", config, slo, {"a": 2.0}, {"a": 0.25}, 0.0)
+    conductor = Replay(read_file(data)).conductor
+    conductor.handle(InstanceJoined(info("m0")), 0.0)
+    request = Request(
+        request_id=RequestId("r"),
+        sampling=SamplingParams(max_tokens=1),
+        slo=slo,
+        arrived_s=0.0,
+        token_ids=(1, 2),
+        deadline_s=60.0,
+        tenant="a",
+    )
+    conductor.handle(RequestArrived(request), 0.0)
+    tracked = conductor.requests[request.request_id]
+    assert (tracked.share, tracked.cache_share) == (2.0, 0.25)
+
+
 def test_an_own_policy_is_imported_only_when_trusted(tmp_path: Path) -> None:
     config = ConductorConfig(placement="os:system")
     log = EventLog()
     log.note(Tick(), 1.0, ())
-    data = write_file(log, "1", "", config, Conductor(ConductorConfig()).default_slo, {}, 0.0)
+    data = write_file(log, "1", "", config, Conductor(ConductorConfig()).default_slo, {}, {}, 0.0)
     (tmp_path / "log").write_bytes(data)
     done = invoke("rewind", tmp_path / "log")
     assert done.exit_code == 1
@@ -179,7 +232,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     log = EventLog()
     log.note(InstanceLost("a", "gone"), 1.0, ())  # type: ignore[arg-type]
     slo = Conductor(ConductorConfig()).default_slo
-    good = write_file(log, "1", "", ConductorConfig(), slo, {}, 0.0)
+    good = write_file(log, "1", "", ConductorConfig(), slo, {}, {}, 0.0)
     for place in range(len(MAGIC), len(good)):
         path = tmp_path / "log"
         path.write_bytes(good[:place])

@@ -173,7 +173,7 @@ class PlayedCluster(NamedTuple):
 
 @asynccontextmanager
 async def played(
-    play: Play, options: ApiOptions | None = None, **known: Any
+    play: Play, options: ApiOptions | None = None, config: Config | None = None, **known: Any
 ) -> AsyncIterator[PlayedCluster]:
     """Runs a head with one mixed instance that answers by the play. `known` holds fields of the
     model's card."""
@@ -186,7 +186,7 @@ async def played(
         eos_token_ids=tokenizer.eos_token_ids,
         **known,
     )
-    head = ClusterHead(Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
+    head = ClusterHead(config or Config(), ApiModel(card, tokenizer), SECRET, time.monotonic)
     ticker = asyncio.create_task(head.tick_forever())
     instance = PlayedInstance(head, play)
     instance.join()

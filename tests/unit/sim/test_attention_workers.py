@@ -11,6 +11,7 @@ import pytest
 from moonpool.config.parse import parse_config
 from moonpool.config.tables import ConfigError
 from moonpool.cost.fitted import FittedCost, OffloadParts
+from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.hardware.offload_cost import MeasuredOffload, OffloadCost
 from moonpool.sim.outcome import summarise
@@ -132,6 +133,19 @@ def test_twice_the_requests_fit_two_memories() -> None:
     assert completed == [2, 2, 4, 4]
 
 
+def test_instances_of_a_measured_machine_share_its_memory() -> None:
+    """Whether the Conductor predicts transfers at the rate of shared memory, by which the simulated
+    bytes travel."""
+    made = config(0)
+    simulation = Simulation(made, build_hardware(made, ALONE))
+    one, other = simulation.conductor.instances.values()
+    assert one.info.address.host_id == other.info.address.host_id != ""
+    apart = parse_config("", {"cluster": {"prefill": 1, "decode": 1}}, DEFAULTS)
+    simulation = Simulation(apart, build_hardware(apart))
+    one, other = simulation.conductor.instances.values()
+    assert one.info.address.host_id != other.info.address.host_id
+
+
 def test_what_an_instance_keeps_itself_is_one_memory_more() -> None:
     hardware = build_hardware(config(2, own_tokens=800), ALONE)
     assert hardware.decode.arenas == (100, 100, 50)
@@ -139,6 +153,14 @@ def test_what_an_instance_keeps_itself_is_one_memory_more() -> None:
     assert hardware.largest_request_tokens == 1600, "of one memory"
     with pytest.raises(ConfigError, match="with --cost"):
         build_hardware(config(2, "roofline", own_tokens=800))
+
+
+@pytest.mark.parametrize("own_tokens", [0, 800])
+def test_the_conductor_knows_that_a_request_lies_in_one_memory(own_tokens: int) -> None:
+    made = config(2, own_tokens=own_tokens)
+    hardware = build_hardware(made, ALONE)
+    simulation = Simulation(made, hardware)
+    assert simulation.conductor.instance_table.most_decode_tokens == 1600
 
 
 def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
@@ -163,6 +185,30 @@ def test_seen_with_memory_of_its_own_a_step_is_what_it_was_seen_to_take() -> Non
     without = MeasuredOffload(ALONE, parts, 1, staggered=False)
     more_s = 2e-4 + 5e-4
     assert without.step_s((), 4, 1000) == pytest.approx(ALONE.decode_step_s(4, 1000) + more_s)
+
+
+@pytest.mark.parametrize("attention", [1, 2])
+def test_attention_workers_have_no_ssd(attention: int) -> None:
+    made = config(attention)
+    pool = msgspec.structs.replace(made.pool, ssd_tokens_per_instance=16_000)
+    hardware = build_hardware(msgspec.structs.replace(made, pool=pool), ALONE)
+    assert (hardware.prefill.num_slots, hardware.decode.num_slots) == (1000, 0)
+
+
+@pytest.mark.parametrize("decode", [0, 1])
+def test_attention_workers_of_mixed_instances_are_an_error(decode: int) -> None:
+    made = config(2)
+    cluster = msgspec.structs.replace(made.cluster, prefill=decode, decode=decode, mixed=1)
+    with pytest.raises(ConfigError, match="mixed instances cannot be simulated"):
+        build_hardware(msgspec.structs.replace(made, cluster=cluster), ALONE)
+
+
+@pytest.mark.parametrize("partition", ["head", "tokens"])
+def test_another_partition_is_not_taken_for_one_by_request(partition: Any) -> None:
+    made = config(2)
+    attention = msgspec.structs.replace(made.attention, partition=partition)
+    with pytest.raises(ConfigError, match=f'"{partition}" cannot be simulated'):
+        build_hardware(msgspec.structs.replace(made, attention=attention), ALONE)
 
 
 def test_a_profile_without_attention_workers_is_an_error() -> None:

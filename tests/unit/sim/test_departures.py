@@ -12,6 +12,7 @@ from moonpool.sim.settings import SimulationSettings
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
+from moonpool.types import InstanceId
 
 CLUSTER = {"prefill": 4, "decode": 2}
 RESTART_S = 100.0
@@ -101,3 +102,25 @@ def test_the_last_of_its_role_stays() -> None:
     simulation.run(sessions(5, 2, 0.5))
     assert [text for _, text in simulation.announced if "is the last instance" in text]
     assert simulation.collector.num_completed == 10
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_the_last_of_its_role_restarts_and_requests_wait_for_it(name: str) -> None:
+    settings = config(cluster={"prefill": 1, "decode": 1})
+    simulation = Simulation(
+        settings, build_hardware(settings), SimulationSettings(restart={name: 1.0})
+    )
+    simulation.run(sessions(5, 2, 0.5))
+    assert_nothing_left(simulation)
+    assert simulation.conductor.drains.num_left == 1
+    assert simulation.nodes[InstanceId(name)].info.incarnation == 2
+    assert simulation.collector.num_completed == 10
+
+
+def test_a_drained_instance_does_not_return_for_a_restart_planned_for_later() -> None:
+    settings = config(cluster=CLUSTER)
+    planned = SimulationSettings(drain={"prefill-1": 1.0}, restart={"prefill-1": 500.0})
+    simulation = Simulation(settings, build_hardware(settings), planned)
+    simulation.run([*sessions(5, 2, 0.5), Arrival(600.0, 100, 5, ())])
+    assert "prefill-1" not in simulation.conductor.instances
+    assert "there is no instance 'prefill-1'" in simulation.announced[-1][1]

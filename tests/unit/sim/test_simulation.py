@@ -101,6 +101,16 @@ def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
     assert found == run(with_ssd(ssd_tokens_per_instance=2_000_000), requests)[1]
 
 
+def test_an_ssd_is_as_large_in_bytes_as_in_tokens() -> None:
+    layout = build_hardware(with_ssd()).layout
+    for settings in (
+        with_ssd(ssd_tokens_per_instance=100 * BLOCK),
+        with_ssd(ssd_bytes_per_instance=101 * layout.block_bytes - 1),
+    ):
+        hardware = build_hardware(settings)
+        assert (hardware.prefill.num_slots, hardware.decode.num_slots) == (100, 100)
+
+
 def test_the_last_copy_in_dram_is_evicted_last() -> None:
     """Whether one copy in both pools' DRAM is enough: a handover leaves two copies of each
     prompt."""

@@ -16,7 +16,7 @@ from moonpool.conductor.placement.choice import PlannedAttempt, Rejection
 from moonpool.conductor.programs.door import Door
 from moonpool.conductor.programs.program import Program
 from moonpool.conductor.programs.programs import Programs
-from moonpool.conductor.state import TrackedRequest
+from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.queue import WaitingRequests
 from moonpool.config.tables import ProgramRules
 from moonpool.protocol.messages import MarkReplicas
@@ -100,9 +100,20 @@ class ProgramKeeper(ClusterObserver):
             self._mark(program, leaves_first=True)
         return ()
 
-    def _mark(self, program: Program, leaves_first: bool) -> None:
-        """Tells the instances that hold the program's own blocks whether these leave DRAM first.
-        Blocks that other programs began with do not count as the program's own."""
+    def marks_dropped(self, state: InstanceState) -> None:
+        """Marks the blocks of parked programs again at an instance that dropped its marks, as every
+        instance does before a snapshot."""
+        if self._index.num_blocks(state.info.instance_id):
+            for program in self.programs:
+                if program.parked:
+                    self._mark(program, leaves_first=True, only=state)
+
+    def _mark(
+        self, program: Program, leaves_first: bool, only: InstanceState | None = None
+    ) -> None:
+        """Tells the instances that hold the program's own blocks, or `only` one of them, whether
+        these leave DRAM first. Blocks that other programs began with do not count as the program's
+        own. Spare replicas (`kvcache.eviction.replicas`) leave first in any case."""
         keys = program.keys
         if not keys or not self._instances:
             return
@@ -113,11 +124,15 @@ class ProgramKeeper(ClusterObserver):
             return
         held = self._index.match(keys).held
         for row in (held > first).nonzero()[0]:
-            state = self._instances.get(self._table.ids[int(row)])
-            if state is not None:
-                there = own[: int(held.item(row)) - first]
-                command = MarkReplicas(spare=there) if leaves_first else MarkReplicas(last=there)
-                self._actions.append(Send(state.info.instance_id, command))
+            name = self._table.ids[int(row)]
+            state = self._instances.get(name)
+            if state is None or (only is not None and state is not only):
+                continue
+            there = own[: int(held.item(row)) - first]
+            if leaves_first:
+                self._actions.append(Send(name, MarkReplicas(spare=there)))
+            elif last := self._index.without_spare(name, there):
+                self._actions.append(Send(name, MarkReplicas(last=tuple(last))))
 
 
 def _describe(program: Program, now: float) -> str:

@@ -17,7 +17,7 @@ from moonpool.api.metrics.labels import FAILURES, REFUSALS
 from moonpool.api.metrics.server_metrics import ServerMetrics
 from moonpool.api.models.metrics_text import EngineCaches
 from moonpool.api.serving_backend import AdapterCard, ApiOptions, ModelCard, Output
-from moonpool.conductor.actions import ConductorAction, ConductorEvent
+from moonpool.conductor.actions import ConductorAction, ConductorEvent, RequestArrived
 from moonpool.conductor.conductor import Conductor
 from moonpool.config.tables import Config
 from moonpool.head.checkpoint import Checkpoints
@@ -198,6 +198,14 @@ class ServedModel:
 
     # Decisions
 
+    def arrival(self, request: Request, delivered: tuple[int, ...] | None) -> RequestArrived:
+        """Returns the event of a request's arrival. If our instances cache no prefixes, the request
+        uses no cache, so that the Conductor expects no hits."""
+        config = self._settings.config
+        if config.engine.kind != "vllm" and not config.pool.prefix_caching:
+            request = msgspec.structs.replace(request, use_cache=False)
+        return RequestArrived(request, delivered)
+
     def handle(self, event: ConductorEvent) -> list[ConductorAction]:
         """Passes an event to the Conductor, and records it in the event log."""
         now = self.now()
@@ -224,7 +232,8 @@ class ServedModel:
             self._settings.incarnation,
             self._settings.config.for_conductor(),
             self.slo.usual,
-            dict(self._settings.tenant_shares),
+            self._settings.tenant_shares,
+            self._settings.tenant_caches,
             time.time() - self.now(),
         )
 

@@ -97,6 +97,10 @@ class ReplicaTracker:
         if self._notified.get(key, 0) & bit:
             self.note_dropped((key,), bit)
 
+    def is_notified(self, key: BlockKey, bit: int) -> bool:
+        """Whether the instance knows that the block is spare."""
+        return bool(self._notified.get(key, 0) & bit)
+
     def take_changes(
         self,
         holders: Mapping[BlockKey, int],

@@ -246,6 +246,7 @@ class ReplicaConductor:
             pid=0,
             host="",
             largest_blocks=min(-(-settings.max_model_tokens // settings.block_tokens), num_blocks),
+            context_tokens=settings.max_model_tokens,
         )
         self._post(InstanceJoined(info), now)
 
@@ -275,7 +276,8 @@ class ReplicaConductor:
             slo=settings.slo,
             arrived_s=now,
             deadline_s=now + settings.timeout_s,
-            adapter=call.model,
+            # Models share no blocks. An adapter would exclude replicas that have not loaded it.
+            tenant=f"/{call.model}" if call.model else "",
             forwarded=True,
             program=call.program,
         )

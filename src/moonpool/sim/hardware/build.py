@@ -64,6 +64,7 @@ class Hardware:
     largest_request_tokens: int  # the largest request that every instance can hold
     control_latency_s: float = CONTROL_LATENCY_S
     front_s: float = 0.0
+    is_one_machine: bool = False  # whether all instances share one machine's memory
 
     def of_role(self, role: Role) -> NodeHardware:
         """The hardware of the instances with this role."""
@@ -152,9 +153,15 @@ def instance_usd_per_h(config: Config, prices: Prices) -> dict[Role, float]:
 
 
 def attention_workers(config: Config) -> int:
-    """The number of attention workers of each decode instance."""
+    """The number of attention workers of each decode instance. Raises ConfigError if mixed
+    instances have some, too."""
     cluster = config.cluster
-    return cluster.attention // cluster.decode if cluster.attention else 0
+    if cluster.attention and cluster.mixed:
+        raise ConfigError(
+            "attention workers of mixed instances cannot be simulated: set cluster.mixed or"
+            " cluster.attention to 0"
+        )
+    return cluster.attention_each
 
 
 def _with_attention(
@@ -163,7 +170,7 @@ def _with_attention(
     """Adds the attention workers of a decode instance.
 
     Their memories hold equal numbers of blocks; the blocks that the instance keeps come last.
-    Raises ConfigError if the profile lacks a measurement of the simulated arrangement.
+    Raises ConfigError for an arrangement that is not simulated, or not measured in the profile.
     """
     workers, own_tokens = attention_workers(config), config.attention.own_tokens
     if not workers:
@@ -173,6 +180,11 @@ def _with_attention(
                 " --attention, or measure a cluster without them"
             )
         return decoding
+    if config.attention.partition != "request":
+        raise ConfigError(
+            f'attention.partition = "{config.attention.partition}" cannot be simulated, only'
+            ' "request": leave it out'
+        )
     ground_truth = decoding.ground_truth
     if profile is not None:
         if profile.offload is None:
@@ -194,6 +206,7 @@ def _with_attention(
         ground_truth=ground_truth,
         num_blocks=sum(arenas),
         arenas=arenas if len(arenas) > 1 else (),
+        num_slots=0,  # attention workers have no SSD
     )
 
 
@@ -249,7 +262,9 @@ def _as_measured(hardware: Hardware, profile: FittedCost) -> Hardware:
             )
             for part in (hardware.prefill, hardware.decode, hardware.mixed)
         )
-        hardware = replace(hardware, prefill=prefill, decode=decode, mixed=mixed)
+        hardware = replace(
+            hardware, prefill=prefill, decode=decode, mixed=mixed, is_one_machine=True
+        )
     latency_s = profile.control_latency_s or CONTROL_LATENCY_S
     return replace(hardware, control_latency_s=latency_s, front_s=profile.front_s)
 
@@ -308,8 +323,10 @@ def _node_hardware(
 ) -> NodeHardware:
     network_bytes_per_s = node.network_bytes_per_s * num_nodes
     ssd_read_bytes_per_s = node.ssd_read_bytes_per_s * num_nodes
-    num_slots = config.pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
-    pool_tokens = config.pool.dram_tokens_per_instance or node.dram_tokens
+    pool = config.pool
+    num_slots = pool.ssd_tokens_per_instance * num_nodes // layout.block_tokens
+    num_slots = num_slots or pool.ssd_bytes_per_instance * num_nodes // layout.block_bytes
+    pool_tokens = pool.dram_tokens_per_instance or node.dram_tokens
     if isinstance(ground_truth, FittedCost):
         estimate = ground_truth
     else:
