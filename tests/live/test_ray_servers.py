@@ -94,6 +94,10 @@ def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path
     assert not list(Path(f"/dev/shm/moonpool-{os.getuid()}").glob("ray-servers-*"))
 
 
+def line_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def test_pools_leave_no_memory_though_the_heads_are_stuck(nodes: RayNodes, tmp_path: Path) -> None:
     config = tmp_path / "stuck.toml"
     config.write_text(
@@ -102,16 +106,19 @@ def test_pools_leave_no_memory_though_the_heads_are_stuck(nodes: RayNodes, tmp_p
         f"[ray]\nname = 'stuck'\npool_bytes = {POOL_BYTES}\nvllm_command = '{SERVER}'\n"
     )
     served = OnRay(nodes, STUB_MODEL, "--config", str(config), "--port", "0")
-    folder = Path(f"/dev/shm/moonpool-{os.getuid()}")
     try:
         url = served.wait_until_up(1)[0]
-        assert list(folder.glob("ray-stuck-*"))
+        words = [line_of(pid) for pid in processes_of(nodes, "--memory-folder")]
+        folders = [Path(line[line.index("--memory-folder") + 1]) for line in words]
+        for folder in folders:  # as if a vLLM had stored blocks there
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / "blocks").write_bytes(b"blocks")
         head = fresh.get(f"{url}/cluster", timeout=60).json()["head"]["pid"]
         os.kill(parent_of(parent_of(head)), signal.SIGSTOP)  # its actor answers no more
         left = processes_of(nodes, "moonpool") + processes_of(nodes, "stub_server")
     finally:
         assert served.stop() == 0, served.log[-3000:]
-    assert not list(folder.glob("ray-stuck-*"))
+    assert folders and not [folder for folder in folders if folder.exists()]
     kill_all(wait_until_gone(left, wait_s=10))
 
 
