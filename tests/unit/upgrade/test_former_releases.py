@@ -111,7 +111,7 @@ def test_step_times_are_listed_read_and_cleared(
 
     def counted(entries: object) -> StepResult:
         steps.append(1)
-        return StepResult([None], seconds=0.001)
+        return StepResult([None], seconds=1.0)  # no faster than on the machine of that release
 
     path = profile_store.profile_path(engine, 1)
     path.parent.mkdir(parents=True)
@@ -119,12 +119,12 @@ def test_step_times_are_listed_read_and_cleared(
     path.touch()  # as if measured today: the archive keeps no time
     monkeypatch.setattr(engine, "step", counted)
     fitted = profile_store.refine_profile(engine, 1)
-    assert not steps, "the times of that release are used"
+    assert len(steps) == 2, "the times of that release are compared with now, and used"
     assert 0 < fitted.prefill_s(64, 0) < 60
     assert path.name in invoke("profile", "--list").output.replace("\n", "")
     monkeypatch.setattr(profile_store, "__version__", "99.0.0")
     profile_store.refine_profile(engine, 1)
-    assert steps, "another release measures its own code"
+    assert len(steps) > 5, "another release measures its own code"
     assert invoke("profile", "--clear").exit_code == 0
     assert not path.exists()
 
