@@ -8,7 +8,7 @@ existing lines; a broken chain of hashes ends this command with an error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,14 +64,18 @@ def page(entries: Iterable[Entry]) -> str:
 
 def summary(outcomes: list[Entry]) -> str:
     """Returns one line about all outcomes."""
-    errors = [abs(e) for one in outcomes for n, e in one["errors"].items() if n in dict(FIGURES)]
+    errors, within = _errors(outcomes, dict(FIGURES)), _errors(outcomes, ("effective_share",))
     worst = [abs(one["errors"].get(name, 0.0)) for one in outcomes for name in P99]
     if not errors:
         return "No forecast has been tried yet.\n"
     return (
         f"{len(outcomes)} loads tried: median error of latencies {median(errors):.1%}, worst of a"
-        f" P99 {max(worst):.0%}.\n"
+        f" P99 {max(worst):.0%}; median error of effective requests {median(within):.1%}.\n"
     )
+
+
+def _errors(outcomes: Iterable[Entry], names: Container[str]) -> list[float]:
+    return [abs(e) for one in outcomes for n, e in one["errors"].items() if n in names]
 
 
 def _overview(forecasts: Iterable[Entry], outcomes: Mapping[str, list[Entry]]) -> str:
@@ -79,10 +83,8 @@ def _overview(forecasts: Iterable[Entry], outcomes: Mapping[str, list[Entry]]) -
     rows = []
     for forecast in reversed(list(forecasts)):
         tried = outcomes.get(forecast["hash"], [])
-        errors = [abs(e) for one in tried for n, e in one["errors"].items() if n in dict(FIGURES)]
-        within = " ".join(
-            f"{one['errors']['effective_share']:+.1%}" for one in tried if one["errors"]
-        )
+        errors = _errors(tried, dict(FIGURES))
+        within = " ".join(f"{one['errors']['effective_share']:+.1%}" for one in tried)
         typical = f"{median(errors):.0%}" if errors else "not tried"
         rows.append((forecast["title"], forecast["written"][:10], typical, within))
     header = ("workload", "written", "median error of latencies", "error of effective requests")

@@ -228,10 +228,11 @@ class VllmInstance:
 
     def load(self) -> InstanceLoad:
         """Returns the current gauges. Blocks that attempts share count once for each attempt."""
-        sizes = {}
-        for attempt_id, request in self._attempts.items():
-            num_tokens = len(request.attempt.token_ids) + len(request.generated)
-            sizes[BlockOwner("work", attempt_id).name] = self.layout.blocks_for(num_tokens)
+        sizes = {
+            attempt_id: self.layout.blocks_for(len(one.attempt.token_ids) + len(one.generated))
+            for attempt_id, one in self._attempts.items()
+        }
+        shown = islice(sizes.items(), SHOWN_OWNERS)
         held = min(sum(sizes.values()), self.num_blocks)
         return InstanceLoad(
             num_running=len(self._attempts) - len(self._queue),
@@ -239,7 +240,7 @@ class VllmInstance:
             held_blocks=held,
             cached_blocks=min(len(self._cache), self.num_blocks),
             free_blocks=self.num_blocks - held,
-            owners=dict(islice(sizes.items(), SHOWN_OWNERS)),
+            owners={BlockOwner("work", attempt_id).name: size for attempt_id, size in shown},
             counters=dict(self.counters),
             num_blocks=self.num_blocks,
             cache_view=replace(self._view, source=self._cache.source),

@@ -46,7 +46,8 @@ def table(path: Path, *, outcome: bool) -> Path:
 
 def test_a_forecast_stands_beside_what_came(tmp_path: Path) -> None:
     page = forecasts_page.current(table(tmp_path / "t.jsonl", outcome=True))
-    assert "1 loads tried: median error of latencies 10.0%, worst of a P99 10%." in page
+    assert "1 loads tried: median error of latencies 10.0%, worst of a P99 10%;" in page
+    assert "; median error of effective requests 0.0%." in page
     assert "| a server | 2026-01-01 | 10% | +0.0% |" in page
     assert "**Not steady**: a prompt took 2 times as long" in page
     assert "| 0.5 | forecast | 0.11 s | 0.22 s | 0.33 s |" in page

@@ -32,18 +32,20 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedChild]:
 
 def test_a_call_that_breaks_is_made_again(sleeper: ForkedChild) -> None:
     """Whether a head that ends while it reads the first call does not end the command."""
+    replies = [b"", b"", b"HTTP/1.1 200 OK\r\n\r\n"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            for reply in (b"", b"", b"HTTP/1.1 200 OK\r\n\r\n"):
+            while replies:
                 call, _ = listener.accept()
                 with call:
                     call.recv(1024)
-                    call.sendall(reply)
+                    call.sendall(replies.pop(0))
 
         threading.Thread(target=answer, daemon=True).start()
         server = BackgroundServer([], listener.getsockname()[1], lambda _: None)
         server.wait_until_ready(lambda: None)
+    assert replies == [], "the third call is the one that was answered"
 
 
 def test_a_server_that_ends_with_its_call_is_told(sleeper: ForkedChild) -> None:

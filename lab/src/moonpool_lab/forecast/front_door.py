@@ -22,11 +22,13 @@ from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
-"""With these headers a moonpool server refuses no request; other servers ignore them."""
+"""With these headers no request is too late for a moonpool server, which may still refuse it for
+the sake of others. Other servers ignore these headers."""
 ROUND_TRIPS = 7
 UNSAID = -1
 TRIES = 4
-"""A server that seems busy to itself refuses a prompt for a while, though only probes come."""
+"""A moonpool server refuses a long prompt if, by the recent load, shorter ones could have its
+place. Prompts of the measurement are such a load."""
 MOST_WAIT_S = 5.0
 
 _CACHE_BLOCKS = re.compile(rb"^vllm:cache_config_info\{.*$", re.MULTILINE)

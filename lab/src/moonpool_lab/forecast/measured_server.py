@@ -292,21 +292,21 @@ class _Measurement:
     async def _measure_together(self) -> None:
         """Measures by how much longer prompts and decodes take if all mixed instances compute. The
         server places prompts that come together on different instances."""
-        alone = next(s for s in self._prefills if not s.cached_tokens)
-        longest = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.seconds)
+        computed = [sample for sample in self._prefills if not sample.cached_tokens]
+        shortest, longest = computed[0], computed[-1]
         times_s: list[float] = []
         for _ in range(HANDOVERS):
             prompts = [self._door.prompt(longest.num_tokens) for _ in range(self._roles.decoding)]
             times_s += [answer.ttft_s for answer in await self._door.ask_together(prompts, 1)]
         steps_s = []
         for count in (1, self._roles.decoding):
-            prompts = [self._door.prompt(alone.num_tokens) for _ in range(count)]
-            num_tokens = self._answer_tokens(alone.num_tokens, count)
-            gaps_s = common_gaps(await self._door.ask_together(prompts, num_tokens))
-            steps_s.append(median(gaps_s) if gaps_s else 1.0)
+            prompts = [self._door.prompt(shortest.num_tokens) for _ in range(count)]
+            num_tokens = self._answer_tokens(shortest.num_tokens, count)
+            steps_s.append(common_step_s(await self._door.ask_together(prompts, num_tokens)))
+        one_s, all_s = steps_s
         self._contention = (
             max(self._engine_s(times_s) / longest.seconds, 1.0),
-            max(steps_s[1] / steps_s[0], 1.0),
+            max(all_s / one_s, 1.0) if one_s and all_s else 1.0,
         )
 
     def _engine_s(self, times_s: Sequence[float]) -> float:
