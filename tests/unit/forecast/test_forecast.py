@@ -263,7 +263,10 @@ def test_a_refused_prompt_is_sent_again(loop: VirtualLoop, tmp_path: Path) -> No
             facts = ServerFacts(model="known", vocab_size=300, max_model_tokens=8192, config=None)
             door = front_door.FrontDoor(client, facts, 300, as_text=False)
             lengths = measured_server.TraceLengths((100, 600, 1500), (120, 620, 1520))
-            return await measured_server.measure_server(door, lengths, 40.0, told.append)
+            try:
+                return await measured_server.measure_server(door, lengths, 40.0, told.append)
+            finally:
+                client.close()
 
     found = loop.run_until_complete(main())
     assert server.num_requests > 50 and not told

@@ -71,11 +71,13 @@ class TimedServer:
         engine = asyncio.create_task(self._engine())
         async with await asyncio.start_server(self._answer, "127.0.0.1", 0) as server:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            yield self
-            server.close()
-        for task in (engine, *self._answering):
-            task.cancel()
-        await asyncio.gather(engine, *self._answering, return_exceptions=True)
+            try:
+                yield self
+            finally:
+                server.close()
+                for task in (engine, *self._answering):
+                    task.cancel()
+                await asyncio.gather(engine, *self._answering, return_exceptions=True)
 
     def _num_cached(self, prompt: list[int]) -> int:
         count = 0
