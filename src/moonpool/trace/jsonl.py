@@ -76,6 +76,7 @@ class _MooncakeLine(msgspec.Struct, gc=False):
     session_id: str | int | None = None
     tenant: str | None = None
     priority: _Priority | None = None
+    tool: str | None = None
     slo_class: str | None = None
 
 
@@ -140,7 +141,8 @@ class JsonlParser:
             raise LineError(wrong_ids(len(ids), num_input, self.block_tokens))
         time = row.timestamp
         at = self._milliseconds(time) if isinstance(time, str) else time
-        return _parsed(row, at, num_input, num_output, ids, row.session_id)
+        parsed = _parsed(row, at, num_input, num_output, ids, row.session_id)
+        return parsed._replace(tool=row.tool) if parsed and row.tool else parsed
 
 
 class BailianParser:

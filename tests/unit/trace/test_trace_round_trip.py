@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moonpool.trace.jsonl import write_trace
@@ -77,6 +77,7 @@ def read_own(path: Path, rows: list[TraceRow]) -> list[TraceRow]:
 
 
 @given(programs())
+@example([TraceRow(0.0, 1, 1, (0,), tool="search")])
 def test_programs_are_the_same_after_writing_and_in_a_format_of_ones_own(
     rows: list[TraceRow],
 ) -> None:
