@@ -20,7 +20,7 @@ from benchmarks.cli.page_section import PageSection
 from benchmarks.markdown import measured_by, plain, table
 
 FOLDER = ROOT / "benchmarks" / "results"
-RESULTS = tuple(FOLDER / f"routers{of}.json" for of in ("", "-agents", "-vllm"))
+RESULTS = tuple(FOLDER / f"routers{of}.json" for of in ("", "-agents", "-mixed", "-vllm"))
 PAGE = ROOT / "docs" / "routers.md"
 SECTION = PageSection(
     "<!-- bench routers: begin -->",
