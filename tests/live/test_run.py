@@ -49,7 +49,7 @@ def test_a_prompt_by_a_pipe_is_answered_once_and_kept_on_disk(
     assert len(done.stdout.strip()) > 0 and said == []
     kept = tmp_path / "cache" / "moonpool" / "run" / "moonpool-induction" / "mixed-0"
     assert (kept / "index").is_file()
-    again = once(environment, *words, "--no-ssd", "--prompt", "one two three one")
+    again = once(environment, *words, "--no-ssd", "one two", "three one")
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
@@ -62,6 +62,8 @@ def test_what_cannot_start_is_one_line(environment: dict[str, str], tmp_path: Pa
     assert re.fullmatch(missing, done.stderr), "before the prompt, which is missing too"
     done = once(environment, *MODEL, stdin=" \n")
     assert done.returncode == 1 and "the prompt on stdin is empty" in done.stderr
+    done = once(environment, *MODEL, "one", "--prompt", "two")
+    assert done.stderr == "moonpool: two prompts: give --prompt, or the prompt after the model\n"
 
 
 def test_a_start_that_fails_says_so_once(environment: dict[str, str]) -> None:

@@ -171,6 +171,8 @@ _FLAGS = ConfigFlags(
 )
 @click.option(
     "--page",
+    "--report",
+    "page",
     type=click.Path(dir_okay=False),
     help="Write an HTML page with sliders of load, SLOs, memory and machine over stored runs.",
 )

@@ -36,7 +36,8 @@ REQUEST_TIMEOUT_S = 86_400
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--prompt", help="Answer this and end. A prompt may come by a pipe, too.")
+@click.argument("words", metavar="[PROMPT]", nargs=-1)
+@click.option("--prompt", help="The same as PROMPT after the model.")
 @click.option("--system", default="", help="System prompt of the chat.")
 @click.option("--open", "open_page", is_flag=True, help="Chat in the browser instead.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer.")
@@ -66,6 +67,7 @@ REQUEST_TIMEOUT_S = 86_400
 @click.option("--verbose", is_flag=True, help="Show the server's log.")
 def run(
     model: str | None,
+    words: tuple[str, ...],
     prompt: str | None,
     system: str,
     open_page: bool,
@@ -76,15 +78,19 @@ def run(
 ) -> None:
     """Chat with MODEL on this machine.
 
-    MODEL is a GGUF file, a folder, or a Hugging Face id. Any OpenAI or Anthropic client can use the
-    server meanwhile. All commands and settings of a cluster: `moonpool serve`.
+    MODEL is a GGUF file, a folder, or a Hugging Face id. With a PROMPT, or text by a pipe, the
+    command answers that and ends. Any OpenAI or Anthropic client can use the server meanwhile. All
+    commands and settings of a cluster: `moonpool serve`.
     """
+    if words and prompt is not None:
+        fail("two prompts: give --prompt, or the prompt after the model")
+    prompt = " ".join(words) if words else prompt
     if model is not None and _is_missing(model):
         fail(f"{model} does not exist: give a GGUF file, a folder or a Hugging Face id")
     if prompt is None and not open_page and not sys.stdin.isatty():
         prompt = sys.stdin.read()
         if not prompt.strip():
-            fail("the prompt on stdin is empty: give one, or --prompt TEXT")
+            fail("the prompt on stdin is empty: give one, or write it after the model")
     if model is None:
         from moonpool.cli.default_model import choose_model  # slow, and only needed here
 
