@@ -96,7 +96,10 @@ def kill_while(streams: Streams, asked: list[Any], victim: Any, most: int) -> in
             time.sleep(0.005)
             continue
         pid = victim(num_kills)
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it died between the two lines
         wait_until_gone([pid])
         num_kills += 1
         next_bytes = streams.num_bytes + 10_000

@@ -17,8 +17,7 @@ PLAIN = ("--analytics-disable", "--no-pretty", "--map-tokens", "0", "--no-gitign
 
 def asked(*words: str) -> str:
     said = command(*ASK, *QUIET, *PLAIN, *words, cwd=FOLDER, stdin=subprocess.DEVNULL)
-    check("Error" not in said, said[-200:])
-    check("Tokens:" in said, said[-200:])
+    check("Tokens:" in said and "received." in said, said[-200:])
     return said
 
 
