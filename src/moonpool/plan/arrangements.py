@@ -24,8 +24,8 @@ def decode_share(misses: Mapping[str, int]) -> float:
 
 
 class Arrangement(Struct, frozen=True):
-    """Instances with the least cache, their price, and their load by arithmetic. `name` orders
-    arrangements that are otherwise equal."""
+    """Numbers of instances by role, as a candidate `one` with the least cache. `load` is computed
+    (`Bounds.load`), not simulated. `name` orders arrangements that are otherwise equal."""
 
     one: Candidate
     usd_per_h: float

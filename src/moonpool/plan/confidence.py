@@ -122,10 +122,11 @@ def least_next_share(
     num_requests: int | None = None,
 ) -> float | None:
     """Returns the share that the next run must have, so that the `low` of `num_runs` runs of at
-    least `wanted` each can reach `wanted`, within the rounding. Returns None if `low` cannot.
-    `num_requests` is the mean number of requests of all runs, if known.
+    least `wanted` each can reach `wanted`, within `rounding`. Returns None if `low` cannot reach
+    it. `num_requests` is the mean number of requests of all runs, if known.
 
-    The highest `low` is concave in that share, and highest if all other shares are equal.
+    The highest `low` is a concave function of that share, with its maximum where all further shares
+    are equal.
     """
     known = [run.share for run in runs]
     least = wanted

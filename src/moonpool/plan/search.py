@@ -9,10 +9,11 @@
                 SLOs, its cache is reduced. If not, it excludes arrangements with less of what it
                 lacked.
     settling    For clusters that keep the SLOs, the cheapest SSD, eviction, cache and chunk size
-                are found. Each neighbour of the best cluster is tried afterwards.
-    drawing     Draws of the trace give the interval of the best cluster's attainment. The sure
-                choice is the cheapest cluster, from the best upwards, whose interval lies above
-                the goal.
+                are found. Each cheaper neighbour of the best cluster is tried afterwards.
+    levelling   Of the clusters at the best price, the one that bears the most load is the choice.
+    drawing     Draws of the trace give the interval of the choice's attainment. The sure choice is
+                the cheapest tried cluster, from the choice upwards, whose interval lies above the
+                goal. At the end, all neighbours of the choice are simulated.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
 number of processes. While the search waits for one simulation, idle processes run simulations that
@@ -410,7 +411,8 @@ class Planner:
             self._try_cheaper_neighbours()
 
     def _others_at_price(self, best: Candidate) -> list[Candidate]:
-        """Returns arrangements with the settings of the best, with the least load first."""
+        """Returns up to MOST_LEVEL other arrangements at the price of the best, with its settings
+        and with the least load first."""
         alike = {name: getattr(best, name) for name in SETTINGS}
         starts = [msgspec.structs.replace(start, **alike) for start in self._prepared.starts]
         listed = arrangements(starts, self._prepared.layout, best.num_instances)
@@ -471,7 +473,8 @@ class Planner:
         return max(round(sum(numbers) / len(numbers)), 1)
 
     def _grown_variants(self, one: Candidate) -> list[Candidate]:
-        """Returns the candidate with up to two more instances and two more steps of cache."""
+        """Returns the candidate with up to two more instances, each with its cache and with a cache
+        that is two steps larger."""
         found = []
         roles = [role for role in ("prefill", "decode", "mixed") if getattr(one, role)]
         for adds in product((0, 1, 2), repeat=len(roles)):

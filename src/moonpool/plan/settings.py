@@ -50,8 +50,8 @@ def with_any_chunk(
 ) -> tuple[Candidate, Outcome]:
     """Tries chunk sizes until one keeps the SLOs; returns the candidate that got furthest.
 
-    If decodes are slow, smaller chunks are tried first, otherwise larger chunks. The search may
-    simulate the candidates `ahead` next if no chunk size keeps the SLOs.
+    If decodes are slow, smaller chunks are tried first, otherwise larger chunks. If no chunk size
+    keeps the SLOs, the search may simulate the candidates `ahead` next.
     """
     others = _other_chunks(one, steps)
     # If most requests miss on split instances, no chunk size helps, so another cluster is next.
@@ -107,7 +107,8 @@ def cheapest_settings(
 
 
 def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
-    """Returns cheaper candidates with another SSD, eviction or chunk, and the most cache."""
+    """Returns cheaper candidates with another SSD size, eviction or chunk size, each with the most
+    cache."""
     found = []
     smaller = [cache for cache in steps.caches if cache < best.cache_tokens]
     for ssd in steps.ssds:
