@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not getattr(test, "is_hypothesis_test", False):
             continue
         holder, name = getattr(item, "function", test), "_hypothesis_internal_use_settings"
-        if not hasattr(holder, name):  # one step of a state machine
+        if not hasattr(holder, name):  # a test that is one step of a state machine
             holder, name = getattr(item, "cls", None), "settings"
         own: Any = getattr(holder, name, usual)
         is_default = own.max_examples == usual.max_examples

@@ -28,10 +28,11 @@ HERE = Path(__file__).resolve().parent
 BUILT = HERE.parents[1] / "build" / "arm"
 PANEL, BLOCK, GROUP = 32, 32, 256
 FORM_BITS = (4, 4, 4, 4, 5, 5, 5, 6, 8, 8, 8)
-FORM_SCALES = "HHWSHHSSHWS"  # half, wide, whole with a half per group
+# one letter for each form: half, wide, or S: whole with a half per group
+FORM_SCALES = "HHWSHHSSHWS"
 FORM_MINIMUM = (False, True, True, True, False, True, True, False, False, False, False)
 FORM_SUBS = (1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
-STORED_BYTES = (18, 34, 144, 176, 210)  # of the formats that repack knows
+STORED_BYTES = (18, 34, 144, 176, 210)  # the bytes of a group of each format that repack knows
 
 
 def missing_tool() -> str | None:

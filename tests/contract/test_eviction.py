@@ -246,7 +246,8 @@ def test_predictive_never_keeps_a_block_without_its_predecessor() -> None:
     before = {child: parent for names in prompts for parent, child in pairwise(names)}
     for number, names in enumerate(prompts):
         serve(pool, f"p{number}", names)
-        pool.release(f"p{number - 1}")  # two at once, so that segments split and join
+        # Two prompts are held at a time, so that segments split and join.
+        pool.release(f"p{number - 1}")
         if number % 10 == 0:
             cached = {int.from_bytes(k, "big") for k in set(pool.keys())}
             assert all(before[n] in cached for n in cached if n)

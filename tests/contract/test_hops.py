@@ -110,7 +110,8 @@ def test_a_block_that_is_written_again_is_hashed_again(make_node: MakeNode) -> N
     source.fill(1)
     fetch(reader, source, [3, 4], [0, 1])
     tokens = source.layout.block_tokens
-    source.messenger.forget_checksums([3, 4], tokens, tokens + 1)  # the first token of the second
+    # forgets the first token of the second block
+    source.messenger.forget_checksums([3, 4], tokens, tokens + 1)
     source.arena.slice(4, 1)[:] = b"z" * source.layout.slice_bytes
     assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 2
     assert reader.block(1) == source.block(4)
@@ -234,7 +235,7 @@ def test_the_connection_idle_longest_makes_room_and_is_opened_again(
     for number in (0, 1, 2, 0, 1):
         assert fetch(readers[number], source, [0], [0]).num_blocks == 1
     by_s = time.monotonic() + 60
-    while serving(source) > 2:  # closed connections end
+    while serving(source) > 2:  # waits until the closed connections have ended
         assert time.monotonic() < by_s
         time.sleep(0.01)
     assert source.messenger.counts().refused_connections == 0
@@ -250,7 +251,8 @@ def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNod
     source.messenger.grant(late.read_id, [9])
     source.fill(3)
     assert fetch(reader, source, [1], [0]).num_blocks == 1
-    assert reader.block(0) == source.block(1)  # not the block of the late grant
+    # the content is that of the present grant, not of the late one
+    assert reader.block(0) == source.block(1)
 
 
 def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from moonpool_engine.transfer.wire import (
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 4
-LAYOUT = make_layout(head_dim=16384, num_layers=NUM_LAYERS)  # 512 KiB slices: a frame each
+# slices of 512 KiB, so that each has a frame of its own
+LAYOUT = make_layout(head_dim=16384, num_layers=NUM_LAYERS)
 
 
 def now() -> float:
@@ -133,7 +134,7 @@ def test_the_last_layer_opens_only_after_the_end_was_reported(
 
 
 def test_a_corrupt_slice_breaks_the_gate_at_its_layer(make_node: MakeNode, slow: Slow) -> None:
-    slow.flip = 0  # the last slice before it stops: layer 1 of block 2
+    slow.flip = 0  # flips a bit in the last slice before the source stops: layer 1 of block 2
     _, reader, gate = begin(make_node, slow, 4)
     assert gate.wait(0, now() + 60)
     began_s = now()

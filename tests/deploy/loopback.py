@@ -63,7 +63,8 @@ class Pod:
     labels: dict[str, str]
     spec: Manifest
     folder: Path
-    ports: dict[str, int] = field(default_factory=dict)  # of containers, by name and number
+    # the port here of each port of a container, by name and by number
+    ports: dict[str, int] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -175,7 +176,7 @@ class Loopback:
             name = mount["name"]
             folder = container.pod.folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            volume = volumes.get(name, {})  # absent if the volume is a claim of a StatefulSet
+            volume = volumes.get(name, {})  # empty if the volume is a claim of a StatefulSet
             found[mount["mountPath"]] = folder / mount.get("subPath", "")
             for key, data in self._files(volume).items():
                 (folder / key).write_bytes(data)
@@ -234,7 +235,7 @@ class Loopback:
         get = probe["httpGet"]
         scheme = get.get("scheme", "HTTP").lower()
         url = f"{scheme}://127.0.0.1:{ports[get['port']]}{get['path']}"
-        try:  # like the kubelet: at the pod's address, without checking the certificate
+        try:  # Like the kubelet, calls the pod's address and does not check the certificate.
             return str(httpx.get(url, timeout=5, verify=unchecked()).status_code)
         except httpx.TransportError as error:
             return repr(error)

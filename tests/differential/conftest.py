@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if "in_a_crowd" not in item.name:
                 item.add_marker(pytest.mark.long)
         elif path and "-many" not in item.name and not any(p in item.name for p in MOST_TELLING):
-            items.remove(item)  # the long run has this test with many prompts
+            items.remove(item)  # because the long run has this test with many prompts
 
 
 @pytest.fixture(autouse=True)

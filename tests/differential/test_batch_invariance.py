@@ -11,7 +11,7 @@ from moonpool_engine.engine.builtin import open_model
 from tests.differential.plans import OPS_NAMES, Lab, make_ops, random_prompts, usable_ops
 
 TINY = "random:hidden=96,layers=3,heads=6,kv_heads=2,head_dim=16,inter=112,vocab=300,context=400"
-REAL = "random:m30,layers=2,vocab=512,context=600"  # shapes of the linears of a real model
+REAL = "random:m30,layers=2,vocab=512,context=600"  # has the shapes of the linears of a real model
 PLANS = {"reference": 20, "native": 30, "native-int8": 15}
 PROMPTS = 8
 

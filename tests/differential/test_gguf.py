@@ -145,7 +145,8 @@ def test_doubled_tokens_and_merges_of_no_tokens_are_left_out(tmp_path: Path) -> 
     draft = tiny_llama(MIXED)
     words = draft.metadata["tokenizer.ggml.tokens"]
     draft.metadata["tokenizer.ggml.tokens"] = [*words[:257], "ab", *words[258:]]
-    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]  # only the last is of tokens
+    # only the last merge joins two tokens of the vocabulary
+    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]
     draft.metadata["tokenizer.ggml.merges"] = merges
     tokenizer = open_tokenizer(str(draft.write(tmp_path / "t.gguf")), 260)
     assert tokenizer.encode("abc") == [256, 99]
@@ -165,7 +166,8 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path: Path) -> None:
     draft = tiny_llama(MIXED)
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c"]
     words += ["ab", "bc", "▁a", "▁ab", "abc"]
-    scores = [0.0] * 263 + [-4.0, -3.0, -2.0, -5.0, -6.0]  # "bc" before "ab", "▁a" before both
+    # "bc" is joined before "ab", and "▁a" before both
+    scores = [0.0] * 263 + [-4.0, -3.0, -2.0, -5.0, -6.0]
     draft.metadata |= {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": words,

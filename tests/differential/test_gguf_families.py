@@ -26,7 +26,8 @@ PROMPT = [random.Random(4).randrange(300) for _ in range(90)]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 6}
 LINEAR = {
     **DELTA, "layer_types": None, "num_hidden_layers": 4,
-    "linear_value_head_dim": 32,  # llama.cpp has one size for keys and values
+    # equal to the key's, because llama.cpp has one size for keys and values
+    "linear_value_head_dim": 32,
 }  # fmt: skip
 FILES: dict[str, tuple[str, Case]] = {
     "mixtral": (

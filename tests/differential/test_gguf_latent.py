@@ -59,7 +59,8 @@ def test_files_of_before_april_2025_give_the_same_bits(folder: Path, tmp_path: P
     own["deepseek2.attention.key_length"] = own.pop("deepseek2.attention.key_length_mla")
     own["deepseek2.attention.value_length"] = own.pop("deepseek2.attention.value_length_mla")
     own["deepseek2.attention.head_count_kv"] = 4
-    del own["deepseek2.expert_gating_func"]  # there is a correction
+    # the gating follows from the correction that the file has
+    del own["deepseek2.expert_gating_func"]
     assert torch.equal(logits(draft.write(tmp_path / "old.gguf")), logits(folder))
 
 

@@ -46,7 +46,7 @@ WORDS = [
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # as in the tokenizer.json of Qwen2
+)  # the pattern in the tokenizer.json of Qwen2
 
 
 def corpus() -> str:

@@ -17,7 +17,8 @@ from tests.differential.plans import make_ops
 
 PROMPTS = [[(7 * i * i + n * i + 11) % 300 for i in range(n)] for n in (3, 60, 64, 90)]
 NUM_TOKENS = 120
-WINDOW_BLOCKS = 3  # 20 tokens of 16 in a block, and the block under way
+# a window of 20 tokens touches at most 3 blocks of 16, including the block under way
+WINDOW_BLOCKS = 3
 
 
 def work(number: int, prompt: list[int], num_tokens: int = NUM_TOKENS) -> AttemptSpec:

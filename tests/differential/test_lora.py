@@ -71,7 +71,8 @@ def test_logits_are_those_of_merged_weights(
         merged = theirs(torch.tensor([PROMPT])).logits[0, -1].float()
     assert (plain - base).abs().max() <= 1e-4 * base.abs().max()
     assert (ours - merged).abs().max() <= 1e-4 * merged.abs().max()
-    assert (merged - base).abs().max() > 1e-2 * base.abs().max()  # the adapter changes much
+    # proves that the adapter changes the logits much
+    assert (merged - base).abs().max() > 1e-2 * base.abs().max()
 
 
 @pytest.mark.parametrize(

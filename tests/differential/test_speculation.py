@@ -186,7 +186,8 @@ def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -
     cluster = lab(
         {"one": Role.MIXED},
         speculative=msgspec.structs.replace(BY_MODEL, prompt_lookup_min=32, prompt_lookup_max=32),
-        prefix_caching=False,  # disables lookups, so all drafts come from the model
+        # disables lookups in cached blocks, so all drafts come from the model
+        prefix_caching=False,
         draft_model=MODEL,
         draft_blocks=400,
         draft_cost=CHEAP_DRAFTS,

@@ -69,7 +69,8 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
     made = FieldMutator if reader.by_field else Mutator
     mutator: Mutator | FieldMutator = made(reader.samples(), seed)
     for sample in reader.samples():
-        reader.read(sample, folder)  # a refused sample would make a blind test
+        # raises if the reader refuses a sample, because such a test would find nothing
+        reader.read(sample, folder)
     last = LastInput(folder / "last-input")
     findings: list[Finding] = []
     kinds: set[str] = set()
@@ -82,7 +83,7 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
         count = min(BATCH_INPUTS, num_inputs - first)
         for data, what in _run_batch(reader, mutator, count, folder, last):
             kind = re.sub(r"\d|0x[0-9a-f]+|'.*?'", "", what)
-            if what and kind not in kinds:  # one example of each is enough
+            if what and kind not in kinds:  # reports one example of each kind of finding
                 kinds.add(kind)
                 findings.append(Finding(reader.name, what, data))
                 if len(findings) == MAX_FINDINGS:

@@ -57,7 +57,8 @@ class _Draw:
         fields = {
             field.encode_name: self.value(field.type)
             for field in info.fields
-            if field.required or self._depth < MAX_DEPTH  # a struct may contain its own type
+            # limits the depth, because a struct may contain its own type
+            if field.required or self._depth < MAX_DEPTH
         }
         self._depth -= 1
         if info.array_like:
@@ -66,7 +67,7 @@ class _Draw:
 
     def _plain(self, info: inspect.Type) -> Any:
         rng = self._rng
-        if isinstance(info, inspect.Metadata):  # a type with a description
+        if isinstance(info, inspect.Metadata):  # a type that has a description
             return self.value(info.type)
         if isinstance(info, inspect.BoolType):
             return rng.random() < 0.5

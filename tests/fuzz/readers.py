@@ -132,7 +132,7 @@ ENDPOINTS = b"""endpoints:
     address: fd00::1
     port: 8001
 """
-SRV = bytes.fromhex(  # two records of "_a._tcp", after the question
+SRV = bytes.fromhex(  # an answer with two records of "_a._tcp", after the question
     "123481800001000200000000025f61045f7463700000210001c00c0021000100"
     "0000010009000000001f40016100c00c00210001000000010009000000001f41"
     "016200"
@@ -149,7 +149,7 @@ class Reader:
     read: Callable[[bytes, Path], object]
     """Takes (input, a folder for files)."""
     errors: tuple[type[Exception], ...]
-    by_field: bool = False  # samples are JSON, and mutations change a field
+    by_field: bool = False  # whether samples are JSON, of which mutations change a field
 
 
 def _message(name: str, kind: Any) -> Reader:

@@ -122,7 +122,7 @@ def test_damaged_slices_are_computed_again(
 ) -> None:
     monkeypatch.setattr(
         ShmConnection, "defers_checksums", False
-    )  # a source with wrong checksums then names all blocks that it sends
+    )  # A source with wrong checksums then reports all blocks that it sends as damaged.
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, liars={"p"})
     for i, prompt in enumerate(PROMPTS):

@@ -77,7 +77,7 @@ class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        with suppress(OSError):  # the client has left
+        with suppress(OSError):  # fails if the client has left
             super().handle()
 
     def do_GET(self) -> None:

@@ -58,10 +58,10 @@ def check(url: str, http: httpx.Client) -> None:
         first = answers(http, BODIES[0])[0][0]["text"]
         stopped = BODIES[0] | {"stop": [first[50:53]]}
         for body in (*BODIES, stopped):
-            for _ in range(2):  # the second time, cached blocks say what came next
+            for _ in range(2):  # the second time, drafts come from cached blocks
                 assert answers(client, body) == answers(http, body), body
         name = "vllm:spec_decode_num_accepted_tokens"
-        wait_until(lambda: total(client, name))  # counters come with the heartbeat
+        wait_until(lambda: total(client, name))  # until a heartbeat brings the counters
         text = client.get("/metrics").text
         assert total_in(text, name) <= total_in(text, "vllm:spec_decode_num_draft_tokens")
         assert total(client, "vllm:spec_decode_num_drafts") > 0
@@ -185,7 +185,8 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
         assert answers(client, FRESH) == answers(truth, FRESH)
 
         def guessed() -> float:
-            answers(client, FRESH)  # a busy machine's step times may price a guess too high
+            # again, because step times of a busy machine may make a draft seem too dear
+            answers(client, FRESH)
             return total(client, "vllm:spec_decode_num_draft_tokens")
 
         wait_until(guessed, "the draft model has not guessed")
@@ -237,7 +238,8 @@ def test_structured_answers() -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
             found.append((answer.json()["choices"], answer.json()["usage"]))
-            if not options:  # if drafts are allowed, their price decides their use
+            # Without options, the predicted gain of drafts decides whether they are used.
+            if not options:
                 assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
     assert found[0] == found[1] == found[2]
 

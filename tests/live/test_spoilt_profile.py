@@ -34,7 +34,7 @@ def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
     with serve(folder, config, SPOILT) as server:
         talk = Talk(server.url)
         text, _ = talk.ask(0)
-        talk.ask(0)  # the block is found again, so it is copied to the disk first
+        talk.ask(0)  # finds the block again, so that it is copied to the disk first
         talk.wait_for_counters(ssd_written_blocks=PROMPT_TOKENS // 16)
         server.kill()
     with serve(folder, config, SPOILT) as server:

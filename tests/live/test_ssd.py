@@ -156,7 +156,8 @@ def talk(
 ) -> Iterator[Talk]:
     with serve(folder, tmp_path_factory.mktemp("config") / "c.toml") as server:
         talk = Talk(server.url)
-        assert talk.round() == 0  # all blocks computed, and most of them evicted from DRAM again
+        # all blocks are computed, and most of them are evicted from DRAM again
+        assert talk.round() == 0
         yield talk
 
 
@@ -201,7 +202,7 @@ def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
                 byte = file.read(1)
                 file.seek(offset)
                 file.write(bytes([byte[0] ^ 1]))
-    talk.round()  # which expects the first answers again
+    talk.round()  # expects the answers of the first round
     counters = talk.wait_for_counters(ssd_corrupt_slices=1, corrupt_slices=1)
     assert counters["ssd_corrupt_slices"] > 0
 

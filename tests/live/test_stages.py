@@ -39,7 +39,7 @@ def ask(client: httpx.Client, prompt: list[int]) -> Any:
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
     sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
-    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # decodes share no step with prompts
+    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # keeps decodes in steps without prompts
     with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
         yield server
 
@@ -72,7 +72,7 @@ def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Clie
             assert ask(client, prompt) == right
             assert ask(client, prompt) == right
 
-        def received() -> float:  # counters come with the heartbeat
+        def received() -> float:  # reads counters, which come with the heartbeat
             instances = client.get("/cluster").json()["instances"]
             return sum(i.get("counters", {}).get("received_bytes", 0) for i in instances)
 

@@ -32,7 +32,7 @@ from tests.live.waiting import wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-MODEL = "moonpool/induction"  # the model's answers can end, and have a form
+MODEL = "moonpool/induction"  # a model whose answers can end and keep a form
 # A busy machine measures slow steps, which must not refuse a request here.
 ENGINE = [MODEL, "--mixed", "1", *SMALL, "--admission", "none", "--slo-ttft", "600"]
 
@@ -81,7 +81,7 @@ def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
     """A pause of the machine can make one engine look slower than a second computation of a prompt,
     so a round may fail. By chance, one in 256 rounds would succeed."""
     for first in range(0, 80, 16):
-        factors = range(first + 1, first + 17, 2)  # odd, so no two prompts begin alike
+        factors = range(first + 1, first + 17, 2)  # odd factors, so that no two prompts begin alike
         prompts = [[(i * n + 3 + first) % 250 for i in range(200)] for n in factors]
         for prompt in prompts:
             complete(front.url, prompt=prompt)
@@ -136,10 +136,10 @@ def streamed(url: str, **others: Any) -> list[int]:
 def test_who_goes_away_ends_it_at_the_engine_too(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    wait_until(lambda: not any(map(busy, engines)))  # the front has measured the engines
+    wait_until(lambda: not any(map(busy, engines)))  # until the front has measured the engines
     body, before = ASKED | {"stream": True, "max_tokens": 7000}, sum(map(aborted, engines))
     with fresh.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()  # a client that leaves ends its request
+        lines = response.iter_lines()  # This client leaves, which must end its request.
         next(lines)
         assert any(map(busy, engines))
     wait_until(lambda: not any(map(busy, engines)))

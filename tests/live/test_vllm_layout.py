@@ -24,7 +24,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 EAGER = {"enforce_eager": True, "num_gpu_blocks_override": 120}
-NO_FP8 = (  # of vLLM 0.32, of 0.33
+NO_FP8 = (  # backends without fp8 in vLLM 0.32 and 0.33
     "FP8 KV cache on CPU requires x86 with AVX-512 or AMX",
     "--kv-cache-dtype fp8 is not supported by the CPU attention backend on this host",
 )
@@ -151,7 +151,7 @@ def test_what_a_vllm_cannot_compute_over_its_own_blocks_is_refused(
     answer wrongly."""
     (said,), _ = prove(model("latent"), tmp_path / "outcomes", {"block_size": 32})
     assert [group[0] for group in said["groups"]] == ["MLA"]
-    if said["refused"] is None:  # a backend that can
+    if said["refused"] is None:  # true for a backend that can serve this layout
         assert not any("CPUMLABackend" in name for name in said["backends"].values())
     else:
         assert "over the same blocks a second time" in said["refused"]

@@ -80,7 +80,7 @@ def run(
     return found | {"log": done.stdout + done.stderr}
 
 
-# vLLM's CPU build runs stages only after a warm-up, which an eager vLLM leaves out.
+# Stages need a warm-up in vLLM's CPU build, which an eager vLLM leaves out.
 STAGES = {
     "pipeline_parallel_size": 2,
     "enforce_eager": False,

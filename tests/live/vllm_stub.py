@@ -55,23 +55,26 @@ class VllmStub:
         self.num_blocks = num_blocks
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
-        self.headers: list[dict[str, str]] = []  # of each call, with names in small letters
+        # the headers of each call, with names in small letters
+        self.headers: list[dict[str, str]] = []
         self.noting = threading.Lock()  # keeps `calls` and `headers` in one order
         self.sources: Body | None = None  # of `/kv_event_sources`
-        self.num_ranks = 0  # data-parallel ranks; 0 if it does not say
+        self.num_ranks = 0  # number of data-parallel ranks; 0 if the server does not tell it
         self.stale_ranks = 0  # ranks that `/metrics` names, but which have left
         self.refuses_metrics = False
         self.queries = 0
-        self.hit_share = 0.0  # of the tokens of all prompts, as the stub counts
+        self.hit_share = 0.0  # the share of the tokens of all prompts that the stub counts as hits
         self.first_token_s = 0.0
-        self.prompt_token_s = 0.0  # numbers of token ids
+        self.prompt_token_s = 0.0  # seconds per token of a prompt that is given as token ids
         self.gap_s = 0.0
         self.may_speak = threading.Event()  # no response begins before this event
         self.may_speak.set()
-        self.dies_after: int | None = None  # events of a stream; 0 means before a response
+        # the number of events after which a stream dies; 0 means before a response
+        self.dies_after: int | None = None
         self.may_die = threading.Event()  # a stream that is to die waits for this event
         self.num_deaths = 0  # how many further calls end before a response
-        self.refuses: tuple[int, str] | None = None  # a status and a message
+        # the status and message with which the stub refuses each call
+        self.refuses: tuple[int, str] | None = None
         self._server: ThreadingHTTPServer | None = None
         self.connections: list[socket.socket] = []
         self.port = port
@@ -143,7 +146,7 @@ class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        with suppress(OSError):  # the client has left
+        with suppress(OSError):  # fails if the client has left
             super().handle()
 
     def setup(self) -> None:

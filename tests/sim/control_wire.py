@@ -175,4 +175,4 @@ def _handshake(kind: Any, name: str, old: bool) -> Any:
     if not old:
         return kind(SECRET, me, OWN)
     with patch.object(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES)):
-        return kind(SECRET, me, RELEASE_BEFORE)  # the nonce does not matter
+        return kind(SECRET, me, RELEASE_BEFORE)  # the nonce does not matter here

@@ -50,7 +50,7 @@ class _Share:
 class _Run:
     number: int
     shares: list[_Share]
-    times_s: list[float]  # the time when each layer is done
+    times_s: list[float]  # the time at which each layer is computed
     ends_s: float
     outcome: StepEnded | StepsEnded | StepFailed
 
@@ -67,7 +67,8 @@ class FakeEngine:
         self._stages_free_s = [0.0] * self.world.options.num_stages
         self._num_steps = 0
         self._last_step = 0
-        self._spoiled: dict[AttemptId, tuple[int, int]] = {}  # (step, first garbage token)
+        # maps an attempt to (step, index of the first garbage token)
+        self._spoiled: dict[AttemptId, tuple[int, int]] = {}
 
     def run(self, step: RunStep) -> None:
         under_way = self.world.instance_config.max_steps_in_flight
@@ -83,7 +84,7 @@ class FakeEngine:
         ]
         failed = self.world.chance("step_failure_rate")
         times_s = self._times_s(failed)
-        ends_s = max(times_s[-1], self._stages_free_s[-1])  # arenas in order
+        ends_s = max(times_s[-1], self._stages_free_s[-1])  # a step ends after the steps before it
         self._stages_free_s[-1] = ends_s
         seconds = ends_s - self.clock.now
         outcome: StepEnded | StepsEnded | StepFailed
@@ -192,7 +193,7 @@ class FakeEngine:
             if not share.missed:
                 self._read_layer(share, layer, run.number)
         if not run.waits:
-            return  # the clock schedules the other layers
+            return  # The clock schedules the ends of the other layers.
         now = self.clock.now
         if layer + 1 < len(run.times_s):
             next_s = max(run.times_s[layer + 1], now)

@@ -29,7 +29,8 @@ class Fairness:
     def __init__(self, world: World, conductor: Conductor) -> None:
         self._world = world
         self._weights = dict(world.options.tenants)
-        self._computed: dict[str, tuple[float, float]] = {}  # tokens over the share, and when
+        # by tenant: computed tokens over the share, and the time of the last ones
+        self._computed: dict[str, tuple[float, float]] = {}
         self._seen_s: dict[str, float] = {}
         self._lifecycle = conductor.lifecycle
         self._waiting, self._shares = self._lifecycle.waiting, self._lifecycle.shares

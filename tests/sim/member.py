@@ -32,8 +32,9 @@ class Member(ABC):
         self.joined = False
         self.is_paused = False
         self.wire: ControlWire | None = None
-        self.is_old = instance_id in world.old_members  # a process of the earlier release
-        self.awake_s = 0.0  # last time at which the process ran, if it is paused
+        # whether the process is of the earlier release
+        self.is_old = instance_id in world.old_members
+        self.awake_s = 0.0  # the time at which a paused process ran last
         self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._events: deque[Any] = deque()

@@ -51,7 +51,7 @@ class Arrivals:
         self.num_corrupt += corrupt
         self.life.num_damaged += corrupt
         if corrupt:
-            self.verified.discard((index, layer))  # an earlier copy may have arrived
+            self.verified.discard((index, layer))  # an earlier copy of this slice may have arrived
         else:
             self.verified.add((index, layer))
 
@@ -91,14 +91,14 @@ class FetchOperation:
         self._num_granted = 0
         self._granted_s = -1.0
         self._num_layers = 0
-        self._read_ended = True  # until the source receives the request
+        self._read_ended = True  # true until the source receives the request
         self._read_id = f"{fetch_id}@{life.number}"
         life.world.operations.append(self)
         life.later(self._connect)
         life.clock.after(timeout_s, lambda: self._end_fetch("timed out"))
 
     def _connect(self) -> None:
-        if self._fetch_ended:  # the fetch timed out before
+        if self._fetch_ended:  # the fetch has timed out already
             return
         world = self.life.world
         source = world.find_life(self._source_address)

@@ -29,7 +29,7 @@ class Metering:
     def __init__(self, world: World) -> None:
         self._world = world
         self._members: list[Member] = []
-        self._corrupt_slices = 0.0  # counts of earlier heads
+        self._corrupt_slices = 0.0  # the sum of the counts of earlier heads
         self._were_lost = False
         self._begin(set())
 

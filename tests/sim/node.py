@@ -73,7 +73,7 @@ class Life(Member):
         self.early_streams: dict[str, StreamOperation] = {}
         self.engine = FakeEngine(self)
         self.driver = InstanceDriver(self.instance, lambda: self.clock.now, self._performers())
-        self.num_damaged = 0  # slices that arrived wrong, as faults of the run
+        self.num_damaged = 0  # number of slices that faults of the run damaged on their way
 
     @property
     def num_layers(self) -> int:

@@ -30,14 +30,14 @@ class SharedStoreDriver:
         self.blocks = blocks
 
     def index(self) -> list[tuple[int, BlockKey]]:
-        return []  # the store cannot list its content
+        return []  # the shared store cannot list its content
 
     def lose(self) -> None:
         """Drops all content; the store still answers."""
         self.blocks.clear()
 
     def forget(self, action: ForgetStored) -> None:
-        pass  # other instances may use it
+        pass  # keeps the content, because other instances may use it
 
     def look_up(self, action: LookUpBlocks) -> None:
         assert action.keys
@@ -69,7 +69,7 @@ class SharedStoreDriver:
             again = [self.life.read(action.block_ids[index], layer) for layer in layers]
             assert again == content, "a block changed while it was stored"
             key = action.keys[index]
-            if key not in self.blocks:  # otherwise, the first copy stays
+            if key not in self.blocks:  # if the block is stored already, the first copy stays
                 self.blocks[key] = Stored(key, content, world.chance("flip_rate"))
             while len(self.blocks) > world.options.num_slots:
                 del self.blocks[next(iter(self.blocks))]

@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-QUICK = {"default", "goodput", "mixed", "ssd"}  # the long run has the others
+QUICK = {"default", "goodput", "mixed", "ssd"}  # the long run plays the other scenarios
 
 
 @pytest.mark.parametrize(

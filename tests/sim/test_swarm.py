@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_invariants_hold(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
-        world = run_seed(seed)  # a run's checks raise SeedFailed, with seed and options
+        world = run_seed(seed)  # if a check fails, raises SeedFailed with the seed and its options
         assert world.lost_with_head | set(world.ended) == set(world.truths)
 
 

@@ -93,12 +93,12 @@ class CacheAwareRouter:
 @dataclass(slots=True)
 class _Program:
     server: int
-    shared_tokens: int  # tokens with which all programs begin
-    call: RoutedCall | None = None  # a call that is answered or waits
-    is_active: bool = False  # the program holds its part of the server's KVCache
+    shared_tokens: int  # number of tokens with which all programs begin
+    call: RoutedCall | None = None  # the call that is answered or waits
+    is_active: bool = False  # whether the program holds its part of the server's KVCache
     last_s: float = 0.0
     held_until_s: float = inf
-    tokens: int = 0  # the tokens of KVCache that it needs
+    tokens: int = 0  # KVCache tokens that the program needs
 
     def take(self, call: RoutedCall, now: float) -> None:
         self.call, self.last_s = call, now
@@ -126,7 +126,8 @@ class ProgramQueueRouter:
         self._polled_s = -inf
         self._programs: dict[int, _Program] = {}
         self._pauses_s: deque[float] = deque(maxlen=self.WINDOW)
-        self._queue: dict[int, float] = {}  # programs whose call waits, by its arrival
+        # maps each program with a waiting call to the arrival time of the call
+        self._queue: dict[int, float] = {}
         self._first: tuple[int, ...] = ()
 
     def arrived(self, call: RoutedCall, now: float) -> Sent:

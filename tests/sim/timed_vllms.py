@@ -179,10 +179,10 @@ class _Vllm:
 @dataclass(slots=True)
 class _Client:
     session: Session
-    program: int = -1  # -1 if its calls name no program
+    program: int = -1  # -1 if the calls name no program
     number: int = 0
-    num_refused: int = 0  # tries of its turn
-    record: RequestRecord | None = None  # of its turn
+    num_refused: int = 0  # number of refused tries of the present turn
+    record: RequestRecord | None = None  # the record of the present turn
     said: list[int] = field(default_factory=list)
 
 
@@ -214,11 +214,11 @@ class TimedVllms:
         self.calls: list[PlayedTurn] = []
         self._routed: dict[RequestId, RoutedCall] = {}
         self._num_requests = 0
-        self.num_programs = 0  # numbered from here on
+        self.num_programs = 0  # the number of the next program
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
-        self.longest_wait_s = 0.0  # times of a placement, since `forget`
-        self.hit_tokens = 0  # tokens of whole answers' prompts, since `forget`
+        self.longest_wait_s = 0.0  # the longest time of a placement since `forget`
+        self.hit_tokens = 0  # prompt tokens of complete answers that were cached, since `forget`
         for n, server in enumerate(self.servers.values()):
             self._post(InstanceJoined(server.info(n)))
 

@@ -43,9 +43,9 @@ class Truth:
     """Holds one request, its correct answer, and the correct content of each of its prefixes."""
 
     request: Request
-    tokens: tuple[int, ...]  # prompt and answer
+    tokens: tuple[int, ...]  # the tokens of prompt and answer
     finish: FinishReason
-    contents: tuple[int, ...]  # [n] is the content after n tokens
+    contents: tuple[int, ...]  # contents[n] is the content of the KVCache after n tokens
 
     @property
     def answer(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def _request(
     num_new = rng.randint(1, 4) if prompt else rng.randint(1, options.max_prompt_tokens // 2)
     prompt += _tokens(rng, min(num_new, options.max_prompt_tokens - len(prompt)))
     priority = 0
-    if options.tenants:  # the first tenant sends most
+    if options.tenants:  # the first tenant sends most of the requests
         names = [name for name, _ in options.tenants]
         tenant = names[0] if rng.random() < 0.5 else rng.choice(names)
         tenant += rng.choice(("", "", "/salt"))

@@ -126,13 +126,15 @@ class World:
         self.stops = self._draw_stops(seed)
         self.stopped: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
-        self.kept: dict[RequestId, int] = {}  # outlived a head, with this many tokens by then
-        self._missed: list[ConductorEvent] = []  # requests that came while no head was up
+        # requests that outlived a head, with the number of their tokens at that time
+        self.kept: dict[RequestId, int] = {}
+        self._missed: list[ConductorEvent] = []  # requests that clients sent while no head was up
         self.seen: Counter[str] = Counter()
         self._told: set[tuple[Member, type, AttemptId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
-        self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
+        # the channels that the head considers open
+        self._channels: dict[InstanceId, tuple[Member, Link]] = {}
         self.promises = Promises(self)
         self.metering = Metering(self)
         self.pauses = Pauses(self)
@@ -261,7 +263,7 @@ class World:
     def post(self, event: ConductorEvent) -> None:
         if not self.head_is_up:
             if isinstance(event, RequestArrived | RequestCancelled):
-                self._missed.append(event)  # the client tries again
+                self._missed.append(event)  # the client sends it again later
             return
         if self.pauses.defer(lambda: self.post(event)):
             return
@@ -494,12 +496,14 @@ class World:
             for life in self.lives.values():
                 self._check_index(life)
         for life in self.lives.values():
-            self.promises.on_joined(life.instance_id)  # a resync for this check
+            # the promises treat the resync of this check like a join
+            self.promises.on_joined(life.instance_id)
             self._send(Send(life.instance_id, Resync()))
-        self.clock.run(MAX_EVENTS)  # marks of replicas must not cross snapshots
-        self.post(Tick())  # so that drains without attempts end
+        # runs all events, because marks of replicas must not cross snapshots
         self.clock.run(MAX_EVENTS)
-        self.post(Tick())  # so that instances receive the marks of replicas
+        self.post(Tick())  # ends drains without attempts
+        self.clock.run(MAX_EVENTS)
+        self.post(Tick())  # sends the marks of replicas to the instances
         self.clock.run(MAX_EVENTS)
         self._check_end()
 

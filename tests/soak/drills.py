@@ -142,7 +142,7 @@ class Drills:
 
     def _flip_memory(self, member: Member, keys: list[BlockKey]) -> BlockKey | None:
         end_s = time.monotonic() + 10.0
-        while time.monotonic() < end_s:  # until the block's last reader has released it
+        while time.monotonic() < end_s:  # repeats until the block's last reader has released it
             for key in self._rng.sample(keys, len(keys)):
                 answer = self._cluster.ask(member, orders.FlipMemory(key=key))
                 assert isinstance(answer, orders.Flipped)

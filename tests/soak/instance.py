@@ -328,7 +328,7 @@ def main() -> None:
         instance.wrong(f"an assertion failed: {error}")
         raise
     except BrokenPipeError:
-        return  # the driver is gone
+        return  # the driver has ended
 
 
 if __name__ == "__main__":

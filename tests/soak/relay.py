@@ -24,7 +24,7 @@ class Relay:
 
     def __init__(self, seed: int) -> None:
         self.target_port = 0
-        self.slow_s = 0.0  # before each chunk
+        self.slow_s = 0.0  # seconds to wait before each chunk
         self.flip_rate = 0.0  # of chunks
         self.flips = 0
         self.renewals = 0

@@ -250,7 +250,8 @@ class Soak:
             left = set(member.flipped).intersection(held) - doubtful
             verified = verify_folder(folder)
             bad = set(verified.bad_slots) - doubtful
-            more = verified.bad_blocks - len(verified.bad_slots)  # more flips than are listed
+            # flips that were found, but are not in the list
+            more = verified.bad_blocks - len(verified.bad_slots)
             if bad - left or len(left - bad) > more:
                 raise SoakError(
                     f"{folder}: bad blocks in {sorted(bad)}, but flips that were not read yet in"

@@ -56,7 +56,7 @@ class Attempt:
     tokens: list[int] = field(default_factory=list)
     started: PrefillStarted | None = None
     handed_over: bool = False
-    outcome: str = ""  # at its end: "done", "failed", "lost" or "aborted"
+    outcome: str = ""  # set at the end: "done", "failed", "lost" or "aborted"
 
     @property
     def streams(self) -> bool:

@@ -71,7 +71,7 @@ def test_a_unit_starts_what_moonpool_accepts(path: Path) -> None:
     (line,) = service["ExecStart"]
     words = shlex.split(line.replace("%i", "decode").replace("%l", "host"))
     assert words[0].endswith("/moonpool")
-    if "--config" in words:  # the file belongs to the administrator
+    if "--config" in words:  # the administrator writes the file that --config names
         at = words.index("--config")
         assert words[at + 1].startswith("/etc/moonpool/")
         del words[at : at + 2]

@@ -98,7 +98,7 @@ def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
             has_it = distribution(package).version.partition("+")[0]
             needed = list(needs_of(package, extras.get(package, set())))
         except PackageNotFoundError:
-            continue  # the environment is older than the lock
+            continue  # installed before the lock was changed
         (pin,) = requirement.specifier
         if Version(has_it) != Version(pin.version):
             continue

@@ -119,7 +119,7 @@ def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
 def names_nothing(name: str) -> bool:
     """Whether this is a name such as `kvcache.ssd_tier` of which no module, or no part of one,
     exists."""
-    if name in schema_of(Config):  # a key of the configuration
+    if name in schema_of(Config):  # the name is a key of the configuration
         return False
     parts = name.split(".")
     places = [ROOT] if parts[0] in BESIDE_ROOMS else list(PACKAGES.values())

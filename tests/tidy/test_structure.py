@@ -181,7 +181,8 @@ MOST_PRIVATE_USES = 29
 """A private name of another object ties a test to an implementation, so that the implementation can
 no longer change. Set this to the new number when there are fewer. Never raise it: give what a test
 needs a public name, or test the behaviour."""
-NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # the public fields of each NamedTuple
+# public methods and fields of each NamedTuple, in spite of their names
+NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}
 NOT_OURS |= {"_repr_html_"}  # of notebooks
 NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers
 
@@ -421,7 +422,8 @@ def test_no_path_of_one_machine() -> None:
         ".github",
     )
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
-    files = [p for p in files if p.parent.suffix != ".egg-info"]  # installers write these files
+    # leaves out files that installers write
+    files = [p for p in files if p.parent.suffix != ".egg-info"]
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0
     for path in files:

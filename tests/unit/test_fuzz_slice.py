@@ -13,7 +13,7 @@ from tests.fuzz.figures import Counts, Figures
 from tests.fuzz.harness import MAX_INPUT_MEMORY, Finding, fuzz
 from tests.fuzz.readers import READERS, Reader
 
-SLOW = {  # inputs of the quick run; the long one has ten times as many
+SLOW = {  # number of inputs in the quick run; the long run has ten times as many
     "model-files": 200,
     "gguf-keys": 60,
     "gguf": 60,

@@ -50,7 +50,7 @@ def test_sources_that_run_from_a_checkout_are_installed_there_again() -> None:
 def test_a_package_in_an_environment_is_no_checkout(tmp_path: Path) -> None:
     module = tmp_path / "lib" / "site-packages" / "moonpool" / "installation.py"
     assert checkout_of(module) is None
-    (tmp_path / "pyproject.toml").touch()  # an environment inside another project
+    (tmp_path / "pyproject.toml").touch()  # makes the environment one inside another project
     assert checkout_of(tmp_path / "venv" / "moonpool" / "installation.py") is None
 
 

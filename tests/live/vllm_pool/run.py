@@ -34,10 +34,10 @@ def main() -> None:
     config = CONNECTOR | {"kv_connector_extra_config": json.loads(settings)}
     prompts = [[(7 * i + 11 * n) % 199 + 20 for i in range(200 + 40 * n)] for n in range(4)]
     llm = LLM(model, kv_transfer_config=config, **(OPTIONS | json.loads(options)))
-    time.sleep(3.0)  # its processes join the pool
+    time.sleep(3.0)  # gives vLLM's processes time to join the pool
     asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     answers = []
-    for prompt in prompts:  # one by one: batches have other last bits
+    for prompt in prompts:  # one prompt at a time, because batches give other last bits
         one = {"prompt_token_ids": prompt, "cache_salt": salt}
         (answer,) = llm.generate([one], asked, use_tqdm=False)
         answers.append(list(answer.outputs[0].token_ids))

@@ -35,7 +35,7 @@ class Mutant:
     name: str
     owner: object
     attribute: str
-    make: Make  # from the original attribute
+    make: Make  # makes the changed attribute from the original one
     like: tuple[str, ...] = ()
     check: str = "swarm"
 
@@ -54,7 +54,7 @@ class Finding:
     """The first case of a check that fails under a mutant."""
 
     case: int
-    num_cases: int  # cases tried, including this one
+    num_cases: int  # number of cases tried, including this one
     seconds: float
     what: str
 

@@ -91,7 +91,7 @@ class ScriptedHead:
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
         self.most_views = 1
-        self.is_placed = True  # requests are, from the beginning
+        self.is_placed = True  # requests count as placed from the beginning
         self.explanations: dict[str, dict[str, Any]] = {}
 
     def models(self) -> list[ScriptedHead]:
@@ -145,7 +145,8 @@ class ScriptedHead:
     ) -> AsyncGenerator[Output, None]:
         self.delivered.append(delivered)
         outputs = self._outputs(request)
-        self.kept.append(outputs)  # so that only an explicit close ends it, not the collector
+        # keeps the outputs alive, so that only an explicit close ends them, not garbage collection
+        self.kept.append(outputs)
         return outputs
 
     async def _outputs(self, request: Request) -> AsyncGenerator[Output, None]:

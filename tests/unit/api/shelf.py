@@ -25,7 +25,7 @@ class Shelf:
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         self.close()
         self._socket_fd, self.log_fd = os.dup(socket_fd), os.dup(log_fd)
-        self.sent.clear()  # of an earlier log
+        self.sent.clear()  # forgets what was sent of an earlier log
         self._number += 1
         return self._number
 

@@ -222,7 +222,7 @@ def test_stop_strings_across_tokens(
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert choice["stop_reason"] == stop_reason
     assert head.aborted == [], "a complete answer is not aborted"
-    if reason == "stop":  # the head learns that the answer ends, and where
+    if reason == "stop":  # the head learns that the answer ends, and after how many tokens
         said = text if fields.get("include_stop_str_in_output") else f"{text}{stop_reason}"
         name = response.headers["x-request-id"]
         assert head.finished == [(name, FinishReason.STOP, len(said.encode()))]
@@ -549,7 +549,7 @@ def test_a_refused_choice_ends_its_siblings() -> None:
     "script",
     [
         [ValueError("a secret of the inside")],
-        [Output(tokens=(Token(97),))],  # there is no finish reason
+        [Output(tokens=(Token(97),))],  # an answer without a finish reason
     ],
 )
 def test_a_fault_inside_is_a_500_that_tells_nothing(script: list[object], stream: bool) -> None:

@@ -342,7 +342,7 @@ def test_a_call_that_is_required_needs_no_template_that_knows_tools() -> None:
     [
         ({}, True),
         ({"required": ["city"]}, True),
-        ({"required": ["country"]}, False),  # otherwise no call would be possible
+        ({"required": ["country"]}, False),  # otherwise, no call would be possible
         ({"additionalProperties": True}, False),
         ({"allOf": [{"properties": {"country": {"type": "string"}}}]}, False),
         ({"properties": {}}, False),

@@ -151,7 +151,7 @@ def test_a_tenant_whose_calls_take_too_long_leaves_the_others_their_turns(bad: s
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
-        assert await ask(reader, "good", "a") == 2  # the server still answers its sound calls
+        assert await ask(reader, "good", "a") == 2  # the server still answers valid calls
 
     run(template(bad), work)
 

@@ -102,7 +102,7 @@ def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gate = threading.Event()
     head = forwarding(gate, REFUSED)
     head.is_placed = False
-    threading.Timer(0.3, gate.set).start()  # many periods, in which no keep-alive may be sent
+    threading.Timer(0.3, gate.set).start()  # waits many periods, in which no keep-alive may be sent
     with asked(head, CHAT, gate) as response:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "3"

@@ -209,7 +209,7 @@ def test_a_tenants_tokens_are_those_that_the_server_counted() -> None:
     head = forwarding()
     options = ApiOptions(
         api_keys={"k": "ann"}, limits={"ann": TenantLimits(tokens_per_s=6.0)}
-    )  # a burst of 60 tokens
+    )  # allows bursts of 60 tokens
     with served(head, options) as url:
         headers = {"authorization": "Bearer k"}
         answers = [

@@ -22,7 +22,7 @@ from moonpool.types import FinishReason, Request, Token
 from tests.certificates import make_certificates
 
 TEXT = "Zwölf Boxkämpfer jagen \N{GRINNING FACE} Viktor. "
-CUT_AFTER = 30  # tokens that the first connection gets
+CUT_AFTER = 30  # number of tokens that the first connection gets
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "return_token_ids": True},
     "/v1/chat/completions": {
@@ -202,7 +202,8 @@ def test_a_call_that_still_runs_ends_for_the_one_that_goes_on() -> None:
     with cluster() as (head, _, client):
         headers = {"x-request-id": "a"}
         stream = {"json": body | {"stream": True}, "headers": headers}
-        with client.http.stream("POST", path, **stream) as lost:  # the server does not know it
+        # the server does not know this request
+        with client.http.stream("POST", path, **stream) as lost:
             lines = lost.iter_lines()
             next(lines)
             rest, _, _ = client.stream(path, body, x_request_id="a", x_resume_tokens="9")

@@ -122,7 +122,7 @@ def test_a_successor_reads_all_complete_entries_and_adds_its_own(
 
 
 @given(st.binary(max_size=200), st.booleans())
-@example(b"\x81\xa2\x00\x80", True)  # a key that is not UTF-8
+@example(b"\x81\xa2\x00\x80", True)  # an object with a key that is not UTF-8
 def test_a_damaged_log_is_refused(damage: bytes, with_length: bool) -> None:
     record = len(damage).to_bytes(4, "little") + damage if with_length else damage
     with pytest.raises(ValueError, match="the log of an answer"), taken_over(record):

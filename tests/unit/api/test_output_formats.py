@@ -33,7 +33,7 @@ def test_a_transcript_is_read_back(family: str, marks: list[str]) -> None:
     text = TRANSCRIPTS[family]["text"]
     reading = Reading(family, marks)
     reading.tokens(reading.tokenizer.encode(text)).check()
-    if marks:  # a client asks for special tokens in its text
+    if marks:  # for a client that asks for special tokens in its text
         reading = Reading(family, marks, skips=False)
         reading.tokens(reading.tokenizer.encode(text)).check()
 
@@ -158,7 +158,7 @@ def test_random_calls_are_read_back(
     writer: str, marks: list[str], calls: Calls, cuts: list[int]
 ) -> None:
     merged: dict[str, dict[str, type]] = {}
-    for name, arguments in calls:  # one schema for all calls of a function
+    for name, arguments in calls:  # all calls of a function have one schema
         kinds = merged.setdefault(name, {})
         assume(all(kinds.setdefault(key, type(v)) is type(v) for key, v in arguments.items()))
     assert read_random(writer, calls, WRITERS[writer][1](calls), cuts, marks) == ("", calls)

@@ -270,7 +270,7 @@ def test_embeddings_that_cannot_be_made_are_refused(body: dict[str, Any], param:
 
 
 def test_minus_1_leaves_room_for_the_answer() -> None:
-    head = ScriptedHead()  # the model's context has 256 tokens
+    head = ScriptedHead()  # a model with a context of 256 tokens
     for max_tokens, kept in [(16, 240), (255, 1)]:
         asked = {"prompt": "x" * 500, "truncate_prompt_tokens": -1, "max_tokens": max_tokens}
         assert complete(head, **asked).json()["usage"]["prompt_tokens"] == kept
@@ -470,7 +470,7 @@ def test_text_offsets_count_characters_of_the_text(
 
 def test_an_echo_counts_special_tokens_where_the_text_shows_them(tokenizer: HfTokenizer) -> None:
     text = "a<s> The"
-    token_ids = tokenizer.encode(text)  # the prompt begins with <s> and ends with </s>
+    token_ids = tokenizer.encode(text)  # a prompt that begins with <s> and ends with </s>
     offsets = prompt_offsets(token_ids, text, tokenizer)
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
     starts = {name: offset for name, offset in zip(names, offsets, strict=True) if name != "<s>"}

@@ -44,7 +44,7 @@ def test_no_more_calls_than_the_rate_and_one_burst(rate: float, gaps_s: list[flo
     for gap_s in gaps_s:
         now += gap_s
         wait_s = refusal_s(limits, now)
-        if wait_s is not None:  # the refusal says when to come back
+        if wait_s is not None:  # a refusal says when to come back
             now += wait_s + 1e-6
             limits.begin("ann", now)
         num_begun += 1
@@ -54,7 +54,7 @@ def test_no_more_calls_than_the_rate_and_one_burst(rate: float, gaps_s: list[flo
 def test_tokens_are_paid_when_they_come() -> None:
     limits = limited(tokens_per_s=10)
     limits.begin("ann", 0.0)
-    limits.spend("ann", 300)  # the bucket held 100 tokens
+    limits.spend("ann", 300)  # the bucket held only 100 tokens, so it is in debt now
     with pytest.raises(RequestRefused, match="10 tokens per second") as caught:
         limits.begin("ann", 5.0)
     assert caught.value.refusal.retry_after_s == pytest.approx(15.0)
@@ -149,7 +149,8 @@ def test_prompts_and_answers_count_as_tokens_and_refused_ones_do_not() -> None:
 
     with tenants(ScriptedHead(script), tokens_per_s=1) as server:
         assert server.ask("k-ann", prompt=[1] * 60).json()["error"]["code"] == "ttft_slo"
-        assert server.ask("k-ann", prompt=[1] * 4).status_code == 200  # 10 minus 4 and 5 tokens
+        # the bucket of 10 has room for 4 tokens of the prompt and 5 of the answer
+        assert server.ask("k-ann", prompt=[1] * 4).status_code == 200
         assert server.ask("k-ann", prompt=[1] * 4, stream=True).status_code == 200
         refused = server.ask("k-ann")
         assert refused.json()["error"]["code"] == "rate_limit"

@@ -128,7 +128,7 @@ def test_text_that_is_held_back_is_silence_too() -> None:
 def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gated = Gated(REFUSED)
     gated.head.is_placed = False
-    opening = threading.Timer(0.3, gated.first.set)  # many periods without a keep-alive
+    opening = threading.Timer(0.3, gated.first.set)  # waits many periods without a keep-alive
     opening.start()
     with asked(gated, "/v1/chat/completions") as response:
         assert response.status_code == 429

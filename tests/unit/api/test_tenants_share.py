@@ -41,7 +41,8 @@ def script(request: Request) -> Iterator[Step]:
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a server with little room of each kind."""
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(32))
-    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # room for eight of the largest bodies
+    # leaves room for eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)
     monkeypatch.setattr(shared_buffer, "MAX_SMALL_BYTES", 32 * shared_buffer.SMALL_BYTES)
     monkeypatch.setattr(connection_limit, "MAX_HALF_HEADER_BYTES", 256 << 10)
     monkeypatch.setattr(connection_limit, "MAX_UNREAD_BYTES", 4 << 20)

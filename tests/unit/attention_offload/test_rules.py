@@ -147,7 +147,8 @@ def check(model: LoadedModel, rings: bool, by_head: bool = False) -> None:
     alone = Engine(model, choose_split_ops(), empty_cache(layout, 2 * EACH))
     size = SEGMENT // BLOCK
     lies = [(list(range(6)), 300)]
-    if not by_head:  # all blocks at the second worker, and a segment at each
+    # The second sequence is at the second worker, and the third has a segment at each.
+    if not by_head:
         lies += [(list(range(EACH, EACH + 6)), 300)]
         lies += [([*range(size), *range(EACH, EACH + 8)], SEGMENT + 200)]
     with offloaded(model, 2, rings, by_head) as engine:

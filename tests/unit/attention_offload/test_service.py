@@ -202,5 +202,5 @@ def test_other_kernels_and_wrong_secrets_are_refused(address: PeerAddress) -> No
         connect(address, ME, SECRET, options(arithmetic="of another CPU"), True)
     with pytest.raises(AttentionError, match="secret"):
         connect(address, ME, b"another secret altogether", options(), True)
-    owner = Owner(address)  # and the worker still serves
+    owner = Owner(address)  # the worker still serves a new owner
     owner.leave()

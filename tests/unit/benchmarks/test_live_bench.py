@@ -216,7 +216,8 @@ class NoServer:
 @pytest.mark.long
 def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "LocalServer", NoServer)
-    slower = tuple(20 * x for x in COST.prefill)  # fewer requests to simulate
+    # a slower cluster needs fewer requests in its simulation
+    slower = tuple(20 * x for x in COST.prefill)
     monkeypatch.setattr(colocated, "measure_live", lambda *_: profile(prefill=slower))
     monkeypatch.setattr(colocated, "SIMULATED_S", 5.0)
     workload = WORKLOAD.with_(answers=16)

@@ -77,7 +77,7 @@ def counted(answers: int, wrong: int, foreign: int = 0) -> dict[str, Any]:
     [
         (counted(100, 0), counted(100, 0), [], 0),
         (counted(100, 1), counted(100, 0), [], 1),
-        (counted(100, 3), counted(100, 2), [], 0),  # batches alone have this effect
+        (counted(100, 3), counted(100, 2), [], 0),  # batches alone explain this many differences
         (counted(100, 40), counted(100, 2), [], 1),
         (counted(100, 2, foreign=1), counted(100, 2), [], 1),
         (counted(100, 0), counted(100, 0), ["q: cut"], 1),

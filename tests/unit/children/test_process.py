@@ -29,7 +29,7 @@ def test_a_status_is_read_without_descriptors_of_processes(monkeypatch: pytest.M
     assert waiting.poll() is None
     waiting.send_signal(signal.SIGTERM)
     assert [waiting.wait(60), waiting.wait(), waiting.poll()] == [-signal.SIGTERM] * 3
-    waiting.kill()  # nothing, because the process has ended
+    waiting.kill()  # does nothing, because the process has ended
     assert ForkedChild(child("raise SystemExit(7)")).wait() == 7
 
 
@@ -40,7 +40,7 @@ def test_a_status_is_read_the_same_with_a_loop_and_without() -> None:
     assert waiting.returncode is None
     waiting.kill()
     assert [waiting.wait(60), waiting.wait(), waiting.returncode] == [-signal.SIGKILL] * 3
-    waiting.kill()  # nothing, because the process has ended
+    waiting.kill()  # does nothing, because the process has ended
     assert ForkedChild(child("raise SystemExit(7)")).wait(60) == 7
 
     async def here() -> list[int | None]:

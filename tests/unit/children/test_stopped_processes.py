@@ -15,7 +15,7 @@ def test_only_a_process_stopped_at_all_looks_is_found() -> None:
     stopped = StoppedProcesses(states.__getitem__)
     for _ in range(MOST_LOOKS - 1):
         assert stopped.look(states) == []
-    states[4] = "R"  # the process went on
+    states[4] = "R"  # the process continues
     assert stopped.look(states) == [1]
     states[4] = "T"
     assert stopped.look(states) == [1]

@@ -116,7 +116,8 @@ def test_an_installed_package_comes_first(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: object())
-    monkeypatch.setattr(installation, "SMALL_MODEL", "click")  # a model that is installed
+    # any installed package stands for the model
+    monkeypatch.setattr(installation, "SMALL_MODEL", "click")
     assert choose_model("run") == "smollm2"
     (question,) = asked
     assert "smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0; installed, " in question

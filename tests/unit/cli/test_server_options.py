@@ -87,7 +87,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # clients without that authority break off
+            pass  # clients that do not trust the authority break off
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)

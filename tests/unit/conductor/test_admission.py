@@ -23,8 +23,8 @@ from moonpool.types import Slo
 NAMES = ("p0", "d0", "d1")
 DEMAND = RequestFootprint(
     number=1,
-    num_tokens=1000,  # 1 s of prefill
-    expected_tokens=1000,  # a step takes 1 ms more, beside 10 ms per answer
+    num_tokens=1000,  # takes 1 s of prefill
+    expected_tokens=1000,  # makes a step 1 ms longer, in addition to 10 ms per answer
     decodes=True,
     block_tokens=1,
     token_bytes=1,
@@ -111,17 +111,17 @@ def test_time_already_spent_counts() -> None:
 
 
 def test_the_limit_is_of_load_not_of_latency() -> None:
-    context = Scene(queue_s=1.0)  # 2 s to the first token
+    context = Scene(queue_s=1.0)  # predicts 2 s to the first token
     assert context.decide("baseline", ttft_s=4.0, load_limit=0.5) is None
     assert "0.4 of the SLO" in context.refuse("baseline", ttft_s=4.0, load_limit=0.4).message
     assert context.decide("baseline", ttft_s=1.0, load_limit=2.0) is None
-    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    busy = Scene(decoding=(4, 4))  # predicts a step of 5 x 10 ms + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
     assert busy.refuse("early", tbt_s=0.06, load_limit=0.8).reason == "decode_load"
 
 
 def test_the_tbt_slo_applies_to_the_longest_gaps() -> None:
-    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    busy = Scene(decoding=(4, 4))  # predicts a step of 5 x 10 ms + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
     busy.cluster_state.instance_table.tbt_tail = 1.3
     refusal = busy.refuse("early", tbt_s=0.06)
@@ -148,7 +148,7 @@ def test_baseline_ignores_the_decode_load() -> None:
 
 
 def test_early_uses_the_present_decode_load_only() -> None:
-    context = Scene(decoding=(6, 2))  # 4 answers each on average, and this answer: 51 ms
+    context = Scene(decoding=(6, 2))  # with a mean of 4 answers and this answer, a step takes 51 ms
     assert context.decide("early", tbt_s=0.052) is None
     refusal = context.refuse("early", tbt_s=0.050)
     assert refusal.reason == "decode_load"

@@ -151,7 +151,7 @@ def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
 def test_a_request_that_lost_its_instance_is_not_refused_for_its_slo(admission: str) -> None:
     desk = Desk("p0", "p1", "d0", admission=admission)
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
-    desk.now = 4.995  # and 10 ms of prefill
+    desk.now = 4.995  # 5 ms before its first token is due; a prefill takes 10 ms
     again = desk.handle(InstanceLost(InstanceId(first), "it died"))
     assert not of(again, Refuse)
     ((second, start),) = sent(again, StartPrefill)
@@ -173,7 +173,7 @@ def test_the_limit_of_an_attempt_that_waits_for_room_ends_with_it() -> None:
 def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
     desk = Desk("p0", "d0")
     for number in (1, 2, 3):
-        prompt = tuple(range(1000 * number, 1000 * number + 100))  # each takes 0.1 s
+        prompt = tuple(range(1000 * number, 1000 * number + 100))  # a prompt that takes 0.1 s
         desk.ask(f"r{number}", token_ids=prompt)
     queue_s = lambda: float(desk.conductor.instance_table.queue_s(desk.now)[0])  # noqa: E731
     assert queue_s() == pytest.approx(0.3)
@@ -182,7 +182,7 @@ def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None
     desk.now = 0.06
     assert queue_s() == pytest.approx(0.24)
     started = PrefillStarted(attempt_id=AttemptId("r2/2"), cached_tokens=0, fetched_tokens=0)
-    desk.report("p0", started)  # beside the first request: they share the instance
+    desk.report("p0", started)  # runs beside the first request, because they share the instance
     assert queue_s() == pytest.approx(0.24)
     desk.now = 0.08
     desk.prefilled("r1/1")

@@ -21,7 +21,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.types import FinishReason, InstanceId, RequestId, Token
 
-ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # a sample ends with the next event
+ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # one more, because a sample ends with the next event
 PREFILL_S = COST.prefill_s(10, 0)
 
 
@@ -143,7 +143,8 @@ def test_a_mixed_step_is_no_sample_of_decodes() -> None:
     desk.decoding()
     for _ in range(4 * ENOUGH):
         desk.now += 1.0
-        desk.tokens("d0", 60)  # gap_s 0 means steps not of decodes alone
+        # these steps have a gap_s of 0, because they are not of decodes alone
+        desk.tokens("d0", 60)
     assert desk.conductor.instances[InstanceId("d0")].decode_factor.samples == ()
 
 
@@ -295,7 +296,8 @@ def test_admission_judges_slos_by_the_longest_gaps() -> None:
         uneven(desk, MIN_SAMPLES + 2)
         assert refused(desk.ask("late", **slo)) == learning
         tail = desk.conductor.cost_estimator.tbt_tail.value
-        assert tail == pytest.approx(3.0 / 1.2, rel=0.1)  # a mean gap is 1.2 steps long
+        # the longest gap is 3 steps long, and the mean gap 1.2
+        assert tail == pytest.approx(3.0 / 1.2, rel=0.1)
 
 
 def test_gaps_with_a_prompt_are_no_samples_of_decodes() -> None:
@@ -327,7 +329,7 @@ def test_errors_are_counted_and_the_record_is_read_back() -> None:
     desk = slow_desk(3)
     beliefs = desk.conductor.cost_estimator
     assert beliefs.ttft_s.count == 3
-    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # as learned from the answers before
+    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # each estimate has learned from the answers before it
     assert beliefs.ttft_s.mean == pytest.approx(sum(errors) / 3 * PREFILL_S)
     assert beliefs.ttft_s.ratio(0.5) == pytest.approx(2 / 3, rel=0.03)
     record = beliefs.record(list(desk.conductor.instances.values()))

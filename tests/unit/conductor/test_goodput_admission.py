@@ -30,7 +30,7 @@ from moonpool.types import Slo
 NAMES = ("p0", "d0")
 SHORT = RequestFootprint(
     number=1,
-    num_tokens=200,  # 0.2 s of prefill
+    num_tokens=200,  # takes 0.2 s of prefill
     expected_tokens=1000,
     decodes=True,
     block_tokens=1,

@@ -146,8 +146,8 @@ def test_a_request_for_one_token_is_not_inline() -> None:
     assert placed(single, "p0", "d0").prefill == "p0"
 
 
-STEP_S = 5 * 0.01 + 500e-6  # of the decodes
-SHARED_S = 0.85 * TBT_SLO_S  # planned time of a step that chunks and decodes share
+STEP_S = 5 * 0.01 + 500e-6  # the step time of the decodes alone
+SHARED_S = 0.85 * TBT_SLO_S  # the planned time of a step with decodes and a chunk
 
 
 def test_a_long_prompt_runs_in_chunks_where_the_prefill_pool_has_a_queue() -> None:

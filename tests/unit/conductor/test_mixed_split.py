@@ -53,9 +53,9 @@ def test_mixed_instances_join_the_smaller_pool(names: tuple[str, ...], expected:
 @pytest.mark.parametrize(
     ("tbt_s", "expected"),
     [
-        (0.012, "mm"),  # decodes alone break the SLO, so a split gains nothing
+        (0.012, "mm"),  # stays mixed, because decodes alone break the SLO, so a split gains nothing
         (0.037, "pd"),
-        (0.040, "mm"),  # 32 ms are less than 0.85 of the SLO
+        (0.040, "mm"),  # stays mixed, because 32 ms are less than 0.85 of the SLO
         (float("inf"), "mm"),
     ],
 )

@@ -27,8 +27,8 @@ def view(name: str, **known: Any) -> dict[str, Any]:
         "name": name,
         "host_id": "",
         "source_tokens": 0,
-        "dram_tokens": None,  # tokens held before the first SSD-only token; None means all
-        "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes 1 ms to compute
+        "dram_tokens": None,  # number of tokens before the first SSD-only token; None means all
+        "ssd_bytes_per_s": 4e6,  # loads a token in 0.25 ms; computing it takes 1 ms
         "queue_s": 0.0,
         "num_fetches_served": 0,
         "decode_batch": 0,

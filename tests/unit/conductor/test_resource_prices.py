@@ -19,7 +19,7 @@ from moonpool.conductor.admission.resource_prices import (
 
 CAPACITY = ClusterCapacity(
     num_prefills=2,
-    queue_s=24.0,  # as long as the queue should be
+    queue_s=24.0,  # the queue is as long as it should be
     wait_s=24.0,
     slo_ttft_s=30.0,
     decode_load_s=0.1,
@@ -58,7 +58,7 @@ def test_without_overload_nothing_is_rejected() -> None:
 
 
 def test_under_overload_the_cheap_fill_the_prefill_instances() -> None:
-    needs = arrivals(rate=8.0, prefill_s=1.0)  # four times what two instances do
+    needs = arrivals(rate=8.0, prefill_s=1.0)  # four times the work that two instances can do
     accepted = admitted(needs)
     assert 80.0 < sum(need.prefill_s for need in accepted) < 120.0, "2 instances for 50 s"
     assert max(need.prefill_s for need in accepted) < 0.9 < 1.3

@@ -55,7 +55,7 @@ def test_needs_follow_the_instances_costs() -> None:
     table = InstanceTable()
     table.join(0, info("m0"))
     recent = RecentRequests()
-    recent.add(RecentRequest(1.0, 5, 5, 10.0, 0))  # before the mix changed
+    recent.add(RecentRequest(1.0, 5, 5, 10.0, 0))  # a request from before the mix changed
     recent.add(RecentRequest(2.0, 100, 0, 50.0, 0))
     recent.add(RecentRequest(3.0, 300, 100, 10.0, 0))
     needs = recent.needs(table, 2.0, lambda kind: 20.0)

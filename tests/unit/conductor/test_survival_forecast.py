@@ -105,7 +105,7 @@ def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
             ends.remove(one)
             forecast.leave(one[1], now)
             forecast.observe(one[2])
-        lasts_s = 2.0 if rng.random() < 0.9 else 52.0  # 7 s on average
+        lasts_s = 2.0 if rng.random() < 0.9 else 52.0  # the mean is 7 s
         interval = forecast.enter(now, 0.0, 1, now)
         forecast.begin(interval, 0.0, now)
         ends.append((now + lasts_s, interval, lasts_s))

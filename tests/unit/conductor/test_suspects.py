@@ -104,7 +104,7 @@ def test_kills_from_outside_accuse_nobody() -> None:
         desk.ask(name)
     for incarnation in range(2, 6):
         assert not of(lose(desk, "m0"), Refuse)
-        desk.now += 6.0  # the delay after consecutive faults
+        desk.now += 6.0  # waits for the delay after consecutive faults
         joined = [*desk.join("m0", incarnation=incarnation), *desk.handle(Tick())]
         assert sorted(placed(joined)) == ["a", "b"]
 

@@ -68,7 +68,8 @@ def test_a_roofline_is_fitted_within_a_tenth(kind: str) -> None:
         for context in (500, 8000, 60000):
             stages, share = truth.num_stages, -(-batch // truth.num_stages)
             true_s = stages * (truth.step_s((), share, share * context) + truth.hop_s(share))
-            rel = 0.02 if stages == 1 else 0.1  # 7 is not a multiple of 4
+            # less exact with stages, because 7 layers do not divide evenly
+            rel = 0.02 if stages == 1 else 0.1
             assert fitted.decode_step_s(batch, batch * context) == pytest.approx(true_s, rel=rel)
 
 

@@ -148,7 +148,7 @@ def test_another_state_than_the_steps_start_is_refused(name: str) -> None:
     wrong = meta_of([(0, 2, [5]), (21, 1, [1, 2])])
     with pytest.raises(StateError):
         ops.delta_rule(rows(3, 2), own, DeltaArgs(SPEC, cache, 0, wrong))
-    if name == "native":  # which checks all sequences before it writes
+    if name == "native":  # the native operation checks all sequences before it writes
         assert torch.equal(cache.blocks.nan_to_num(), kept.nan_to_num())
     unchecked = meta_of([(21, 1, [1, 2])], unchecked=(0,))
     found = ops.delta_rule(rows(1, 2), own, DeltaArgs(SPEC, cache, 0, unchecked))

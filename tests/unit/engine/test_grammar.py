@@ -206,7 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
     tokenizer = HfTokenizer(folder)
     (end,) = tokenizer.eos_token_ids
-    size = tokenizer.vocab_size + 7  # models pad their vocabularies
+    size = tokenizer.vocab_size + 7  # larger than the vocabulary, because models pad theirs
     grammars = Grammars(partial(HfTokenizer, folder), size, (end,))
     grammar = schema_grammar({"type": "object", "properties": {"name": {"type": "string"}}})
     for seed in range(20):
@@ -215,7 +215,8 @@ def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
         generated: list[int] = []
         while len(generated) < 60:
             logits = torch.from_numpy(rng.normal(0, 3, (1, size)).astype(np.float32))
-            logits[0, tokenizer.encode('"}')[0]] += 8  # a probability, so that texts end
+            # makes the closing quote likelier, so that texts end
+            logits[0, tokenizer.encode('"}')[0]] += 8
             draw = Draw(params, tuple(generated), (end,))
             ((token,),) = sample(logits, [draw], [len(generated)], grammars)
             if token.token_id == end:

@@ -63,7 +63,7 @@ class Case:
     cache: KvCache
     meta: StepMeta
     q: Tensor
-    keys: list[Tensor]  # for each sequence [context, kv_heads, head_dim]
+    keys: list[Tensor]  # one tensor [context, kv_heads, head_dim] for each sequence
     values: list[Tensor]
     rule: AttendRule = PLAIN
 
@@ -215,7 +215,7 @@ RULES = {
     "sinks": AttendRule(sinks=torch.linspace(-3, 9, 8)),
     "all": AttendRule(window=77, soft_cap=2.0, sinks=torch.linspace(-3, 3, 8)),
 }
-LONG = [(2040, 40), (0, 300), (4200, 1)]  # also on both sides of a segment's end
+LONG = [(2040, 40), (0, 300), (4200, 1)]  # contexts on both sides of a segment's end
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -81,7 +81,7 @@ def test_writes_only_the_blocks_of_its_entries(engine: Engine) -> None:
     engine.step([_step([1] * 20, blocks=(3, 1))])
     assert (engine.cache.blocks[[0, 2, 4, 5]] == 9).all()
     untouched = engine.cache.blocks[1, 0] == 9
-    assert untouched.float().mean() == 12 / 16  # 4 of the block's 16 tokens are written
+    assert untouched.float().mean() == 12 / 16  # 4 of the block's 16 tokens were written
 
 
 @pytest.mark.parametrize(

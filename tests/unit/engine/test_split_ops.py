@@ -135,10 +135,10 @@ def test_old_tokens_are_attended_without_a_look_at_the_new_ones() -> None:
     q = queries(meta, "float32")
     whole = ops.attend(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     kept = cache.blocks[8:].clone()
-    cache.blocks[8:] = torch.nan  # the tokens from 512 on
+    cache.blocks[8:] = torch.nan  # spoils the tokens from 512 on
     state = ops.attend_old(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     cache.blocks[8:] = kept
-    cache.blocks[:8] = torch.nan  # and the step does not read the earlier tokens again
+    cache.blocks[:8] = torch.nan  # The step must not read the earlier tokens again.
     assert torch.equal(whole, ops.attend_new(q, state, AttendArgs(HEADS, cache, 0, meta, SCALE)))
 
 
@@ -156,7 +156,7 @@ def segments_of(
         for segment in range(-(-(start + rows) // SEGMENT)):
             table = meta.block_tables[s].tolist()
             blocks = range(segment * per_segment, (segment + 1) * per_segment)
-            foreign = cache.blocks.shape[0] - 1  # the block holds NaN
+            foreign = cache.blocks.shape[0] - 1  # a block that holds NaN
             table = [b if i in blocks else foreign for i, b in enumerate(table)]
             own = meta_of([(start, rows)], [table])
             wanted = torch.tensor([segment], dtype=torch.int32)

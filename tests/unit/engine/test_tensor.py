@@ -60,7 +60,7 @@ class Pair:
         flat = torch.frombuffer(self.arena.buffer, dtype=self.own.blocks.dtype)
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.listened_before = listening([os.getpid()])  # used by groups of other tests
+        self.listened_before = listening([os.getpid()])  # ports that groups of other tests use
         options = RankOptions(num_ranks, num_shards, 1, quantization)
         self.ranks = Ranks(model, ops, self.shared, self.arena.fd, options, "test", self.lost.put)
         self.arena.seal()
@@ -224,7 +224,8 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     """Returns addresses, in the kernel's form, and ports at which these processes listen."""
     own: set[str] = set()
     for fd in [fd for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()]:
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        # fails for the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):
             own.add(os.readlink(fd))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     found = [

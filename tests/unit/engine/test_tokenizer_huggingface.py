@@ -166,7 +166,7 @@ def test_prompt_and_streamed_answer_are_the_whole_text(name: str, folders: dict[
             prompt = tokenizer.decode(ids[:cut])
             stream = tokenizer.stream()
             parts = [stream.push(token_id) for token_id in ids[cut:]]
-            if "\ufffd" in prompt:  # the cut is inside a character
+            if "\ufffd" in prompt:  # the cut was inside a character
                 continue
             assert prompt + "".join(parts) + stream.flush() == whole
             assert all("\ufffd" not in part for part in parts)

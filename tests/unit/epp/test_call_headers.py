@@ -49,7 +49,7 @@ def test_objectives_have_a_name_and_an_older_one() -> None:
             read_terms({name: one}, USUAL, 600.0, known).priority
             for one in ("fast", "slow", "unknown", "odd")
         ]
-        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower priorities go first
+        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # a lower priority goes first
 
 
 @pytest.mark.parametrize(

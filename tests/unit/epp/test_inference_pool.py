@@ -162,7 +162,8 @@ async def broken_watches(monkeypatch: pytest.MonkeyPatch, token: Path) -> None:
     async with a_cluster(token, follows=False) as cluster:
         too_old = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
         pods = kmock.resource("", "v1", "pods")
-        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)  # the first endpoint only
+        # lists only the first endpoint
+        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)
         cluster.emulator[kmock.action.LIST, pods][:1] << 403
         await cluster.write("POST", POOLS, pool(8000))
         await cluster.write("POST", PODS, pod("a", "10.0.0.1"))

@@ -16,7 +16,7 @@ from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
-OWNERS = st.sampled_from(("a", "b", "c"))  # and "w" for a withdrawal
+OWNERS = st.sampled_from(("a", "b", "c"))  # "w" is the owner of withdrawn blocks
 
 
 def key(name: int) -> BlockKey:
@@ -297,7 +297,7 @@ def test_a_run_that_is_partly_cached_gets_only_the_missing_keys() -> None:
     assert pool.depth_of(others[2]) == 2
     assert pool.has_content(others[1], key(1)) and pool.has_content(others[3], key(2))
     pool.release("first")
-    assert pool.allocate("third", 4) is not None  # `first` has lost its name
+    assert pool.allocate("third", 4) is not None  # the block of `first` has lost its key
     pool.cache_run(others[1:2], [key(1)], 1)
     pool.validate()
     assert pool.match([key(0), key(1), key(2)]) == others[:3]

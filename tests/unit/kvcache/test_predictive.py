@@ -41,7 +41,7 @@ def test_a_prompt_may_continue_a_cached_block() -> None:
         policy.store([BlockId(block)], [BlockKey(bytes([block]))], [block])
     policy.add([BlockId(0), BlockId(1), BlockId(2)], None)
     policy.add([BlockId(3), BlockId(4), BlockId(5)], BlockId(2))
-    for _ in range(40):  # ages pass, and queued segments change their queue
+    for _ in range(40):  # lets time pass, so that queued segments change their queue
         policy.store([BlockId(6)], [BlockKey(b"busy")], [0])
         policy.touch([BlockId(6)] * 30)
     assert policy.pop(3) == [5, 4, 3], "no block goes before what continues it"

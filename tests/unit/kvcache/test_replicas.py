@@ -111,7 +111,7 @@ def test_instances_own_whole_prompts_in_proportion_to_their_pools() -> None:
     for _ in range(6000):
         pair = rng.choice((1 | 2, 2 | 4))
         prompt = [BlockKey(rng.randbytes(16)) for _ in range(3)]
-        owners.of(prompt[0], 8)  # blocks of other instances, before
+        owners.of(prompt[0], 8)  # notes blocks of other instances first
         [keeper] = {owners.of(key, pair) for key in prompt}
         assert keeper & pair
         kept[keeper] += 1

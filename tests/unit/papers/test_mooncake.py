@@ -176,7 +176,7 @@ def test_vllm_decodes_wait_for_whole_prompts_and_less_for_chunks() -> None:
         served = serve(made_up(*long_answers), overrides, 0)
         assert served.completed_share == 1.0
         share[name] = served.simulation.collector.gap_s.largest
-    assert share["vLLM"] > 3.0  # the prompt of 30,000 tokens in one step
+    assert share["vLLM"] > 3.0  # vLLM computes the prompt of 30,000 tokens in one step
     assert share["vLLM chunked prefill"] < 0.2
     assert share["Mooncake"] < 0.1 + share["vLLM chunked prefill"]
 
@@ -194,7 +194,8 @@ def test_a_share_within_a_limit_counts_every_request() -> None:
     rows = [TraceRow(0.0, 1_000, 50, (1, 2)), TraceRow(5.0, 1_000, 1, (3, 4))]
     served = serve(made_up(*rows), cluster(1, 1), 0)
     assert served.share_within(10.0) == 1.0
-    assert served.share_within(0.001) == 0.5  # the answer of one token has no gap
+    # counts as within, because an answer of one token has no gap
+    assert served.share_within(0.001) == 0.5
 
 
 def test_a_slower_network_is_believed_and_true() -> None:

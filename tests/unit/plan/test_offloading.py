@@ -47,7 +47,7 @@ def plan(choice: Candidate | None, *mixes: MixFound) -> ClusterPlan:
 
 def test_the_rival_is_what_the_price_buys() -> None:
     assert LAMINA.usd_per_h(PRICES) == pytest.approx(2 * 11.06 + 4 * 4.63)
-    assert all_memory(LAMINA, PRICES) == H20  # 8 x 4.63 = 37.04 of 40.64
+    assert all_memory(LAMINA, PRICES) == H20  # 8 x 4.63 = 37.04 USD/h, of 40.64 USD/h
     assert all_memory(NodeKind("H100-SXM", 1, "H20", 2), PRICES).num_devices == 4
     assert with_rivals([H100, LAMINA, H20], PRICES) == [H100, LAMINA, H20]
     assert with_rivals([H100], PRICES) == [H100]

@@ -53,7 +53,7 @@ def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
     with SimulationPool(workload, 1) as alone:
         expected = alone.run(long)
     with SimulationPool(workload, 2) as pool_of_runs:
-        for number in range(4):  # each call stops the trial that runs ahead, wherever it is
+        for number in range(4):  # each call stops the trial that runs ahead, whatever its state
             pool_of_runs.run([trial(2, speed=1 + number), trial(3, speed=1 + number)], ahead=long)
         assert pool_of_runs.run(long) == expected
         assert pool_of_runs.num_run == 10

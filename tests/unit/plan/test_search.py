@@ -111,7 +111,8 @@ def planned(
     cache=st.floats(0.0, 1.0),
     b=st.floats(1.0, 6.0),
 )
-@example(prefill=3.0, decode=1.0, faster=1.0, cache=1.0, b=1.0)  # there is no cache left to reduce
+# an example in which no cache is left to reduce
+@example(prefill=3.0, decode=1.0, faster=1.0, cache=1.0, b=1.0)
 @example(prefill=4.4375, decode=2.4375, faster=1.0, cache=0.0, b=1.0)
 def test_nothing_next_to_the_choice_is_cheaper_and_meets(
     prefill: float, decode: float, faster: float, cache: float, b: float
@@ -242,7 +243,7 @@ def test_a_time_limit_keeps_the_best_so_far() -> None:
         BASE,
         PlanGoal(time_limit_s=20.0),
         priced(),
-        clock=lambda: float(pool_of_runs.num_run),  # each takes a second
+        clock=lambda: float(pool_of_runs.num_run),  # a clock by which each run takes a second
     )
     found = Planner(used, prepared(), cast("Bounds", MadeUpBounds())).plan()
     assert "--time-limit" in found.stopped

@@ -88,7 +88,7 @@ def test_calls_of_one_time_are_spread() -> None:
 
 def test_what_would_miss_its_slo_is_refused_with_the_reason() -> None:
     driver = Driver(num_replicas=1, ttft_s=0.2)
-    for i in range(12):  # so that the times are known
+    for i in range(12):  # measures enough requests for the times to be known
         driver.run(text_call(f"first-{i}", f"{i} " * (50 + 40 * (i % 4))), 9)
     decisions = [driver.send(text_call(f"c{i}", f"{i} " * 400, 50)) for i in range(20)]
     refused = [each for each in decisions if isinstance(each, RefusedCall)]
@@ -261,7 +261,7 @@ def test_a_call_whose_tokens_come_stays_counted() -> None:
     driver.now += 11.0
     driver.state.tick(driver.now)
     assert not driver.state.conductor.requests
-    for i in range(12):  # each is alone again, so its times are samples
+    for i in range(12):  # each request is alone again, so its times count as samples
         driver.run(text_call(f"c{i}", f"{i} " * (50 + 40 * (i % 4)), 9), 9)
     (state,) = driver.state.conductor.instances.values()
     assert state.info.cost.prefill_s(100, 0) == pytest.approx(PREFILL_S, rel=0.05)

@@ -168,7 +168,8 @@ def test_arrivals_become_a_trace(
     assert [row.output_tokens for row in found] == [row.output_tokens for row in given]
     shared = [len({block for row in rows for block in row.hash_ids}) for rows in (given, found)]
     full = [sum(row.input_tokens // 512 for row in given), sum(len(r.hash_ids) for r in found)]
-    assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05  # the same reuse
+    # the reuse is the same
+    assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05
 
 
 def test_the_exported_trace_has_classes_and_separate_blocks_for_each_adapter() -> None:

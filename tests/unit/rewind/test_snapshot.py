@@ -86,7 +86,8 @@ def test_who_watches_a_conductor_is_not_stored() -> None:
 
 def test_an_index_stays_valid() -> None:
     index = PrefixIndex()
-    names = [InstanceId(f"i{number}") for number in range(70)]  # bits beyond 64
+    # more than 64 instances, so that masks need more than 64 bits
+    names = [InstanceId(f"i{number}") for number in range(70)]
     for name in names:
         index.add_instance(name, 1, 100)
         index.apply(name, 1, 0, tuple(bytes([number]) * 16 for number in range(3)), (), ())

@@ -69,7 +69,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
             if not spawned:
                 spawned.append(0)
                 return await asyncio.create_subprocess_exec(*SLEEPER)
-            await asyncio.sleep(0.1)  # a slow fork of the process
+            await asyncio.sleep(0.1)  # makes the fork of the process slow
             process = await asyncio.create_subprocess_exec(*SLEEPER)
             spawned.append(process.pid)
             return process

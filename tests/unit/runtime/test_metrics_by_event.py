@@ -71,7 +71,8 @@ def test_several_prompts() -> None:
 def test_hidden_output() -> None:
     found = grown(post(max_tokens=0, echo=True), says("a"))
     expected = answers(2, 1)
-    del expected["vllm:request_max_num_generation_tokens_sum"]  # the client gets no token
+    # absent, because the client gets no token
+    del expected["vllm:request_max_num_generation_tokens_sum"]
     same(found, expected)
 
 

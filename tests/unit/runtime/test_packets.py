@@ -70,7 +70,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
             assert sender.packets.send(packet, fds if number % 2 else ())
             sent.append(packet)
             for fd in fds:
-                os.close(fd)  # like an answer that ends before its packet has left
+                os.close(fd)  # like an answer that ends before its packet was sent
         receiver = Receiver(theirs)
         await until(lambda: len(receiver.got) == 600)
         assert receiver.got == sent

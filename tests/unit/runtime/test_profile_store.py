@@ -40,7 +40,7 @@ class CountingEngine:
         self._token_s = token_s
         self.spec, self.layout = self._engine.spec, self._engine.layout
         self.num_blocks, self.ops_name = self._engine.num_blocks, self._engine.ops_name
-        self.steps: list[int] = []  # tokens of each step
+        self.steps: list[int] = []  # the number of tokens of each step
 
     def step(self, entries: Sequence[StepEntry]) -> StepResult:
         tokens = sum(len(entry.new_token_ids) for entry in entries)

@@ -31,7 +31,8 @@ class Desk:
     """Runs one instance and one front, and records what the head hears."""
 
     def __init__(self) -> None:
-        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)  # requests by number
+        # the tokens of each request, by its number
+        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.reports: list[Report] = []
         self.server = DirectServer(SECRET, self._on_tokens)
         self.routes = TokenRoutes(

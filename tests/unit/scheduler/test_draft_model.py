@@ -55,8 +55,8 @@ class ModelBench(DraftBench):
         super().__init__(draft_model=place, **{"speculative": BY_MODEL} | options)
         self.right, self.draft_blocks, self.broken = right, draft_blocks, False
         self.prompts: dict[str, Sequence[int]] = {}
-        self.held: dict[tuple[int, int], int] = {}  # block and row -> token
-        self.most_computed = 0  # tokens of one task
+        self.held: dict[tuple[int, int], int] = {}  # maps (block, row) to the token
+        self.most_computed = 0  # the most tokens that one task computed
 
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
@@ -132,7 +132,7 @@ def test_one_that_is_wrong_is_switched_off_and_tried_out_rarely() -> None:
         assert bench.got[str(number)] == answer
     assert bench.count("accepted_draft_tokens") == 0
     asked = [any(entry.draft_task for entry in step.entries) for step in bench.steps]
-    assert 0 < sum(asked[:600]) < 20  # the first request has to learn this
+    assert 0 < sum(asked[:600]) < 20  # a few, because the first request has to learn the acceptance
     assert 0 < sum(asked[600:]) < 40
     plain_s = sum(CHEAP_ROWS.decode_step_s(1, 0) for _ in range(2400))
     assert bench.seconds < 1.06 * plain_s
@@ -148,7 +148,7 @@ def test_one_that_becomes_right_comes_back() -> None:
     before = len(bench.steps)
     bench.run()
     assert bench.got["a"] == answer
-    assert len(bench.steps) - before < 600  # a context of 1,300 tokens
+    assert len(bench.steps) - before < 600  # far fewer steps than the 1,300 tokens of the context
 
 
 def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
@@ -184,7 +184,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_if_that_pays() -> None:
 
 
 def test_the_slo_limits_the_chunks() -> None:
-    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of the SLO are a decode and 18 ms
+    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of this SLO leave 18 ms besides a decode
     bench = ModelBench(always, chunk_tokens=512)
     bench.start("a", words(300), words(200, seed=1), max_tokens=200, slo=slo)
     bench.run()

@@ -70,8 +70,8 @@ class DraftBench:
         self.finish: dict[str, FinishReason | None] = {}
         self.steps: list[RunStep] = []
         self.pending: list[RunStep] = []
-        self.seconds = 0.0  # the count of all steps
-        self.slower_s = 0.0  # seconds added to steps with drafts
+        self.seconds = 0.0  # the sum of the times of all steps
+        self.slower_s = 0.0  # seconds that are added to steps with drafts
 
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
@@ -231,7 +231,7 @@ def test_steps_that_take_longer_than_predicted_end_the_drafts() -> None:
     bench.run()
     with_drafts = [any(e.num_drafts for e in step.entries) for step in bench.steps]
     assert 0 < sum(with_drafts) < 30
-    assert sum(with_drafts[-150:]) <= 2  # the draft is tried again, rarely
+    assert sum(with_drafts[-150:]) <= 2  # a draft is tried again rarely
 
 
 def test_the_slo_on_the_time_between_tokens_limits_the_drafts() -> None:

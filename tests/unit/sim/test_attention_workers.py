@@ -69,7 +69,8 @@ def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() ->
 
 def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
     serial, staggered = (MeasuredOffload(ALONE, PARTS, 1, staggered=flag) for flag in (False, True))
-    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # 7 blocks are too few
+    # equal, because 7 blocks are too few to split
+    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)
     # There are 16 requests of 1,000 tokens: for half of them the model takes 12 ms and attention
     # 9.8 ms.
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
@@ -170,10 +171,10 @@ def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
     assert cost.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 1.5e-3)
     assert cost.step_s((), 4, 9000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 7e-3)
     two = MeasuredOffload(ALONE, PARTS, 2, staggered=False, own_tokens=2000)
-    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three workers attend on two cores
+    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three workers compute attention on two cores
     assert two.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + crowded_s)
     turns = MeasuredOffload(ALONE, PARTS, 1, staggered=True, own_tokens=8000)
-    half_s = 0.001 + 4e-4 + 4e-3  # from either, from a half
+    half_s = 0.001 + 4e-4 + 4e-3  # the time of half a batch
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
     assert turns.step_s((), 16, 16_000) == pytest.approx(around_s + 2 * (0.012 + half_s))
 

@@ -16,7 +16,7 @@ from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
 
 BLOCK = 64
-COST = FittedCost(  # the times of a small model on one core
+COST = FittedCost(  # has the times of a small model on one core
     prefill=(0.0126, 0.00326, 2.6e-7, 5e-7),
     decode=(0.028, 0.00125, 3.6e-6),
     mixed=(0.0039, 6.4e-6),

@@ -56,7 +56,7 @@ def simulate(
 
 @pytest.mark.long
 def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
-    requests = sessions(500, 8, 0.05)  # more than all instances can do
+    requests = sessions(500, 8, 0.05)  # more requests than all instances can serve
     simulation, placed = simulate(requests, restart={"prefill-1": RESTART_S})
     assert simulation.conductor.drains.num_left == 1
     left_s = next(at_s for at_s, text in simulation.announced if "has left" in text)

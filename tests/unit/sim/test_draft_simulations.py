@@ -64,7 +64,7 @@ def test_guesses_that_are_always_right_bring_what_their_steps_promise() -> None:
     found = run(settings, requests)
     node = build_hardware(settings).decode
     assert node.draft is not None
-    context = 1000 + 1400 + 200  # in the mean
+    context = 1000 + 1400 + 200  # the mean context
     step_s = node.ground_truth.step_s((), 5, context)
     step_s += 4 * node.draft.ground_truth.step_s((), 1, context)
     assert found["tbt_s"]["mean"] == pytest.approx(step_s / 5, rel=0.1)

@@ -24,7 +24,7 @@ from moonpool.types import InstanceId, Role
 
 BLOCK = 256
 PROFILE = FittedCost(prefill=(0.01, 1e-4, 0.0, 0.0), decode=(0.02, 0.001, 0.0))
-EXACT = CALIBRATED  # as a measured profile, this is also the Conductor's estimate
+EXACT = CALIBRATED  # as a measured profile, this cost is also the Conductor's estimate
 
 
 def config(learning: bool = True, **overrides: dict[str, Any]) -> Config:

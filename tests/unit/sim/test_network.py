@@ -171,7 +171,7 @@ def changes(draw: st.DrawFn) -> list[Change]:
 @pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
-@example(  # without bytes to send, and given up before its start
+@example(  # a flow without bytes that is given up before its start
     [1] * NUM_LINKS,
     [
         (Fraction(0), "start", 1, 0, 0, (0,)),

@@ -204,10 +204,10 @@ def test_secrets_of_the_configuration_stay_out() -> None:
 
 def test_changed_settings_stand_out() -> None:
     page = ordinary()[2]
-    assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # 8 by default
+    assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # differs from the default of 8
     assert "<dt>block_tokens</dt><dd>256</dd>" in page
     assert "seed <b>0</b>" in page
-    assert "<dt>threads</dt>" not in page  # no option of the simulated cluster
+    assert "<dt>threads</dt>" not in page  # left out, because a simulation does not read it
 
 
 @pytest.mark.parametrize("hash_seed", ["1", pytest.param("77", marks=pytest.mark.long)])

@@ -28,12 +28,12 @@ from moonpool.types import BlockId, BlockKey, InstanceId
 LAYOUT = BlockLayout(
     model_fingerprint="m",
     dtype="float32",
-    block_tokens=125,  # a block has 1000 bytes
+    block_tokens=125,  # makes blocks of 1000 bytes
     num_layers=1,
     num_kv_heads=1,
     head_dim=1,
 )
-NIC = 1e6  # bytes per second: a block takes a millisecond
+NIC = 1e6  # bytes per second, so that a block takes a millisecond
 PCIE = 2e6
 SSD_READ = 0.5e6
 SSD_WRITE = 0.25e6

@@ -158,7 +158,7 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     # KVCache.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s
-    hops_s = 3 * CONTROL_LATENCY_S  # command, last bytes, report
+    hops_s = 3 * CONTROL_LATENCY_S  # a command, the last bytes, and a report
     assert figures["ttft_s"]["mean"] == pytest.approx(prefill_s + load_s + hops_s, abs=1e-5)
     assert figures["prefill_compute_s"]["mean"] == pytest.approx(prefill_s, rel=1e-4)
     assert figures["transfer"]["bytes"] == layout.blocks_for(2000) * layout.block_bytes

@@ -62,8 +62,8 @@ def flood(tenant: str, first_s: float = 0.0, **known: Any) -> list[Arrival]:
 
 
 class Found(NamedTuple):
-    records: dict[str, list[RequestRecord]]  # by tenant, in order of arrival
-    tokens: list[tuple[float, str, int]]  # arrival time, tenant, and number of requests
+    records: dict[str, list[RequestRecord]]  # records by tenant, in order of arrival
+    tokens: list[tuple[float, str, int]]  # each entry is (arrival time, tenant, number of requests)
     num_pauses: int
 
     def ttfts(self, tenant: str) -> list[float]:

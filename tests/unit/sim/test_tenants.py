@@ -25,7 +25,8 @@ BLOCK = 256
 def arrivals(
     tenant: str, number: int, gap_s: float, num_tokens: int, **known: Any
 ) -> list[Arrival]:
-    first = sum(tenant.encode()) * 10_000  # no prompt has a prefix of another
+    # differs by tenant, so that no prompt has a prefix of another's
+    first = sum(tenant.encode()) * 10_000
     return [
         Arrival(
             n * gap_s, num_tokens, 20, private_keys(first + n, num_tokens, BLOCK), tenant, **known

@@ -121,7 +121,7 @@ def test_bytes_that_change_while_they_are_hashed_are_not_named(folder: Path) -> 
     process.fill(0, 1)
     process.ledger.note([(BlockId(0), key(9))])
     process.ledger.close()
-    hashes(BlockId(0), key(1), 1)  # as if the first task ended only now
+    hashes(BlockId(0), key(1), 1)  # acts as if the first task had ended only now
     process.arena.close()
     assert process.ledger._rows[0, 1] == 9
 

@@ -74,7 +74,7 @@ def test_every_built_in_workload_is_a_well_formed_trace(name: str) -> None:
             parent = block
             if block == expected_next:
                 expected_next += 1
-            assert block < expected_next  # numbered by first appearance
+            assert block < expected_next  # ids are numbered by their first appearance
             tokens = min(512, row.input_tokens - 512 * place)
             assert lengths.setdefault(block, tokens) == tokens
     assert all(a.arrived_s <= b.arrived_s for a, b in pairwise(rows))
@@ -143,7 +143,7 @@ def test_a_limit_on_time_and_a_rate() -> None:
     assert rows[-1].arrived_s <= 400
     assert len(rows) / 400 == pytest.approx(20.0, rel=0.1)
     halves = [sum(low <= row.arrived_s < low + 200 for row in rows) for low in (0, 200)]
-    assert halves[0] == pytest.approx(halves[1], rel=0.1)  # no ramp at the start
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)  # the rate does not rise at the start
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from moonpool_engine.transfer.wire import MAX_FRAME_BYTES, Refused, Slices, Slic
 @pytest.fixture
 def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
     a, b = socket.socketpair()
-    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # forces partial sends
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that sends are partial
     pair = FrameSocket(a), FrameSocket(b)
     yield pair
     for end in pair:

@@ -162,7 +162,7 @@ def without_statement(hello: Hello) -> Hello:
 
 def test_a_peer_that_states_nothing_speaks_protocol_10(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerHandshake(SECRET, identity("s"))
-    with monkeypatch.context() as patched:  # all of the nonce is random
+    with monkeypatch.context() as patched:  # makes the whole nonce random, as in protocol 10
         patched.setattr(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES))
         client = ClientHandshake(SECRET, identity("c"))
     run(client, server)

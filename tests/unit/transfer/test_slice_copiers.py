@@ -124,7 +124,7 @@ def test_slices_without_checksum_are_hashed_by_the_receiver(
 ) -> None:
     slice_copier: SliceCopier = native if use_native else PlainSliceCopier()
     source, target = make_arena(8, 1), make_arena(8, 2)
-    source.checksums.set(BlockId(1), 2, 77)  # stored, and wrong
+    source.checksums.set(BlockId(1), 2, 77)  # stores a wrong checksum
     offers = bytearray(pack_offers((index, layer, block, 0) for index, block, layer in CELLS))
     assert slice_copier.fill_checksums(source, offers, 0, 5, 0) == 5
     assert [checksum for *_, checksum in unpack_offers(bytes(offers))] == [0, 0, 77, 0, 0]

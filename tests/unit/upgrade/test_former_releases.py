@@ -86,7 +86,7 @@ def test_a_damaged_block_is_a_miss(left: Path) -> None:
     data = bytearray(segment.read_bytes())
     slot_bytes = len(data) // 8
     assert slot_bytes == 8192
-    data[slot_bytes + 4096 + 100] ^= 1  # of the second block
+    data[slot_bytes + 4096 + 100] ^= 1  # flips a bit of the second block
     segment.write_bytes(data)
     assert invoke("pool", "verify", left / "ssd").exit_code == 1
     assert Bench(left / "ssd").get({0: 0, 1: 1, 2: 2}).num_blocks == 1
@@ -111,12 +111,13 @@ def test_step_times_are_listed_read_and_cleared(
 
     def counted(entries: object) -> StepResult:
         steps.append(1)
-        return StepResult([None], seconds=1.0)  # no faster than on the machine of that release
+        # not faster than on the machine that made the archive
+        return StepResult([None], seconds=1.0)
 
     path = profile_store.profile_path(engine, 1)
     path.parent.mkdir(parents=True)
     (left / "profile.json").rename(path)
-    path.touch()  # as if measured today: the archive keeps no time
+    path.touch()  # acts as if measured today, because the archive keeps no times
     monkeypatch.setattr(engine, "step", counted)
     fitted = profile_store.refine_profile(engine, 1)
     assert len(steps) == 2, "the times of that release are compared with now, and used"

@@ -172,7 +172,8 @@ def follow(
         publisher = Publisher(zmq)
         repeating = asyncio.create_task(publisher.repeat())
         reader = EventReader(publisher.events, publisher.replay if replay else "")
-        await scenario(publisher, lambda n: None)  # published before the reader comes
+        # the batches were published before the reader came
+        await scenario(publisher, lambda n: None)
         following = asyncio.create_task(reader.run(told.append))
 
         async def wait_for(count: int, last: int | None = None) -> None:

@@ -50,7 +50,7 @@ LAYOUT = BlockLayout(
     num_kv_heads=1,
     head_dim=1,
 )
-PROMPT = tuple(range(10, 23))  # three blocks and a token
+PROMPT = tuple(range(10, 23))  # has three blocks and a token
 KEYS = tuple(block_keys(PROMPT, 4, root_key(LAYOUT.fingerprint, "")))
 
 

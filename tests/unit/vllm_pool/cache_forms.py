@@ -41,7 +41,7 @@ class MambaSpec:
     page_size_bytes: int = 4096
 
 
-ORDERS = {  # physical orders of (layer, block, head, token, content), as vLLM names them
+ORDERS = {  # the physical orders of (layer, block, head, token, content), by vLLM's names
     "LBHNC": (0, 1, 2, 3, 4),
     "LBNHC": (0, 1, 3, 2, 4),
     "LHBNC": (0, 2, 1, 3, 4),

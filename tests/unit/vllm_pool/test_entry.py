@@ -218,7 +218,7 @@ def test_this_vllm_is_known(load: Any) -> None:
         (dict, {"parallel_config": None}, "parallel_config"),
         (dict, {"model_config": None}, "model_config"),
         (dict, {"cache_config": None}, "cache_config"),
-        (dict, {}, "the layout could not be proven"),  # by no worker
+        (dict, {}, "the layout could not be proven"),  # no worker has proven the layout
     ],
 )
 def test_a_worker_with_other_objects_refuses(

@@ -57,7 +57,7 @@ def blocking_calls(path: Path) -> set[str]:
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 called = call.func
                 if not isinstance(called, ast.Attribute) or isinstance(called.value, ast.Constant):
-                    continue  # the join of a text
+                    continue  # left out, because this is the join of a text
                 if called.attr in BLOCKING:
                     found.add(f"{kind.name}.{function.name}")
     return found

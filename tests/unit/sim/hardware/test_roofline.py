@@ -234,7 +234,8 @@ def sarathi_table_2() -> dict[str, tuple[float, float, float]]:
         "SARATHI T2 prefill attention ms": (10.0, 1e3 * prefill["attention_prefill"], 0.05),
         "SARATHI T2 decode b=4 linear ms": (44.28, linear_ms(4, 0), 0.06),
         "SARATHI T2 decode b=4 attention ms": (5.68, 1e3 * decode["attention_decode"], 0.02),
-        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),  # theirs omits parts below 5 %
+        # wider, because their figure omits parts below 5 %
+        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),
         "SARATHI T2 marginal decode ms": (1.2, 1e3 * marginal_s / 3, 0.25),
     }
 
@@ -242,7 +243,8 @@ def sarathi_table_2() -> dict[str, tuple[float, float, float]]:
 # The A6000's attention, elementwise share and sharpness were chosen by these very rows (its linear
 # figures were not), and the A100-SXM's FLOPs share with an eye on DistServe's; all others are
 # predictions.
-OBSERVED: dict[str, tuple[float, float, float]] = {  # measured, this model's, tolerance
+# each entry is (measured, this model's, tolerance)
+OBSERVED: dict[str, tuple[float, float, float]] = {
     "Yi-34B TP2 A100-PCIE 512 ms": (
         106,
         1e3 * whole_s("A100-PCIE", "yi-34b", 2, 512, EAGER_S),

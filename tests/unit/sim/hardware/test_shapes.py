@@ -48,9 +48,9 @@ MIXTURES = {
     "kimi-k2": (1026, 32.5, 1026, 70_272),
     "qwen3-30b-a3b": (30.5, 3.3, 61, 98_304),
     "qwen3-235b-a22b": (235, 22, 470, 192_512),
-    "gpt-oss-20b": (20.9, 4.2, 13.8, 49_152),  # 3.6 without the embedding
-    "gpt-oss-120b": (116.8, 5.7, 65.2, 73_728),  # 5.1 without the embedding
-    "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of 109, 1.2 are for images
+    "gpt-oss-20b": (20.9, 4.2, 13.8, 49_152),  # 3.6B active parameters without the embedding
+    "gpt-oss-120b": (116.8, 5.7, 65.2, 73_728),  # 5.1B active parameters without the embedding
+    "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of the model's 109B, 1.2B are for images
     "llama4-maverick": (400.7, 17.2, 801.4, 196_608),
 }
 
