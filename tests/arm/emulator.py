@@ -2,7 +2,7 @@
 
 `Emulator` cross-compiles the library, starts a program that loads it on an emulated CPU, and sends
 it calls. `EmulatedKernels` has the functions of `native.library.Kernels`: it reads the tensors of a
-call from this process's memory, and writes back what the emulated function left in them.
+call from this process's memory, and writes back the results of the emulated function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tests the kernels on emulated Arm CPUs: they are right, independent of the batch, and give the
-bits of AVX2.
+"""Tests the kernels on emulated Arm CPUs: their results are right, independent of the batch, and
+have the bits of AVX2.
 
-Without the bfloat16 instruction, Arm gives the bits of AVX2 in everything; with it, in all but
+Without the bfloat16 instruction, all results on Arm have the bits of AVX2; with it, all results but
 products of bfloat16. If this machine has AVX2, the bits are compared with those of its own kernels,
 else with those of the reference operations.
 """

@@ -133,7 +133,7 @@ def test_a_corrupt_part_keeps_the_blocks_before_it(pair: tuple[Node, Node]) -> N
 
 
 def warm_up(source: Node, reader: Node) -> None:
-    """Makes the source store the checksums of its blocks."""
+    """Makes the source compute and keep the checksums of its blocks."""
     reader.messenger.fetch("w", source.address, keys(8), list(range(8)), 120.0)
     grant_all(source, read_requests(source))
     assert reader.expect_event(FetchEnded).num_blocks == 8

@@ -1,5 +1,5 @@
 """Tests deadlines, cancels, and peers that send invalid data or are unknown: each operation ends
-once and overwrites no other block."""
+exactly once and overwrites no other block."""
 
 from __future__ import annotations
 

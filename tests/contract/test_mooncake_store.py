@@ -1,6 +1,6 @@
 """Tests the Mooncake Store in place of the SSD, shared by instances. Whatever happens to master,
-holder or client, the store neither hangs an instance nor returns wrong blocks. Needs the optional
-package."""
+holder or client, the store neither hangs an instance nor returns wrong blocks. The tests need the
+optional package `mooncake`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
 
 
 def fetch(reader: Node, source: Node, timeout_s: float = 5.0) -> FetchEnded:
-    """Fetches until the fetch ends; each transport that fails is followed by another read."""
+    """Runs a fetch to its end. After each transport that fails, the source gets another read
+    request, which this function grants."""
     reader.messenger.fetch("f", source.address, keys(BLOCKS), range(BLOCKS), timeout_s)
     while reader.events.empty():
         if source.events.empty():
@@ -87,7 +88,7 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
 
 
 def test_a_transfer_that_was_given_up_never_writes_later(pair: tuple[Node, Node]) -> None:
-    """UCX cannot cancel a transfer: it would continue when the source does."""
+    """UCX cannot cancel a transfer, so the transfer would continue when the source continues."""
     source, reader = pair
     # after this fetch, the agents know each other
     assert fetch(reader, source).num_blocks == BLOCKS

@@ -1,4 +1,4 @@
-"""Tests blocks of which several peers store a share each: some of the blocks, or a part of every
+"""Tests pools that several peers share: each peer stores some of the blocks, or a part of every
 slice."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_a_read_combines_blocks_up_to_the_first_missing(make_node: MakeNode) -> 
     assert [reader.block(b) for b in (7, 8, 9)] == [one.block(1), other.block(3), one.block(2)]
     for node in (one, other):
         assert node.expect_event(ReadEnded).error == ""
-    # No holder has a block that each expects at the other holder.
+    # Each holder expects this block at the other holder, so neither has it.
     ended = read(reader, front, [one, other], [[1, NOWHERE, 2], [NOWHERE] * 3], [7, 8, 9])
     assert ended.num_blocks == 1
 

@@ -61,7 +61,7 @@ def test_stored_blocks_are_loaded(bench: Bench) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each layer a part."""
+    """Makes parts so small that each has one layer."""
     monkeypatch.setattr(job_module, "MIN_PART_BYTES", 4096)
 
 

@@ -140,8 +140,8 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
 
 
 def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) -> None:
-    """Whether changes in either memory are detected from then on, whichever side computed the
-    checksums."""
+    """Whether changes in either memory are detected after the first send, whichever side computed
+    the checksums."""
     sender, receiver = pair
     sender.arena.checksums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
     for stream, first in (("s", 4), ("t", 8)):
@@ -166,8 +166,8 @@ def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) ->
 def test_slices_are_missing_if_the_sender_hung_up_while_they_were_copied(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Without checksums, a reuse of the sender's blocks could not be detected. With checksums, the
-    reused bytes are reported as damage, although no data was damaged."""
+    """Without checksums, the receiver could not detect that the sender reused its blocks. With
+    checksums, the receiver would report the new bytes as damage, although no data was damaged."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
     monkeypatch.setattr(ShmConnection, "defers_checksums", not named)
     if named:

@@ -1,8 +1,8 @@
 """Starts the pods of rendered objects as processes of this machine, as a kubelet would.
 
-It follows each container's command, arguments with their variables, environment, mounted ConfigMaps
-and Secrets, probes, order of start and end, and time to end. Folders and ports belong to the test.
-A Service's name becomes the address of a container that it selects.
+The module follows each container's command, arguments with their variables, environment, mounted
+ConfigMaps and Secrets, probes, order of start and end, and time to end. Folders and ports belong to
+the test. A Service's name becomes the address of a container that it selects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Container:
 
     @property
     def stays_beside(self) -> bool:
-        """An init container that keeps running: it ends after the others."""
+        """Whether this is an init container that keeps running. Such a container ends after the
+        others."""
         return self.spec.get("restartPolicy") == "Always"
 
     def said(self) -> str:
@@ -194,7 +195,7 @@ class Loopback:
         return {}
 
     def _local(self, pod: Pod | None, word: str, places: dict[str, Path]) -> str:
-        """Returns a word of a container's command in its form for this machine."""
+        """Returns a word of a container's command with paths and names of this machine."""
         if places:
             names = "|".join(map(re.escape, sorted(places, key=len, reverse=True)))
             word = re.sub(rf"(?<![\w/])({names})(?![\w.-])", lambda m: str(places[m[1]]), word)

@@ -19,7 +19,7 @@ QUICK = "default-values.yaml"
 
 
 def here(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same values for this machine, which has another model and no GPU."""
+    """Returns the values, changed for this machine, which has another model and no GPU."""
     if values.get("engine") != "vllm":
         return values
     vllm = {"kvEvents": False} | values.get("vllm", {})  # because the stub publishes no events
@@ -42,15 +42,15 @@ def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 def is_picker(container: Container) -> bool:
-    """Whether all pods but the picker run. The picker reads the API of a cluster, and has a test of
-    its own below."""
+    """Whether this is a pod of the picker. Pods of the picker have a test of their own below,
+    because the picker reads the API of a cluster."""
     return bool(container.spec["name"] == "epp")
 
 
 def asked(
     place: Loopback, values: dict[str, Any], more: dict[str, str] | None = None, **body: Any
 ) -> httpx.Response:
-    """Sends a call like a client: by the Service, with a key of the Secret. `more` holds further
+    """Sends a call to the Service like a client, with a key of the Secret. `more` has further
     headers."""
     port = values.get("head", {}).get("service", {}).get("port", 8000)
     scheme = "https" if values.get("tls", {}).get("httpSecret") else "http"

@@ -398,7 +398,8 @@ CASES = {
 
 
 def save(case: Case, folder: Path) -> Any:
-    """Writes a random checkpoint, biases and norms random too; returns transformers' model."""
+    """Writes a random checkpoint, in which biases and norms are random, too. Returns transformers'
+    model."""
     config = getattr(transformers, f"{case.family}Config")(**{**SIZE, **case.changes})
     torch.manual_seed(0)
     config._attn_implementation = "eager"  # only the eager implementation has caps and sinks

@@ -69,8 +69,8 @@ class Outcome:
 
 
 class Liar:
-    """A checksum that is wrong for one slice in seven, so that the receiver considers these bytes
-    damaged."""
+    """A checksum function that is wrong for one slice in seven, so that the receiver considers
+    these slices damaged."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -81,7 +81,7 @@ class Liar:
 
 
 class Leaver:
-    """A checksum whose n-th call ends the messenger, as if its process had died."""
+    """A checksum function whose n-th call ends the messenger, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after
@@ -161,7 +161,7 @@ class Node:
 
 
 class MiniCluster:
-    """Holds nodes by name, and the loop that drives them. Plays the Conductor's part by hand."""
+    """Holds nodes by name, runs the loop that drives them, and takes the place of the Conductor."""
 
     def __init__(self, roles: dict[str, Role], dtype: str, ops: Ops, **options: Any) -> None:
         self.inbox: queue.Queue[tuple[Node, Any]] = queue.Queue()

@@ -21,7 +21,7 @@ from tests.differential.cluster import MiniCluster
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_paths import assert_same, work
 
-# Each special part has a case: norms, windows, caps, RoPE by layer, factors.
+# The cases cover each special part: norms, windows, caps, RoPE by layer, factors.
 FAMILIES = (
     "mistral-window",
     "smollm3-window",

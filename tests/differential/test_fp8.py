@@ -1,4 +1,5 @@
-"""Tests KVCache in fp8: it is near the model's own, with the same bits in every batch and chunk."""
+"""Tests KVCache in fp8: the results are near those of a KVCache in the model's dtype, with the same
+bits in every batch and chunk."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_kernels_agree_and_are_near_the_models_own(case: str, tmp_path: Path) ->
     exact, ours = found["native", "auto"], found["native", "fp8"]
     size = exact.abs().max()
     assert 0 < (ours - exact).abs().max() < 0.15 * size
-    # Few elements near the middle between two e4m3 values round differently in the two.
+    # A few elements near the middle between two e4m3 values may be rounded differently by the two.
     assert (ours - found["reference", "fp8"]).abs().max() < 0.05 * size
 
 

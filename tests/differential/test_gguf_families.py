@@ -84,7 +84,7 @@ FILES: dict[str, tuple[str, Case]] = {
     ),
 }  # fmt: skip
 for _name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2"):
-    # The files do not tell: biases, and a rotation of halves.
+    # GGUF files do not state these two: biases, and a rotation of halves.
     _told = {"attention_bias": False, "rope_interleave": True}
     _changes = CASES[_name].changes
     _changes = {key: _told.get(key, value) for key, value in _changes.items()}
@@ -122,7 +122,7 @@ def test_logits_are_those_of_transformers(opened: Opened, name: str) -> None:
         expected = theirs(torch.tensor([PROMPT])).logits[0, -1]
     found = logits(file)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
-    # Weights of norms to which the converter added 1 were rounded once more.
+    # The converter added 1 to the weights of these norms, which rounded them once more.
     if not ARCHITECTURES[FILES[name][0]].baked_norms:
         assert torch.equal(found, logits(folder))
 

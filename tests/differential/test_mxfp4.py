@@ -1,4 +1,5 @@
-"""Compares gpt-oss as OpenAI publishes it, with experts in MXFP4, with `transformers`."""
+"""Compares gpt-oss in the form that OpenAI publishes, with experts in MXFP4, with
+`transformers`."""
 
 from __future__ import annotations
 

@@ -25,9 +25,10 @@ from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
 FEW_PROMPTS = 20
-"""Lists all lengths around block and chunk bounds, and some more."""
+"""The number of prompts in `make test`: all lengths around block and chunk bounds, and some
+more."""
 NUM_PROMPTS = {"native": 60, "native-int8": 30}
-"""Holds the prompts of the long run."""
+"""The number of prompts in the long run, by operations."""
 NUM_TOKENS = 6
 
 
@@ -247,7 +248,8 @@ def test_computed_while_the_prefix_arrives(
 def test_damaged_while_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether no token is wrong if a slice is wrong now and then and some steps are repeated."""
+    """Damages slices now and then while a step reads them, so that steps are repeated; no token may
+    be wrong."""
     monkeypatch.setattr(ShmConnection, "defers_checksums", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
@@ -267,7 +269,7 @@ def test_damaged_while_computed_with(
 def test_the_source_goes_while_it_is_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source's messenger ends after a few slices, with a step waiting for the rest."""
+    """The source's messenger ends after a few slices, while a step waits for the rest."""
     monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # makes each slice a message of its own
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))

@@ -1,4 +1,4 @@
-"""The process that forks commands. `tests.forked.commands` runs it."""
+"""Runs the process that forks commands, which `tests.forked.commands` starts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Feeds one reader with mutated samples, and reports its faults.
 
 A finding is an exception that the reader does not document, more than a second of CPU time, or too
-much memory during an input or after it. A dead process is a finding too, which `campaign.py`
-reports.
+much memory during an input or after it. The death of the process is a finding, too, which
+`campaign.py` reports.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_GROWTH = 48 << 20
 WARM_UP_SHARE = 0.3
 MAX_FINDINGS = 10
 BATCH_INPUTS = 64
-"""The number of inputs for which the peak of memory is read once, because a read takes longer
-than most inputs."""
+"""The number of inputs after which the peak of memory is read, because a read takes longer than
+most inputs."""
 
 
 class _HangError(BaseException):
@@ -98,8 +98,8 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
 def _run_batch(
     reader: Reader, mutator: Mutator | FieldMutator, count: int, folder: Path, last: LastInput
 ) -> list[tuple[bytes, str]]:
-    """Holds inputs, and what each did wrong. A batch that took much memory runs again, input by
-    input."""
+    """Runs a batch of inputs, and returns each input with its fault, or with "" if it has none. A
+    batch that took much memory runs again, input by input."""
     bytes_before = _forget_peak()
     found: list[tuple[bytes, str]] = []
     for _ in range(count):
@@ -121,8 +121,9 @@ def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> st
 
 
 def _run(reader: Reader, data: bytes, folder: Path) -> str:
-    """Runs one input; returns what the input does wrong. Too long a time counts only if it occurs
-    twice: the first time, modules may have been imported, or other processes have shared the core.
+    """Runs one input; returns what the input does wrong. An input that takes too long counts only
+    if the same happens again, because modules may have been imported the first time, or other
+    processes may have used the core.
     """
     what = _run_once(reader, data, folder)
     return _run_once(reader, data, folder) if what.endswith(CPU_TIME) else what
@@ -155,7 +156,7 @@ def _on_hang(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_peak() -> int:
-    """Sets the peak of resident memory to the present resident memory, and returns that."""
+    """Sets the peak of resident memory to the present resident memory, and returns it."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
 

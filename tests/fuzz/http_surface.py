@@ -45,7 +45,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 
 
 class ServerFailedError(Exception):
-    """Is raised if the server blamed itself for a request."""
+    """Is raised if the server answered a request with a 5xx."""
 
 
 @cache

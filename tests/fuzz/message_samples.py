@@ -1,4 +1,5 @@
-"""Draws valid msgpack messages of any msgspec type: what the readers of frames are fuzzed from."""
+"""Draws valid msgpack messages of any msgspec type, from which the inputs of the readers of frames
+are made."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ KEYS = b"# key tenant share\nsk-abc123 acme 2.5\nsk-def456 other\nsk-0\n"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """`read` must end in a value or in one of `errors`, whatever it is given."""
+    """`read` must return a value or raise one of `errors`, whatever its input."""
 
     name: str
     samples: Callable[[], list[bytes]]
@@ -184,7 +184,7 @@ def _handshake_samples() -> list[bytes]:
 
 
 def _handshakes(data: bytes, folder: Path) -> None:
-    """Gives both sides the bytes at the beginning and in the middle."""
+    """Gives the bytes to both sides, at the beginning and in the middle of a handshake."""
     for begun in (False, True):
         server = ServerHandshake(b"s", _identity("s"))
         client = ClientHandshake(b"s", _identity("c"))
@@ -219,7 +219,7 @@ def _read_index(data: bytes, folder: Path) -> None:
 
 
 def _read_slot(data: bytes, folder: Path) -> None:
-    """Also reads the input with a right checksum, which an attacker could compute."""
+    """Reads the input as it is, and with a right checksum, which an attacker could compute."""
     for each in (data, _resealed(data)):
         try:
             decode_header(each)

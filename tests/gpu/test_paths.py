@@ -1,7 +1,7 @@
 """On every way of a request between instances on a GPU, the logits of its tokens equal those of one
 instance without a cache: bit by bit with moonpool's kernels, up to rounding with torch's.
 
-The copies between GPU and arena are the same with torch's operations on the CPU, so they run
+torch's operations on the CPU make the same copies between device and arena, so these tests run
 everywhere.
 """
 
