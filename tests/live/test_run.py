@@ -1,5 +1,5 @@
-"""Tests `moonpool run`: one answer through a pipe, a chat in a terminal, and an end that leaves
-nothing behind."""
+"""Tests `moonpool run`: one answer through a pipe, a chat in a terminal, and that its end leaves no
+process behind."""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     assert pair.cluster(pair.standby_url)["head"]["epoch"] == 2
     assert [worker.poll() for worker in pair.workers] == [None, None]
 
-    # The lost head starts again with its old settings: its workers stay at the standby, and the log
-    # says so.
+    # The lost head starts again with its old settings. Its workers must stay at the standby, and
+    # its log must say so.
     pair.first = pair.start_head()
     wait_until(lambda: is_replaced(pair.url))
     assert pair.instances(pair.url) == []

@@ -1,5 +1,5 @@
-"""`moonpool top` on a real cluster shows one frame as text, or the view of a terminal until the key
-q."""
+"""Tests `moonpool top` on a real cluster: it shows one frame as text, or fills a terminal until the
+key q."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.live, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def blocks() -> dict[str, list[str]]:
-    """Returns the lines of the quick start for two hosts, by machine."""
+    """Returns the lines of the page's quick start for two hosts, by machine."""
     text = PAGE.read_text().partition("## Two machines by hand")[2]
     found: dict[str, list[str]] = {}
     match = re.search(r"```sh\n(.*?)```", text, re.S)

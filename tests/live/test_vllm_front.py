@@ -1,5 +1,5 @@
-"""Runs the head in front of vLLM servers that a test controls: names, several models, forwarded
-calls, faults, and knowledge of caches."""
+"""Runs the head in front of vLLM stubs that a test controls: names, several models, forwarded
+calls, faults, and known caches."""
 
 from __future__ import annotations
 
@@ -558,8 +558,8 @@ def head_of(server: LocalServer) -> int:
 
 
 def test_the_next_head_goes_on_with_all_models() -> None:
-    """Whether answers of tokens continue with the next token, and a forwarded call ends with one
-    error."""
+    """After the head was replaced, streams of tokens must continue with the next token, and a
+    forwarded call must end with one error."""
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with stubs(*made), front(*made) as server:
         made[1].gap_s = made[0].gap_s = 0.2

@@ -35,7 +35,7 @@ def test_a_conversation_stays_at_its_rank() -> None:
                     ranks.setdefault(number, set()).add(stub.headers[-1][RANK])
             assert all(len(own) == 1 for own in ranks.values())
             assert set.union(*ranks.values()) <= {"0", "1"}
-            # Both ranks were probed: measured, and tried by a short answer.
+            # Both ranks were measured, and have answered a short call.
             assert {headers.get(RANK) for headers in stub.headers} == {"0", "1"}
 
 
@@ -60,8 +60,8 @@ def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
                 assert answer.status_code == 200, answer.text
 
             def ranks_asked() -> set[str]:
-                """Whether each rank gets some of many calls at once: no rank is so slow that the
-                others take all calls."""
+                """Sends many calls together, and returns the ranks that served some of them. No
+                rank is so slow that the others take all calls."""
                 first = len(stub.headers)
                 with ThreadPoolExecutor(AT_ONCE) as pool:
                     list(pool.map(ask, range(first, first + AT_ONCE)))

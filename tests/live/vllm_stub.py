@@ -1,5 +1,6 @@
-"""Defines a server that speaks the part of vLLM's HTTP that a front needs, and does what a test
-orders: it waits, refuses, or dies during a response. It makes its answers from the prompt alone."""
+"""Defines a server that speaks the part of vLLM's HTTP that a head needs, and that waits, refuses,
+or dies during a response when a test orders this. The stub makes its answers from the prompt
+alone."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ class VllmStub:
 
 
 def tokens_after(prompt: list[int], count: int) -> list[int]:
-    """Returns what every stub answers to a prompt of token ids, even if the prompt ends with a part
-    of the answer."""
+    """Returns the answer of every stub to a prompt of token ids, even if the prompt ends with a
+    part of the answer."""
     begin = sum(prompt[:50]) + len(prompt)
     return [97 + (begin + number) % 26 for number in range(count)]
 
@@ -242,8 +243,8 @@ class _Handler(QuietHandler):
 
 
 def _parsed(stub: VllmStub, path: str, body: Body) -> Iterator[Body]:
-    """Yields events with what the server's parsers find, in words that no other parser would
-    find."""
+    """Yields events with the results of the server's parsers. The words are such that no other
+    parser would return them."""
     if path not in GENERATING[1:]:
         return
     found: Body = {}

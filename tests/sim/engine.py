@@ -1,7 +1,9 @@
-"""A fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
+"""A fake engine, which compares its input and the blocks that it reads with the truth, layer by
+layer.
 
-It follows the contract of `moonpool.scheduler.actions` exactly. It reads a layer of an arriving
-block only when that layer is present. An entry that misses a layer is garbage from there on.
+It follows the contract of `moonpool.scheduler.actions` exactly. The engine reads a layer of an
+arriving block only when that layer is present. If a layer never comes, the results of that entry
+are garbage from this layer on.
 """
 
 from __future__ import annotations
@@ -119,8 +121,8 @@ class FakeEngine:
         return StepFailed("an arena is gone", lost_arena=arena)
 
     def _times_s(self, failed: bool) -> list[float]:
-        """Returns when each layer is done without waits; a step that fails may end between two
-        layers."""
+        """Returns the time at which each layer is done if no layer has to wait. A step that fails
+        may end between two layers."""
         time_s = self.clock.now
         stages, num_layers = len(self._stages_free_s), self.life.num_layers
         times_s = []
@@ -178,7 +180,7 @@ class FakeEngine:
         self._attend_layer(run, layer)
 
     def _attend_layer(self, run: _Run, layer: int) -> None:
-        """Attends once each block has this layer, or will never have it."""
+        """Computes attention as soon as each block has this layer, or will never get it."""
         if not self.life.alive:
             return
         for share in run.shares:

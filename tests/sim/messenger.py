@@ -1,9 +1,9 @@
-"""A fake messenger: moves block contents between arenas, late, out of order and with faults.
+"""A fake messenger, which moves block contents between arenas late, out of order and with faults.
 
 It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of the
 contract's freedom: it reads and writes blocks at random times until the terminal event, even after
-an abort. Each touch of a block checks that the instance still holds the block (and never writes a
-named block).
+an abort. Each access checks that the instance still holds the block, and each write that the block
+has no key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.sim.node import Life
 
 EARLY_STREAM_S = 3.0
-"""Is how long a stream waits for a receiver that does not expect it yet."""
+"""The time for which a stream waits for a receiver that does not expect it yet."""
 GARBAGE: Content = (-1, -1)
 
 
@@ -68,7 +68,7 @@ class Arrivals:
 
 
 class FetchOperation:
-    """Is one fetch, with its reading and its writing end."""
+    """One fetch, with its reading and its writing end."""
 
     def __init__(
         self,
@@ -165,7 +165,8 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def on_died(self, life: Life | None) -> None:
-        """Ends one end, or the connection (None). Each other end notices after a delay."""
+        """Ends one of the two ends, or the connection (None). The ends that remain notice after a
+        delay."""
         if self.source is not None and life is not self.source:
             self.source.later(lambda: self._end_read("broken"))
         if life is not self.life and (self.source is not None or life is None):
@@ -196,7 +197,7 @@ class FetchOperation:
 
 
 class StreamOperation:
-    """Is one layer stream with both ends, from its opening by the sender."""
+    """One layer stream with both ends, from its opening by the sender."""
 
     def __init__(self, life: Life, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
         self.life = life

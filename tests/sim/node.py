@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Life(Member):
-    """Is one incarnation of an instance with moonpool's engine; its memory is lost when it dies."""
+    """One incarnation of an instance with moonpool's engine. Its memory is lost when it dies."""
 
     def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
         super().__init__(world, instance_id, role, number)

@@ -66,7 +66,7 @@ class Options:
     store_shared: bool = False  # whether one shared store replaces the disks
     disk_hang_rate: float = 0.0  # share of stores and loads that hang
     keeps_streams: bool = False  # whether the next head continues the answers of a crashed head
-    # The fields below are not part of the repr, from which other draws follow.
+    # The fields below are left out of the repr, because the repr is the seed of other draws.
     engine: str = field(default="moonpool", repr=False)
     # whether a vLLM publishes resets of its cache
     publishes_events: bool = field(default=True, repr=False)
@@ -127,7 +127,7 @@ class Options:
 
 def draw_options(rng: random.Random) -> Options:
     """Draws the options. As in swarm testing, each kind of fault occurs only in some runs, so that
-    no fault always hides another one."""
+    no fault always hides another fault."""
 
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0
@@ -198,7 +198,8 @@ def draw_options(rng: random.Random) -> Options:
 
 
 def _draw_takeovers(options: Options) -> Options:
-    """Lets other heads replace crashed heads without a loss. Other runs keep their draws."""
+    """In some runs, lets other heads replace crashed heads without a loss. The draws of other runs
+    stay as they were."""
     rng = random.Random(repr(options) + "heads")
     if options.num_head_crashes:
         return replace(options, keeps_streams=rng.random() < 0.7)
@@ -208,8 +209,8 @@ def _draw_takeovers(options: Options) -> Options:
 
 
 def _draw_vllm(options: Options) -> Options:
-    """Makes some clusters of vLLM servers. Faults of the parts of moonpool's engine do not exist
-    there. Other runs keep their draws."""
+    """Makes some clusters of vLLM servers, without faults in parts of moonpool's engine. The draws
+    of other runs stay as they were."""
     rng = random.Random(repr(options) + "vllm")
     if rng.random() >= 0.08:
         return options
@@ -326,4 +327,5 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
 
 
 KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants, _draw_split)
-"""Uses a separate generator for each draw, so that a new draw leaves other runs unchanged."""
+"""Kinds of runs that are drawn after the other options. Each has its own random generator, so that
+a new kind leaves other runs unchanged."""

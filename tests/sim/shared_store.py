@@ -1,4 +1,5 @@
-"""A fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
+"""A fake store that all instances share instead of disks. The store is slow, loses blocks, and
+sometimes ends.
 
 Like `disk`, it follows the contract of `moonpool.scheduler.actions` exactly. It may hold blocks
 that an instance does not know of, and may have dropped blocks that an instance stored.

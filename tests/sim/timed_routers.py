@@ -1,8 +1,9 @@
-"""Models routers of other projects in front of the servers of `timed_vllms`, as their guides
-describe them: to which server a call goes, and when. vllm-router's `cache_aware` and its scheduling
-of programs.
+"""Models routers of other projects in front of the servers of `timed_vllms`, by their guides: to
+which server a call goes, and when. The models are vllm-router's `cache_aware` and its scheduling of
+programs.
 
-Pure, like the Conductor: each event returns the calls that are sent now, and to which server.
+The models are pure, like the Conductor: the handler of each event returns the calls that are sent
+now, with their servers.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class TimedRouter(Protocol):
 
 
 class CacheAwareRouter:
-    """Chooses the server with the longest known prefix if that is half of the prompt, else the
-    server that knows least, or the least busy server if the loads differ by `ABSOLUTE` and by
-    `RELATIVE`."""
+    """Chooses the least busy server if the loads differ by `ABSOLUTE` and by `RELATIVE`. Otherwise
+    chooses the server with the longest known prefix if that is half of the prompt, else the server
+    that knows least."""
 
     LEAST_MATCH = 0.5
     ABSOLUTE, RELATIVE = 32, 1.1
@@ -106,11 +107,11 @@ class _Program:
 
 
 class ProgramQueueRouter:
-    """Gives each program a server, by its hash. A call goes to this server when, by the state of
-    each second, the active programs leave room for it in the KVCache and no request waits. A
-    program stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up
-    to 10 s; this starts after a hundred pauses. Waiting calls are sent latest first. To another
-    server with that much more room, they are sent earliest first."""
+    """Gives each program a server, by its hash. A call goes to this server when no request waits
+    there and the active programs leave room for it in the KVCache; both are read once a second.
+    After a hundred pauses, a program stays active during a pause for the time that `SHARE_HELD` of
+    the last hundred pauses took, at most 10 s. Waiting calls are sent to their own server with the
+    latest first. To another server that has enough room, they are sent with the earliest first."""
 
     POLL_S = 1.0
     WINDOW = 100

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VllmLife(Member):
-    """Is one incarnation of the adapter process beside a server. The server survives it."""
+    """One incarnation of the adapter process beside a server. The server outlives the adapter."""
 
     instance: VllmInstance
 
@@ -160,7 +160,8 @@ class VllmLife(Member):
             self.post(SubmitFailed(attempt_id, message, refused))
 
     def hear(self, generation: int, number: int, payload: bytes) -> None:
-        """Receives a batch of KV events; a missing number makes the earlier events void."""
+        """Receives a batch of KV events. If a batch number is missing, the earlier events do not
+        count."""
 
         def arrives() -> None:
             if generation != self.server.generation:

@@ -4,7 +4,7 @@ formats.
 It answers bodies of `/v1/completions` with JSON and publishes numbered batches of KV events. Its
 tokens are greedy. Each block has the content that the truth gives it, and each read checks it, so
 that a block shared between two cache salts is noticed. As in vLLM, equal blocks that are computed
-at the same time are kept twice, and a request that does not fit any more is preempted.
+at the same time are kept twice, and a request is preempted if it no longer fits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOLD_S = 20.0
 
 @dataclass(eq=False)
 class Served:
-    """Is one request of a client's connection."""
+    """One request, on one connection of a client."""
 
     life: VllmLife
     work: AttemptSpec
@@ -403,7 +403,8 @@ class VllmServer:
         return True
 
     def _write(self, served: Served, end: int) -> None:
-        """Computes or receives up to `end`, and caches the blocks that become full."""
+        """Notes that the tokens up to `end` were computed or received, and caches the blocks that
+        become full."""
         size, first = self._block_tokens, served.num_computed // self._block_tokens
         for index in range(first, -(-end // size)):
             self._contents[served.blocks[index]] = self._right(served, index, end)

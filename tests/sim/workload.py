@@ -1,4 +1,4 @@
-"""Draws requests that share prefixes as conversations do."""
+"""Draws requests that share prefixes, like the turns of conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_workload(options: Options, rng: random.Random) -> list[tuple[Truth, flo
     for number in range(options.num_requests):
         at_s = (number + rng.random()) / options.num_requests * options.arrivals_s
         truth = find_truth(_request(options, rng, number, documents, at_s))
-        # A later turn of a conversation begins with the prompt and the answer of this one.
+        # The next turn of a conversation begins with the prompt and the answer of this turn.
         if rng.random() < 0.5:
             documents.append((truth.request.tenant, truth.tokens))
         work.append((truth, at_s))

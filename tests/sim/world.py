@@ -68,7 +68,7 @@ MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
 TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
-"""A cost with which a tile of 32 tokens takes longer, and a decode does not."""
+"""An SLO whose TBT a decode step meets, and a step with a tile of 32 tokens does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
@@ -163,8 +163,9 @@ class World:
         return conductor
 
     def _draw_stops(self, seed: int) -> dict[int, float]:
-        """Draws, for some runs, answers that end by stop strings, which only the API finds: after
-        how many tokens, and how long after it has them. No draw of other faults depends on this."""
+        """Draws for some runs which answers end by stop strings, which only the API finds: after
+        how many tokens, and how long after the API has them. The draws of other faults do not
+        depend on this draw."""
         rng = random.Random(f"stop strings of seed {seed}")
         if rng.random() < 0.7:
             return {}
@@ -242,7 +243,8 @@ class World:
         del self._channels[life.instance_id]
 
     def on_link_cut(self, life: Member, down: Link) -> None:
-        """Lets the head notice some time later, unless the instance has rejoined by then."""
+        """Lets the head notice the cut some time later, unless the instance has joined again by
+        then."""
 
         def notice() -> None:
             if self.pauses.defer(notice):
@@ -440,8 +442,8 @@ class World:
             self.post(DrainRequested(name, self.clock.rng.choice((0.5, 5.0)), "upgrade", True))
 
     def _crash_head(self) -> None:
-        """Restarts the head without any state. Its clients lose their connections, or another head
-        goes on with their answers."""
+        """Replaces the head by one without any state. The clients lose their connections, or the
+        next head continues their answers."""
         if not self.head_is_up or self.pauses.head_is_paused:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}

@@ -30,11 +30,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SoakError(AssertionError):
-    """Is raised if an invariant is violated; the text says which in one line."""
+    """Is raised if an invariant is violated. The text names the invariant in one line."""
 
 
 class Member:
-    """Is one instance over all of its incarnations."""
+    """One instance over all of its incarnations."""
 
     def __init__(self, number: int, folder: Path, num_blocks: int, num_slots: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""Flips single bits where it is certain which check must find them.
+"""Flips single bits at places for which it is known which check must find them.
 
 The places are memory that a peer reads, memory that is written to the SSD, the SSD, and the wire.
 Nothing else runs between drills.
@@ -131,7 +131,8 @@ class Drills:
     def _new_prompt_at_two(
         self,
     ) -> tuple[tuple[Member, list[int], list[BlockKey]] | None, Member]:
-        """Makes a prompt that one instance computes and another reads: its checksums are known."""
+        """Makes a prompt that one instance computes and another reads, so that the checksums of its
+        blocks are known."""
         member = self._rng.choice(self._cluster.up)
         reader = self._other(member)
         prompt, keys = self._prompt()

@@ -1,5 +1,6 @@
 """Runs a vLLM with the pool: `python -m tests.live.vllm_pool.run MODEL SETTINGS SALT OPTIONS`.
-Prints the tokens of its answers and the prompt tokens that came from the pool, and is then killed.
+Prints the tokens of vLLM's answers and the number of prompt tokens that came from the pool, and
+then waits to be killed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
         (answer,) = llm.generate([one], asked, use_tqdm=False)
         answers.append(list(answer.outputs[0].token_ids))
     hits = [m.value for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
-    # Another request lets the last stores end, because it needs a step.
+    # Another request is sent, because the last stores end only when vLLM runs a step.
     llm.generate([{"prompt_token_ids": [5] * 8}], asked, use_tqdm=False)
     time.sleep(1.0)
     print("FOUND", json.dumps({"answers": answers, "hits": sum(hits)}), flush=True)

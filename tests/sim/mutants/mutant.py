@@ -1,4 +1,5 @@
-"""Says what a mutant is, how it is planted, and how long a check takes to find it."""
+"""Defines mutants: what a mutant changes, how it is planted, and the search for a case that finds
+it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from typing import Any
 from tests.sim.mutants.checks import CHECKS
 
 CASE_LIMIT_S = 60
-"""A case that takes longer than this time hangs."""
+"""A case that takes longer than this counts as hanging."""
 PATCH_ERRORS = (AttributeError, ImportError, NameError, TypeError)
-"""Lists errors of a patch that no longer fits the product: these errors are not findings."""
+"""Errors that show that a patch no longer fits the product. They are not findings."""
 
 Make = Callable[[Any], Any]
 
