@@ -1,4 +1,4 @@
-"""Runs a head whose answers the test writes down."""
+"""Runs a head that gives the answers that a test has written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
 
 
 class ScriptedHead:
-    """Implements `ServingBackend`. Records its calls, and which requests the client left early."""
+    """Implements `ServingBackend`. A head that records its calls, and the requests whose client
+    left early."""
 
     def __init__(self, script: Script | None = None, tokenizer: Tokenizer | None = None):
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()

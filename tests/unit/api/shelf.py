@@ -17,8 +17,8 @@ class Shelf:
         self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
-        """Returns, for each entry, the bytes of the log before it and the bytes of its
-        connection."""
+        """For each entry, the bytes of the log before the entry, and the bytes that its connection
+        had sent by then."""
         self._socket_fd = -1
         self._number = 6
 

@@ -1,5 +1,5 @@
-"""Tests who may call which route, by the table of routes: with each kind of key, from this machine,
-from another, by a proxy, and from a web page."""
+"""Tests the table of routes: who may call which route, with each kind of key, from this machine,
+from another machine, through a proxy, and from a web page."""
 
 from __future__ import annotations
 

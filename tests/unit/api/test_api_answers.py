@@ -1,4 +1,4 @@
-"""A good call gets its response, and the head gets the right request."""
+"""Tests valid calls: the client gets the right response, and the head the right request."""
 
 from __future__ import annotations
 
@@ -419,7 +419,8 @@ def test_what_a_request_leaves_open_is_drawn_as_the_model_says() -> None:
 
 
 def test_a_chat_without_a_limit_has_the_models() -> None:
-    """The built-in models do not end an answer, so a chat would last until its deadline."""
+    """Without a limit, a chat would last until its deadline, because the built-in models do not end
+    an answer."""
     head = ScriptedHead()
     head.card = msgspec.structs.replace(head.card, sampling={"max_tokens": 100.0})
     assert chat(head).status_code == complete(head).status_code == 200

@@ -1,4 +1,5 @@
-"""A client's mistake gets an error in OpenAI's shape, with a 4xx; the head never sees the call."""
+"""Tests that a client's mistake gets a 4xx with an error in OpenAI's form, and that the call does
+not reach the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Accepts what clients of other servers send and expect: older names, neutral values, origins."""
+"""Tests that moonpool accepts the calls of other servers' clients: older names, neutral values,
+origins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what only a real socket shows: clients of other projects, clients that leave, bodies in
+"""Tests cases that need a real socket: clients of other projects, clients that leave, bodies in
 pieces."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A model's chat template and tokenizer run within limits: a call beyond them gets one clear error,
-other calls are served meanwhile, and the server goes on."""
+"""Tests the limits of a model's chat template and tokenizer: a call beyond them gets one clear
+error, other calls are served meanwhile, and the server continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def template(bad: str) -> ApiOptions:
-    """Messages "bad" reach the bad part of the template; other messages are rendered."""
+    """Returns a template that reaches its bad part for the message "bad", and renders any other
+    message."""
     source = f"{{% if messages[0].content == 'bad' %}}{bad}{{% endif %}}ok"
     return ApiOptions(tokenizer="bytes", chat_template=source)
 

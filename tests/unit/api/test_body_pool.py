@@ -1,5 +1,5 @@
-"""Other processes read large bodies: responses and errors are the same, and the loop keeps
-turning."""
+"""Tests processes that read large bodies: responses and errors are the same as without them, and
+the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
 
 
 def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
-    """The pipe to the process breaks before the head hears of its end."""
+    """The pipe to the process breaks before the head learns that the process has ended."""
     body, others = json.dumps({"tokens": [72] * 50_000}).encode(), children()
 
     async def run() -> None:

@@ -1,5 +1,5 @@
-"""Grammars end the process that compiles them, or take much of its time: the client gets one clear
-error at once."""
+"""Tests grammars that end the process that compiles them, or take much of its time: the client must
+get one clear error immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests connections that only wait: half headers, headers without end, too many connections."""
+"""Tests connections that occupy the server without a call: incomplete headers, headers without end,
+too many connections."""
 
 from __future__ import annotations
 

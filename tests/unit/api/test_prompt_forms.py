@@ -1,5 +1,5 @@
-"""Tests prompts that a client continues or shortens, and words that it bans, beside
-transformers."""
+"""Compares with transformers: prompts that a client continues or shortens, and words that it
+bans."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def test_tokenize_and_chat_continue_alike_and_echo_what_they_continue() -> None:
 def test_a_text_is_shortened_as_by_transformers(
     side: str, most: int, tokenizer: HfTokenizer, theirs: Any
 ) -> None:
-    """Whether the tokens around the text are kept as long as there is room for them, as in
-    transformers."""
+    """As in transformers, the tokens around the text must be kept as long as there is room for
+    them."""
     text = "The quick brown fox jumps over Zürich"
     theirs.truncation_side = side
     body = CompletionBody(
@@ -353,7 +353,7 @@ def test_bad_lists_are_named(ask: Any, fields: dict[str, Any], param: str) -> No
 
 
 def test_large_bodies_keep_their_words_and_echoes(folder: Path) -> None:
-    """Whether the process that reads bodies passes all that the head needs."""
+    """The process that reads bodies must pass on everything that the head needs."""
     preparer = Preparer(ByteTokenizer(), ScriptedHead().card, ApiOptions())
     body = {"messages": turns("Hi", "He"), "continue_final_message": True, "echo": True}
     raw = msgspec.json.encode(body | {"bad_words": ["no"], "return_token_ids": True})

@@ -27,7 +27,7 @@ def limited(**limits: Any) -> RateLimits:
 
 
 def refusal_s(limits: RateLimits, now: float) -> float | None:
-    """Returns the time to wait of a call that is refused, or None if the call begins."""
+    """Returns the time that a refused call should wait, or None if the call begins."""
     try:
         limits.begin("ann", now)
     except RequestRefused as refused:
@@ -101,7 +101,7 @@ def test_a_program_asks_for_a_worse_priority_than_its_key_has() -> None:
 
 
 class Tenants:
-    """Runs a server whose clock the test moves, and its clients."""
+    """A server whose clock the test moves, and its clients."""
 
     def __init__(self, url: str, head: ScriptedHead) -> None:
         self.url, self.now = url, 1000.0

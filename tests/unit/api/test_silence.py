@@ -1,6 +1,7 @@
-"""A silent stream sends keep-alives, which no client takes for an answer.
+"""Tests that a silent stream sends keep-alives, which no client takes for a part of the answer.
 
-The silences end when the client has received what the test waits for, so no time decides.
+The silences end when the client has received what the test waits for, so no result depends on a
+time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One tenant, or one address, fills each buffer of a server as far as it can, and the server still
-serves another tenant or address."""
+"""Tests that a server still serves other tenants and addresses while one tenant, or one address,
+fills each of its buffers as far as it can."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST = OPTIONS.max_body_bytes
 
 
 def script(request: Request) -> Iterator[Step]:
-    """Keeps requests waiting: a request for more than one token waits for the second token."""
+    """Keeps requests of more than one token waiting for their second token."""
     if request.sampling.max_tokens == 1:
         yield from spoken("a")
         return

@@ -1,4 +1,4 @@
-"""Attention workers keep their places, and spare workers replace lost workers."""
+"""Tests that attention workers keep their places, and that spare workers replace lost ones."""
 
 from __future__ import annotations
 

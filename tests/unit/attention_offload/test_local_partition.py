@@ -61,7 +61,7 @@ def test_local_and_remote_requests(transport: str, staggered: bool) -> None:
 
 
 def test_local_and_remote_segments() -> None:
-    """Whether the partials of both are merged in the order of their tokens, not of their
+    """The partial results of both must be merged in the order of their tokens, not of their
     arrival."""
     with workers(1) as made:
         engine, _ = with_local(made)

@@ -1,4 +1,5 @@
-"""Tests blocks in several arenas: one numbering, whole sequences, arenas lost and restored."""
+"""Tests blocks in several arenas: their common numbers, sequences that stay together, and arenas
+that are lost and restored."""
 
 from __future__ import annotations
 

@@ -182,9 +182,9 @@ def test_by_request(count: int, transport: str, dtype: str) -> None:
 @pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_by_token_range(count: int, transport: str) -> None:
-    """A long prompt's segments at different workers, beside short prompts that each lie at one
-    worker. Chunks are larger than the buffers between, and nobody reads the last layer's answer for
-    a chunk without a drawn token: otherwise, both sides would wait for each other."""
+    """The segments of a long prompt are at different workers, and short prompts are each at one
+    worker. Chunks are larger than the buffers between the processes. Nobody reads the last layer's
+    answer for a chunk that draws no token, and yet the two sides must not wait for each other."""
     with workers(count, transport) as made:
         size = SEGMENT // 64
         long = [BLOCKS_EACH * (i // size % count) + i % size for i in range(66)]

@@ -1,4 +1,5 @@
-"""Tests the base of live conversations without a cluster: sessions, names, files, verdicts."""
+"""Tests the common parts of the benchmarks of live conversations, without a cluster: sessions,
+names, files, verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the benchmark of decodes beside the SSD tier: its phases do what they say."""
+"""Tests that the phases of the benchmark of decodes beside the SSD tier do what their names say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moonpool bench kills` chooses, compares and measures, here without a cluster."""
+"""Tests the choices, comparisons and measures of `moonpool bench kills`, without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Seeded days have abrupt shifts: roles follow most shifts within a minute, and do not swing."""
+"""Tests role decisions on seeded days with abrupt shifts: roles must follow most shifts within a
+minute, without oscillation."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from moonpool.children.start import moonpool_line, start_child, start_child_here
 
 
 def child(code: str) -> int:
-    """Returns the process id of a Python that nobody else waits for."""
+    """Starts a Python for whose end no other code waits, and returns its process id."""
     return os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
 
 
 def test_a_status_is_read_without_descriptors_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs as on macOS."""
+    """Waits as on macOS, which has no such descriptors."""
     monkeypatch.delattr(os, "pidfd_open")
     waiting = ForkedChild(child("import time; time.sleep(60)"))
     with pytest.raises(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
-"""A process that a signal stopped is found; a process that went on, or that a debugger stopped, is
-not."""
+"""Tests that a process that a signal stopped is found, but not a process that continued or that a
+debugger stopped."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Plays the questions of a terminal whose person says yes, or no to the questions in
-    `refused`."""
+    """Stands for a person at a terminal. Returns the list of the questions; the person says yes
+    unless a test has put "no" into the list."""
     questions: list[str] = []
 
     def confirm(question: str, **settings: object) -> bool:

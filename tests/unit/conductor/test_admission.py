@@ -95,8 +95,8 @@ def test_a_prompt_too_long_for_any_instance_is_named() -> None:
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
 def test_what_is_slow_only_now_may_come_again(admission: str) -> None:
-    """Whether only costs measured at rest justify the refusal that not even an idle instance would
-    be in time."""
+    """Only costs that were measured at rest justify the refusal that not even an idle instance
+    would be in time."""
     slow = Scene()
     slow.cluster_state.instance_table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
     refusal = slow.refuse(admission, ttft_s=1.5)  # the prediction is 2 s, the measurement was 1 s
@@ -231,8 +231,8 @@ def test_a_rejection_has_the_numbers_behind_it() -> None:
 
 
 def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
-    """Whether a slow instance does not count for the load: placement gives it few decodes, so its
-    load differs from the others'."""
+    """The load of the slow instance alone must not count for the pool, because placement gives it
+    few decodes."""
     context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
     context.cluster_state.instance_table.set_cost(2, slow)

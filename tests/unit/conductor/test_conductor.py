@@ -1,4 +1,5 @@
-"""The Conductor books each request once, places it again after faults, and ends it once."""
+"""Tests that the Conductor books each request once, places it again after faults, and ends it
+once."""
 
 from __future__ import annotations
 
@@ -270,7 +271,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
 
 
 def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
-    """Otherwise the Conductor could admit a request for which prefills leave no blocks."""
+    """Otherwise, the Conductor could admit a request for which prefills leave no blocks."""
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
     (refuse,) = of(desk.ask("b", max_tokens=2, ttft_s=0.02), Refuse)

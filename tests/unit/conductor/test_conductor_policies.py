@@ -116,8 +116,8 @@ def test_without_admission_no_instance_checks_an_slo_either() -> None:
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: str) -> None:
-    """Whether `decode_wait` is a rule of its own: the decode instance learns which step to wait
-    for."""
+    """`decode_wait` must not depend on the admission policy: the decode instance learns which step
+    time to wait for."""
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(tbt_s=0.015), StartPrefill)[0]
     assert start.attempt.max_step_s is not None and start.attempt.max_step_s <= 0.015
     desk = Desk("p0", "d0", admission=admission, decode_wait=False)
@@ -127,8 +127,8 @@ def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: st
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
-    """Whether the rule rejects no request for its SLO, so also no request that waits for a decode
-    batch."""
+    """The policy `none` rejects no request for its SLO, so it must not reject a request that waits
+    for a decode batch."""
     desk = Desk("p0", "d0", admission=admission)
     desk.ask(ttft_s=2.0, tbt_s=0.015)
     desk.prefilled()

@@ -112,7 +112,8 @@ def test_blocks_of_an_ended_program_leave_first() -> None:
 
 
 def with_a_long_pause() -> tuple[Agents, list[ConductorAction]]:
-    """Returns agents of which one program pauses for long, and what its tick did."""
+    """Returns agents of which one program makes a long pause, and the actions of the tick in that
+    pause."""
     agents = Agents()
     for number in range(60):  # teaches the Conductor that programs pause for 100 s
         agents.answer(agents.call(f"a{number}", "a"))
@@ -123,7 +124,8 @@ def with_a_long_pause() -> tuple[Agents, list[ConductorAction]]:
 
 
 def marks_at(actions: list[ConductorAction]) -> list[tuple[str, int, int]]:
-    """The instances that get marks, and the numbers of blocks that leave first and do not."""
+    """Returns the instances that get marks, with the numbers of blocks that leave first and of
+    blocks that do not."""
     return [
         (one.instance_id, len(one.command.spare), len(one.command.last))
         for one in of_kind(actions, Send)

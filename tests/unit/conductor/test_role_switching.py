@@ -1,5 +1,5 @@
-"""An instance computes its prompts before it switches, and ends its answers after the switch. A
-switch may be given up; reservations stay consistent."""
+"""Tests role switches: an instance computes its prompts before it switches, and ends its answers
+after the switch. A switch may be given up, and reservations stay right."""
 
 from __future__ import annotations
 

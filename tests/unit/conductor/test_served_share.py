@@ -33,7 +33,7 @@ def test_the_load_is_the_worst_one_without_overload_and_never_more(
 def test_more_load_never_serves_more(
     prefill: list[float], first: float, second: float, less: float
 ) -> None:
-    """Both loads shrink by the same factor. With another ratio of the loads, the best order may
+    """Both loads shrink by the same factor, because with another ratio the best order could
     differ."""
     needs = needs_of(prefill, prefill[::-1])
     assert needs.load(first * less, second * less) <= needs.load(first, second) + 1e-9

@@ -92,9 +92,9 @@ TestSurvivalMachine = SurvivalMachine.TestCase
 
 
 def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
-    """Plays a steady stream of answers of which nine of ten are short: on average, the number under
-    way equals the number that begins in a mean duration. The paper's rule counts only the younger
-    answers."""
+    """In a steady stream of answers, nine of ten are short. On average, as many answers are under
+    way as begin in the mean duration. The paper's rule counts only the answers that are younger
+    than the mean duration."""
     rng = random.Random(5)
     forecast = SurvivalForecast()
     ends: list[tuple[float, DecodeInterval, float]] = []

@@ -1,4 +1,5 @@
-"""A request that crashes its instances ends at most two, and the other requests are served."""
+"""Tests that a request that crashes its instances ends at most two of them, and that the other
+requests are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests wait for a lost instance and for room, until their deadlines and in order."""
+"""Tests requests that wait for a lost instance or for room, in order and until their deadlines."""
 
 from __future__ import annotations
 

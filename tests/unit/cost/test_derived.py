@@ -1,4 +1,5 @@
-"""Fits a cost to ground truth: exact where the truth has the fitted form, close elsewhere."""
+"""Tests costs that are fitted to ground truth: exact where the truth has the fitted form, close
+elsewhere."""
 
 from __future__ import annotations
 
@@ -74,8 +75,8 @@ def test_a_roofline_is_fitted_within_a_tenth(kind: str) -> None:
 
 
 def test_a_measured_pipeline_equals_a_simulated_one() -> None:
-    """Returns prompts by a stage's time, and decodes by the time between tokens at a stage's
-    share."""
+    """In a measured pipeline, a prompt is priced by the time of a stage, and a decode by the time
+    between tokens with a stage's share of the batch."""
     whole = FittedCost(prefill=(0.01, 1e-4, 1e-9, 2e-9), decode=(0.02, 1e-3, 1e-7))
     nic = Nic(bytes_per_s=1e15, latency_s=0.0)
     simulated = fitted_to(group_cost(whole, LLAMA_70B, 2, "cpp", nic))

@@ -1,5 +1,5 @@
-"""A step under way gives no new information before `begins_after_s`: nobody has to ask until
-then."""
+"""Tests that a step under way gives no new information before `begins_after_s`, so that nobody has
+to ask before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every ground truth must satisfy these rules: more work never takes less time, chunks add up, and
-many steps at once take the sum of single steps."""
+"""Tests rules that every ground truth must satisfy: more work never takes less time, chunks add up,
+and the time of many steps is the sum of their times."""
 
 from __future__ import annotations
 

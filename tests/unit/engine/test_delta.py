@@ -1,5 +1,5 @@
-"""Tests linear attention: its states in blocks, against the plain rule and against other partitions
-of the same prompt."""
+"""Tests linear attention with states in blocks: its results equal those of the plain rule, and
+those of other partitions of the same prompt."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_chunks_neighbours_and_blocks_change_no_bit(name: str, seed: int, cuts: 
     cache = empty()
     edges = [0, *sorted(cuts), 90]
     for number, (start, end) in enumerate(pairwise(edges)):
-        # The other sequence begins from zero in each step, before or after this one.
+        # The other sequence begins without a state in each step, and stands before or after this
+        # one.
         mine, other = (start, end - start, blocks), (0, 3 + number, others)
         noise = rows(3 + number, seed + 1)
         first = number % 2 == 0

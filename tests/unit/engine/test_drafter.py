@@ -60,7 +60,8 @@ def test_guesses_are_the_greedy_answer_over_several_tasks() -> None:
     ]
     assert [each.num_drafts for each in entries] == [3, 0, 3] and seconds > 0
     assert not any(each.draft_task for each in entries)
-    # All guesses were right: the last guess and the token after it are new to the draft model.
+    # All guesses were right, so the draft model has not yet computed the last guess and the token
+    # after it.
     again = DraftTask(expected[2:4], len(one) + 2, [5, 2], 2)
     _, drafted, _ = made.run([entry(0, again)])
     assert drafted == {0: tuple(expected[4:6])}

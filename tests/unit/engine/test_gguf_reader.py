@@ -1,4 +1,4 @@
-"""Reads headers of GGUF files; bad files end in one line without large memory."""
+"""Tests the reader of GGUF headers: bad files give one line, and take little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compares NativeOps' rope_store and attend with float64 written here, and with their own parts."""
+"""Compares NativeOps' rope_store and attend with float64 computations of this module, and with
+themselves on parts of a step."""
 
 from __future__ import annotations
 
@@ -271,7 +272,7 @@ def test_attend_keeps_to_extreme_scores(ops: NativeOps, dtype: torch.dtype) -> N
     case = make_case(HeadShape(2, 1, 32), 32, dtype, [(500, 20)])
     sharp = replace(case, q=case.q * 100)
     got = sharp.attend(ops)
-    # A score of some hundreds has itself an error of 2^-15 in float32.
+    # In float32, a score of a few hundred alone has an error of 2^-15.
     assert (got.double() - exact_attention(sharp)).abs().max() < 2e-4 + TOLERANCE[dtype]
 
 

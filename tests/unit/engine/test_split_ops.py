@@ -1,4 +1,5 @@
-"""Divided attention gives the bits of a single pass, and is correct up to float32 rounding."""
+"""Tests that attention in parts gives the bits of a single pass, and is correct up to float32
+rounding."""
 
 from __future__ import annotations
 
@@ -209,7 +210,7 @@ def test_error_of_the_merge_is_float32_rounding(ops: SplitOps) -> None:
 
 
 def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
-    """This holds for kernels with base 2 and with base e."""
+    """The log has this meaning for kernels with base 2 and with base e."""
     meta = meta_of([(300, 1)])
     cache = filled("float32", 5)
     q = queries(meta, "float32")
@@ -222,8 +223,8 @@ def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
 
 
 def test_what_is_empty_or_masked_is_the_identity(ops: SplitOps) -> None:
-    """Uses a chunk across a segment's end: its first rows see no key of the second segment, and no
-    row sees a key of the third."""
+    """The chunk lies across a segment's end. Its first rows see no key of the second segment, and
+    no row sees a key of the third."""
     shares = [(SEGMENT - 2, 4)]
     meta = meta_of(shares, [list(range(33)) + [0] * 40])
     cache = filled("float32", 33)

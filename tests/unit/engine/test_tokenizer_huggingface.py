@@ -1,4 +1,5 @@
-"""Compares with `transformers` itself, on tokenizers made here: a test cannot reach the Hub."""
+"""Compares tokenizers with `transformers`. The tests make the tokenizers, because they cannot reach
+the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads endpoints from DNS, from a nameserver that answers over UDP and TCP."""
+"""Tests endpoints from DNS, with a nameserver that answers over UDP and TCP."""
 
 from __future__ import annotations
 
@@ -142,8 +142,7 @@ def test_records_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def miss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether an endpoint stays that one lookup lacks, because a resolver shortens a list of
-    many."""
+    """An endpoint that one lookup lacks must stay, because a resolver may shorten a long list."""
     monkeypatch.setattr(dns_names, "LEAST_S", 0.01)
     answers = [{"10.0.0.1", "10.0.0.2"}, {"10.0.0.1"}] * 20
 

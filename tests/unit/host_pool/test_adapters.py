@@ -1,5 +1,5 @@
-"""Tests the content of LoRA adapters: an adapter whose files change has none, until it is another
-one for vLLM."""
+"""Tests the fingerprints of LoRA adapters: an adapter whose files have changed has no fingerprint
+until vLLM has loaded it again."""
 
 from __future__ import annotations
 

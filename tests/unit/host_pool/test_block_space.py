@@ -52,8 +52,8 @@ def take(space: BlockSpace) -> list[Any]:
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Whether every find, fetch and read ends once, held blocks keep their keys, and sums
-    balance."""
+    """Checks that every find, fetch and read ends once, held blocks keep their keys, and the sums
+    are right."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def test_the_longest_prefix_is_the_longest_that_each_can_serve(
 
 
 class Group:
-    """Makes a group with a space of each window, driven as the pool's server drives it."""
+    """A group with one space per window, which is driven like by the pool's server."""
 
     def __init__(self, *windows: int) -> None:
         self.group = BlockGroup(len(windows))

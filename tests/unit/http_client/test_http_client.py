@@ -1,4 +1,4 @@
-"""Tests the client of servers against sockets that send exactly what a test wants."""
+"""Tests the HTTP client against sockets that send exactly what a test wants."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def key(name: int) -> BlockKey:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A model with only the owners of blocks, the key of each block, and the order of
-    releases."""
+    """Compares the pool with a model that has only the owners of blocks, the key of each block, and
+    the order of releases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,8 +269,8 @@ def test_the_policy_gets_keys_uses_and_runs() -> None:
 
 
 def test_a_block_whose_key_was_taken_stands_for_its_twin() -> None:
-    """Two prompts with one beginning are computed at once. For the policy, a block after the second
-    prompt's copy continues the first prompt's block."""
+    """Two prompts with the same beginning are computed at the same time. For the policy, a block
+    after the second prompt's copy continues the first prompt's block."""
     policy = Recorder()
     pool = BlockPool(8, policy)
     (first,) = pool.allocate("first", 1) or []

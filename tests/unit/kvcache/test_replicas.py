@@ -1,4 +1,5 @@
-"""Instances learn which of their blocks are replicated, whatever happens between notifications."""
+"""Tests that instances learn which of their blocks have replicas, whatever happens between
+notifications."""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ print(index.take_replica_changes(1000))
 
 
 def test_marks_after_a_loss_do_not_hang_on_the_hash_seed() -> None:
-    """Otherwise, a log would not replay in another process."""
+    """If they did, a log would not replay in another process."""
     found = {
         subprocess.run(
             [sys.executable, "-c", PRINT_MARKS_AFTER_A_LOSS],

@@ -1,4 +1,4 @@
-"""Tests groups of nodes: what one prompt takes of each kind, and a cluster of groups."""
+"""Tests groups of nodes: the time of one prompt on each kind of group, and a cluster of groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests intervals and verdicts, against tables."""
+"""Tests intervals and verdicts against published tables."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
 
 
 def test_what_is_sure_is_never_given_up() -> None:
-    """Whether few requests are never sure, and the next run must reach at most the share of a sure
-    run."""
+    """A series of runs that is sure in the end must not be given up before. Runs of too few
+    requests are never sure."""
     draw = Random(1)
     for _ in range(60):
         number = draw.choice([30, 50, 100, 300])

@@ -1,4 +1,4 @@
-"""Tests what the cost model says before any simulation."""
+"""Tests the demand and the candidates that follow from the cost model, before any simulation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_reason_is_said_once_for_all_sizes_of_a_node() -> None:
 
 
 def test_the_power_of_one_mixed_node_is_enough_for_it() -> None:
-    """Whether split pools need two nodes of the same device."""
+    """Split pools need two nodes of the same device, which draw more than the limit."""
     base = truth_for(BASE, [H100], None)
     watts = msgspec.structs.replace(PRICED, device_power_w={"H100-SXM": 700.0})
     small = conversation(300, rate=0.05)
