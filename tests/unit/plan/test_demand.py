@@ -125,8 +125,8 @@ def test_colocated_chunks_leave_room_for_the_tbt() -> None:
 
 
 def test_what_shares_nothing_is_given_no_cache_to_keep() -> None:
-    """Whether pools are sized only for running requests: no SSD, one eviction policy, and at most
-    the size that the trace fills."""
+    """Pools are sized only for running requests: without SSD, with one eviction policy, and at most
+    as large as the whole trace."""
     rows = tuple(TraceRow(float(i), 3000, 100, ()) for i in range(60))
     found = prepare(Workload(rows, 0), BASE, [A800], PRICED, 0.9)
     assert not found.shares_prefixes

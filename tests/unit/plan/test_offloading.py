@@ -1,4 +1,4 @@
-"""Tests whether attention offloading pays: decode nodes side by side, and the result of the
+"""Tests the verdict on attention offloading: the comparison of decode nodes, and the result of the
 search."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_each_node_keeps_the_limit_and_its_memory() -> None:
 def test_the_verdict_is_that_of_the_choice() -> None:
     lamina, h100 = cluster(LAMINA), cluster(H100)
     settled = MixFound(h100, 1.0, assessed(h100))
-    # By the cost model this candidate looked the cheapest of all, but it took three nodes.
+    # By the cost model, this candidate was the cheapest, but in simulations it needed three nodes.
     more = MixFound(lamina, 1.0, assessed(cluster(LAMINA, 3)))
     said = verdict(plan(h100, settled, more))
     assert "does not pay: 2 prefill + 1 decode of 8 x H100-SXM (12.00 USD/h) was chosen" in said

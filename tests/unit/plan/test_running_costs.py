@@ -1,4 +1,5 @@
-"""Tests what tokens cost, how much power a cluster draws, and what a limit of power excludes."""
+"""Tests the price of tokens, the power of a cluster, and the candidates that a limit of power
+excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what a cluster asks of Ray."""
+"""Tests the resources that a cluster requests from Ray."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def text_call(call_id: str, text: str, max_tokens: int = 4) -> ReplicaCall:
 
 
 class Driver:
-    """Plays replicas that answer a call in a fixed time, one token a step."""
+    """Replicas that answer a call in a fixed time, one token per step."""
 
     def __init__(self, num_replicas: int = 2, **settings: Any) -> None:
         self.state = ReplicaConductor(RouterSettings(**settings))
@@ -32,7 +32,7 @@ class Driver:
         self.state.set_replicas([f"r{i}" for i in range(num_replicas)], self.now)
 
     def send(self, call: ReplicaCall) -> PlacedCall | RefusedCall | None:
-        """Returns None while the call waits."""
+        """Sends a call, and returns its replica, or None while the call waits."""
         self.state.arrive(call, self.now)
         found = {each.call_id: each for each in self.state.take_decisions()}
         return found.get(call.call_id)

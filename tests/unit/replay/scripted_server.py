@@ -1,4 +1,4 @@
-"""Runs an HTTP server of a few lines whose every byte the test writes down."""
+"""Runs a small HTTP server of which the test determines every byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State survives a write and a read: tests values, shared objects, and classes that are not
+"""Tests that state can be written and read again: values, shared objects, and classes that are not
 allowed."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_objects_of_the_package_come_back() -> None:
 
 
 def test_who_watches_a_conductor_is_not_stored() -> None:
-    """An observer that belongs to the process, and cannot be stored; a process that reads the
-    state has none."""
+    """An observer belongs to its process and cannot be stored, so a process that reads the state
+    has no observer."""
     conductor = Conductor(ConductorConfig())
     seen: list[object] = []
     conductor.watch(seen.append)

@@ -1,4 +1,4 @@
-"""Keeps calls' logs, in the place of the supervisor."""
+"""Keeps the logs of calls in place of the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instances get disjoint cores, by NUMA node, physical cores first, or none."""
+"""Tests the cores of instances: disjoint, by NUMA node, physical cores first, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests which call a head ended with, and what the next head makes of it."""
+"""Tests which call is taken for the cause of a head's end, and how the next head treats that
+call."""
 
 from __future__ import annotations
 
@@ -221,7 +222,8 @@ Begin = Callable[[LogKeeper, socket.socket], KeptStream | HalfRead | None]
 
 
 def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
-    """Returns what the head makes of a call that `begin` keeps, whose client got some bytes."""
+    """Returns the head after it has taken over a call that `begin` keeps, whose client has got some
+    bytes."""
     keeper = LogKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())

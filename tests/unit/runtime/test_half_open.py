@@ -1,4 +1,5 @@
-"""Foreign clients at the internal port hold few connections, and cause few log lines."""
+"""Tests that foreign clients at the internal port can hold few connections, and cause few log
+lines."""
 
 from __future__ import annotations
 

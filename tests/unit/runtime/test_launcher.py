@@ -1,4 +1,4 @@
-"""Worker processes do not come up, or come up while the cluster ends."""
+"""Tests worker processes that do not start, or that start while the cluster ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
 
 
 class InDevice:
-    """A process in a device call that does not return: it cannot be killed."""
+    """A process that cannot be killed, because it is in a device call that does not return."""
 
     pid, returncode, was_killed = 4242, None, False
 

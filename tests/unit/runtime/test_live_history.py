@@ -1,5 +1,5 @@
-"""Tests an hour of samples: the fields of each, how old samples leave, what a tenant sees, and
-their size."""
+"""Tests an hour of samples: their fields, the removal of old ones, the view of a tenant, and their
+size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A periodic task slows down without work, and learns of a stopped child."""
+"""Tests that a periodic task slows down without work, and notices a stopped child."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs head and workers in one process, over real sockets: connections come and go out of order."""
+"""Runs head and workers in one process, over real sockets, with connections that come and go out of
+order."""
 
 from __future__ import annotations
 
@@ -135,7 +136,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
 
 
 class Booted:
-    """Holds the parts of an instance that joining needs."""
+    """The parts of an instance that are needed to join."""
 
     def info(self, host: str, pid: int) -> str:
         return "info"

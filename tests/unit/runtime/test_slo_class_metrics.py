@@ -1,4 +1,4 @@
-"""Tests the metrics of each class of service levels."""
+"""Tests the metrics of each SLO class."""
 
 from __future__ import annotations
 

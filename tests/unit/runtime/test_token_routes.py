@@ -1,4 +1,5 @@
-"""An instance's tokens go to the front that waits for them, and the head hears of all in time."""
+"""Tests that an instance's tokens go to the front that waits for them, and that the head learns of
+all tokens in time."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SECRET = bytes(range(32))
 
 
 class Desk:
-    """Runs one instance and one front, and records what the head hears."""
+    """Runs one instance and one front, and records the messages that reach the head."""
 
     def __init__(self) -> None:
         # the tokens of each request, by its number

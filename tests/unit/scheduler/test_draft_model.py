@@ -1,4 +1,4 @@
-"""Tests the draft model of an instance: what it computes, in which of its blocks, and when."""
+"""Tests the draft model of an instance: its tasks, their blocks, and their times."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ HALF = FittedCost(prefill=(0.0, 0.0005, 0.0, 0.0), decode=(0.05, 0.0005, 0.0))
 
 
 class ModelBench(DraftBench):
-    """Runs a mixed instance with a draft model, whose guesses are right at positions where
-    `right(position)` is true.
+    """Runs a mixed instance with a draft model. A guess is right if `right(position)` is true.
 
     The model keeps the tokens of its KVCache by block, and checks that the tokens before each task
     are the request's. With other tokens, a real draft model would guess badly and nobody would
@@ -161,7 +160,7 @@ def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
 
 
 def test_its_own_time_is_part_of_the_price() -> None:
-    """Guesses are right in 7 of 10 places, so the draft model pays at a tenth of the price only."""
+    """Guesses are right in 7 of 10 places, so the draft model pays only at a tenth of the price."""
     drafts = []
     for cost in (TENTH, CHEAP_ROWS):
         bench = ModelBench(lambda position: position % 10 < 7, draft_cost=cost)
@@ -249,7 +248,7 @@ def test_aborts_and_failed_steps_give_its_blocks_back() -> None:
 
 
 def test_free_drafts_are_taken_where_they_are_as_often_right() -> None:
-    """The model is never right, and the text repeats itself."""
+    """The draft model is never right, and lookups are, because the text repeats itself."""
     both = SpeculativeConfig(method="draft_model", model="small")
     quoted = words(100)
     bench = ModelBench(never, speculative=both)
@@ -262,7 +261,7 @@ def test_free_drafts_are_taken_where_they_are_as_often_right() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(share: float, seed: int) -> None:
-    """Has few blocks of both kinds, so that requests are preempted and take blocks from each
+    """There are few blocks of both kinds, so that requests are preempted and take blocks from each
     other."""
     rng = random.Random(seed)
     hits = [rng.random() < share for _ in range(200)]

@@ -289,7 +289,7 @@ def test_an_abort_waits_for_the_fetch() -> None:
 
 
 def test_a_request_can_use_the_blocks_of_its_own_failed_fetch() -> None:
-    """Whether the request can use the blocks of its failed fetch to compute the prefix."""
+    """The request must be able to compute its prefix in the blocks of its failed fetch."""
     bench = Bench(Role.PREFILL, num_blocks=3)
     fetching(bench)
     bench.handle(FetchEnded(fetch_id="w", num_blocks=0, error="broken"))

@@ -1,4 +1,4 @@
-"""Tests loads from the SSD, fetches from peers, both at once, and reads of peers."""
+"""Tests loads from the SSD, fetches from peers, both together, and reads by peers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_blocks_that_are_faster_to_compute_are_not_loaded() -> None:
 
 
 def test_a_slow_load_pays_behind_a_queue() -> None:
-    """A load during the prefills of other requests delays no request."""
+    """A load that runs during the prefills of other requests delays no request."""
     # the blocks take 0.1 s to read and 0.024 s to compute
     bytes_per_s = 6 * LAYOUT.block_bytes / 0.1
     bench = Bench(
@@ -123,7 +123,8 @@ def reload(bench: Bench, seconds: float) -> bool:
 
 
 def test_a_disk_slower_than_measured_is_read_only_where_that_pays() -> None:
-    """The probe predicts 0.012 s for a load that takes 0.036 s; the computation takes 0.024 s."""
+    """By the measured speed, a load should take 0.012 s, but it takes 0.036 s. Computing takes
+    0.024 s."""
     bytes_per_s = 6 * LAYOUT.block_bytes / 0.012
     bench = Bench(cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s))
     for _ in range(MIN_SAMPLES * STEPS_PER_SAMPLE + 1):

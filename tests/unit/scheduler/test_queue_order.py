@@ -1,5 +1,5 @@
-"""Tests the order of waiting prompts: priority, fairness among tenants, arrival; no prompt
-starves."""
+"""Tests the order of waiting prompts: by priority, fairness among tenants and arrival, so that no
+prompt starves."""
 
 from __future__ import annotations
 
@@ -221,7 +221,8 @@ def test_no_prompt_is_computed_while_one_of_a_better_priority_gets_nothing(jobs:
 
 @given(JOBS)
 def test_one_tenant_with_one_priority_has_the_order_of_arrival(jobs: Jobs) -> None:
-    """Whether the comparisons give the very steps that the scheduler plans without them."""
+    """With one tenant and one priority, the steps must be those of a scheduler without these
+    rules."""
     alike: Jobs = [(pause, "a", 1, num_tokens) for pause, _, _, num_tokens in jobs]
     histories = []
     for is_plain in (True, False):

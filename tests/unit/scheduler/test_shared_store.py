@@ -1,6 +1,6 @@
-"""Several instances share a store: they look up blocks before a prefill, and write new blocks.
+"""Tests instances that share a store: they look up blocks before a prefill, and write new blocks.
 
-Whatever the store answers, and whenever, no block is lost and every attempt continues.
+Whatever and whenever the store answers, no block is lost and every attempt continues.
 """
 
 from __future__ import annotations

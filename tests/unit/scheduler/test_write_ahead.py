@@ -1,4 +1,4 @@
-"""Tests copies of blocks on the SSD that were made before the blocks leave DRAM."""
+"""Tests copies of blocks on the SSD that are made before the blocks leave DRAM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests the pool as SGLang's HiCache storage, by SGLang's own factory, configuration and
-descriptors. Here, the pool is a dictionary. Needs SGLang."""
+"""Tests the pool as SGLang's HiCache storage, with SGLang's own factory, configuration and
+descriptors. In these tests, the pool is a dictionary. Needs SGLang."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Blocks:
 
 
 class HostMemory:
-    """Is host memory of plain attention, with SGLang's methods that a backend calls."""
+    """Host memory of plain attention, with the methods of SGLang's class that a backend calls."""
 
     storage_format_tag = None
     layer_num, head_num, head_dim, dtype, page_size = LAYERS, HEADS, WIDTH, torch.float16, PAGE

@@ -19,8 +19,8 @@ RESTART_S = 100.0
 
 
 def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
-    """Makes conversations: each continues after all the others have had a turn, and they share
-    their first blocks."""
+    """Makes conversations that share their first blocks. Each continues after all the others have
+    had a turn."""
     shared = private_keys(9999, 20 * BLOCK, BLOCK)
     made = []
     for turn in range(turns):
@@ -34,7 +34,7 @@ def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
 def simulate(
     requests: list[Arrival], **departures: dict[str, float]
 ) -> tuple[Simulation, list[tuple[float, str]]]:
-    """Records also when which prefill instance was chosen."""
+    """Runs a simulation, and also records which prefill instance was chosen when."""
     settings = config(cluster=CLUSTER)
     simulation = Simulation(
         settings,

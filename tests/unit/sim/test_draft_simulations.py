@@ -58,7 +58,7 @@ def test_guesses_that_are_never_right_never_make_it_faster(gap_s: float) -> None
 
 
 def test_guesses_that_are_always_right_bring_what_their_steps_promise() -> None:
-    """Whether one request at a time gets five tokens in the time of a step of five rows and four
+    """With one request at a time, five tokens must take the time of a step with five rows and four
     rounds."""
     settings, requests = config(1.0), arrivals(5, 60.0, answer=401)
     found = run(settings, requests)

@@ -102,7 +102,7 @@ def ordinary() -> tuple[Simulation, dict[str, Any], str]:
 
 @cache
 def overloaded() -> tuple[Simulation, dict[str, Any], str]:
-    """Plays requests of which some are refused, with a tight limit."""
+    """Returns a simulation with a tight limit, in which some requests are refused."""
     simulation, figures = simulated(gap_s=0.1, slo={"ttft_s": 3.0})
     return simulation, figures, drawn(simulation, figures)
 

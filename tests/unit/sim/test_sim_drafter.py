@@ -1,4 +1,5 @@
-"""Tests the simulated draft model: rounds of guesses, their time, and which are right."""
+"""Tests the simulated draft model: its rounds of guesses, their time, and which guesses are
+right."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def test_random_bytes_are_never_accepted() -> None:
 def test_a_writer_killed_at_any_moment_leaves_only_right_blocks(
     tmp_path: Path, slice_bytes: int
 ) -> None:
-    """The next process finds every block that was stored and not overwritten, and every block it
-    finds is right. `MOONPOOL_KILL_ROUNDS` sets the number of rounds."""
+    """The next process must find every block that was stored and not overwritten, and every block
+    that it finds must be right. `MOONPOOL_KILL_ROUNDS` sets the number of rounds."""
     rounds = int(os.environ.get("MOONPOOL_KILL_ROUNDS", "6"))
     rng = random.Random(slice_bytes)
     begun: dict[int, int] = {}
@@ -218,7 +218,8 @@ def check_all(bench: Bench, found: dict[int, BlockKey]) -> None:
 
 
 def test_a_torn_write_is_a_miss_even_if_it_is_still_listed(bench: Bench) -> None:
-    """After a power failure the index may name an older or newer block than the slot contains."""
+    """After a power failure, the index may name an older or newer block than the one in the
+    slot."""
     geometry: Geometry = bench.store.geometry
     path = segment_path(bench.store.folder, 0)
     whole = path.read_bytes()

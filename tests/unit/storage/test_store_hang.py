@@ -1,4 +1,4 @@
-"""A disk hangs: a call does not return for any length of time."""
+"""Tests a disk that hangs: a call does not return for any length of time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANG_S = 1.0
 
 
 class Stuck:
-    """The named call does not return while the gate is closed."""
+    """Replaces the named call by one that does not return while the gate is closed."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()

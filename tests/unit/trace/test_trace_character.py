@@ -1,4 +1,5 @@
-"""Characterises traces: small traces by hand, the real traces against published figures."""
+"""Tests the characteristics of traces: of small traces against figures computed by hand, and of the
+real traces against published figures."""
 
 from __future__ import annotations
 

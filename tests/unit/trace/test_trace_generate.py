@@ -1,5 +1,5 @@
-"""Generated workloads are well-formed, reproducible, and similar to the trace to which they are
-fitted."""
+"""Tests that generated workloads are well-formed, reproducible, and similar to the trace to which
+they are fitted."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_bursts_spread_counts_and_poisson_does_not() -> None:
     wild_s = [row.arrived_s for row in generate(wild, duration_s=20_000)]
     assert dispersion(calm_s, 10) == pytest.approx(1.0, abs=0.15)
     assert dispersion(calm_s, 60) == pytest.approx(1.0, abs=0.25)
-    # The count is 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3): each window has one rate.
+    # The count is 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3), because each window has one rate.
     assert dispersion(wild_s, 10) == pytest.approx(81, rel=0.2)
     assert dispersion(wild_s, 300) == pytest.approx(1 + 5 * (10 * 1.3 + 300 * 0.3), rel=0.4)
     assert len(wild_s) / 20_000 == pytest.approx(5.0, rel=0.2)

@@ -1,5 +1,5 @@
-"""Reads traces in every format, with order of time, ticks and bounded memory; an error is one
-line."""
+"""Tests the reader with traces in every format: the order of time, ticks, bounded memory, and
+errors of one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pooled connection sends its last message even if a wake-up comes late."""
+"""Tests that a pooled connection sends its last message even if a wake-up comes late."""
 
 from __future__ import annotations
 

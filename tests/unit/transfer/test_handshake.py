@@ -1,4 +1,4 @@
-"""Tests the handshake without I/O, and over asyncio streams: it needs the secret."""
+"""Tests the handshake, which needs the secret, without I/O and over asyncio streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def identity(
 
 
 def run(client: ClientHandshake, server: ServerHandshake) -> None:
-    """Exchanges bodies until both sides have no more."""
+    """Exchanges bodies until neither side has another one."""
     body = client.start()
     while body:
         body = server.feed(body)
@@ -156,7 +156,7 @@ def test_both_sides_use_the_newest_version_that_both_speak(
 
 
 def without_statement(hello: Hello) -> Hello:
-    """The hello of protocol 10: all of its nonce is random."""
+    """Returns the hello of protocol 10, whose nonce is wholly random."""
     return msgspec.structs.replace(hello, nonce=secrets.token_bytes(32))
 
 

@@ -1,4 +1,5 @@
-"""The native slice copier computes the checksums of xxhash and copies like the plain one."""
+"""Tests that the native slice copier computes the checksums of xxhash, and copies like the plain
+one."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def offers_of(arena: Arena, slice_copier: SliceCopier, cells: list[tuple[int, in
 CELLS = [(7, 4, 0), (7, 4, 1), (8, 1, 2), (9, 0, 0), (7, 4, 2)]
 
 
-# The sizes are exactly one key block of the hash, a stripe less, a stripe more, and many.
+# The sizes are exactly one key block of the hash, a stripe less, a stripe more, and many key
+# blocks.
 @pytest.mark.parametrize("head_dim", [8, 10, 28, 30, 32, 34, 62, 64, 66, 130, 2048, 8190])
 def test_checksums_are_those_of_xxhash_and_the_copy_is_complete(
     native: NativeSliceCopier, head_dim: int

@@ -1,8 +1,9 @@
-"""Reads the files that former releases left on a machine; docs/operating.md promises this for an
-upgrade.
+"""Tests that the files that former releases left on a machine can be read, as docs/operating.md
+promises for an upgrade.
 
 The archives hold a config file, step times and an SSD folder, each made by the code of that
-release: 0.1.0's by that of commit 7437cd67. `python -m tests.unit.upgrade.record` makes later ones.
+release: 0.1.0's by that of commit 7437cd67. `python -m tests.unit.upgrade.record` makes the
+archives of later releases.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ THIS = "this release"
 
 @pytest.fixture(params=[*sorted(path.name for path in HERE.glob("*.tar.gz")), THIS])
 def left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder with the files of a release; those of this release are recorded now, as
-    the next release will find them."""
+    """Returns the folder with the files of a release. The files of the present release are recorded
+    now."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     archive = HERE / request.param
     if request.param == THIS:

@@ -1,4 +1,5 @@
-"""Names another engine's blocks by moonpool's keys, by its reports, or by assumptions."""
+"""Tests the names of another engine's blocks by moonpool's keys: from the engine's reports, or by
+assumption."""
 
 from __future__ import annotations
 

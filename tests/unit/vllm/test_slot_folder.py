@@ -1,4 +1,5 @@
-"""Tests the folder of saved slots: a damaged or foreign slot, or a slot too many, is a miss."""
+"""Tests the folder of saved slots: a damaged or foreign slot, or one beyond the limit, is a
+miss."""
 
 from __future__ import annotations
 

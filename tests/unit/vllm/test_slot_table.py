@@ -1,4 +1,5 @@
-"""Tests slots of a llama-server: which slot computes a request, and what is saved and restored."""
+"""Tests slots of a llama-server: which slot computes a request, and which slots are saved and
+restored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests an instance whose engine is another project's server: what it asks, and what it tells the
-head."""
+"""Tests an instance whose engine is another project's server: its requests to the server, and its
+reports to the head."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_an_answer_from_begin_to_end() -> None:
 
 
 def outgrowing(max_tokens: int) -> list[VllmAction]:
-    """Returns what an instance with 14 tokens of context does with a prompt of 12 tokens after two
-    tokens, of which the second is the last that fits."""
+    """Returns the actions of an instance with 14 tokens of context after a prompt of 12 tokens and
+    two tokens of its answer, of which the second is the last that fits."""
     bench = Bench(context_tokens=14)
     bench.handle(StartPrefill(attempt=work("a", max_tokens=max_tokens)))
     bench.step(piece("a", 1))
@@ -394,7 +394,7 @@ def test_a_lost_head_ends_everything() -> None:
 
 
 class Guests(RuleBasedStateMachine):
-    """Whether sums balance and every attempt ends at most once, in any order of events."""
+    """Checks that sums are right and every attempt ends at most once, in any order of events."""
 
     def __init__(self) -> None:
         super().__init__()

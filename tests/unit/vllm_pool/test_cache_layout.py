@@ -1,4 +1,4 @@
-"""Tests which bytes belong to which block: a block keeps its content when these bytes move, and no
+"""Tests which bytes belong to which block: the content of a block moves with these bytes, and no
 other block changes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The connector refuses an unknown vLLM in one line, and vLLM serves without the pool."""
+"""Tests that the connector refuses an unknown vLLM in one line, and that vLLM serves without the
+pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests prompts of a proof: distinct blocks, mixed and in no order."""
+"""Tests the prompts of a proof: their blocks are distinct, mixed, and in no order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Threads that copy leave the core to which vLLM has bound the thread that made them."""
+"""Tests that threads that copy leave the core to which vLLM has bound the thread that started
+them."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def test_fp8_kvcache_has_the_blocks_of_the_engine(shape: str) -> None:
 
 
 def test_weights_in_four_and_eight_bits() -> None:
-    """Whether a decode reads fewer bytes, and a prefill is faster only if the device multiplies in
-    FP8."""
+    """A decode reads fewer bytes, so it is faster; a prefill is faster only if the device
+    multiplies in FP8."""
     shape, chunk = BUILT_IN.shape("llama3-70b"), Chunk(8192, 0, 0, True)
 
     def steps(device: str, quantization: Quantization) -> tuple[float, float]:

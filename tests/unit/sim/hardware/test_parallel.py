@@ -1,4 +1,4 @@
-"""The costs of parallelism over nodes agree with the arguments of the papers."""
+"""Tests that the costs of parallelism over nodes agree with the arguments of the papers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_sends_least(nodes: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_tensor_parallelism_over_nics_gains_little(base: str) -> None:
-    """Whether the gain with four nodes and 32k tokens is less than half of a chunked pipeline's
+    """With four nodes and 32k tokens, the gain must be less than half of a chunked pipeline's
     gain."""
     one = latency_s(base, "tp", 1, 32768)
     assert one / latency_s(base, "tp", 4, 32768) < 2
@@ -150,7 +150,8 @@ def test_what_a_prompt_alone_costs_each_kind_of_group(
     sent = {kind: group_nic_bytes(SHAPE, nodes, kind, num_tokens) for kind in KINDS}
     for kind in KINDS:
         assert alone_s / nodes <= lasts_s[kind] and alone_s <= busy_s[kind] * 1.001
-    # All nodes compute each layer; in a pipeline the other nodes are free for other prompts.
+    # With tensor parallelism, all nodes compute each layer; in a pipeline, the other nodes are free
+    # for other prompts.
     assert busy_s["tp"] == pytest.approx(nodes * lasts_s["tp"])
     assert busy_s["tp+sp"] == pytest.approx(nodes * lasts_s["tp+sp"])
     assert busy_s["pp"] == pytest.approx(alone_s, rel=0.1)
