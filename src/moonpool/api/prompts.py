@@ -122,7 +122,7 @@ def _name_reasoning(plain: dict[str, Any], where: str) -> None:
         name = f"{where}.reasoning_content"
         raise ApiError(f"'{name}' must be a string.", param=name, code="invalid_type")
     plain |= {"reasoning_content": given, "reasoning": given}
-    # gpt-oss accepts only one of both fields
+    # gpt-oss accepts only one of the two fields
     if not (plain["content"] and plain.get("tool_calls")):
         plain["thinking"] = given
 

@@ -80,7 +80,8 @@ class _TokenShare(ParamType[Fraction]):
     ) -> Fraction:
         if isinstance(value, Fraction):
             return value
-        from moonpool.trace.transform import parse_share  # imports all formats of traces
+        # imported here, because it imports all formats of traces
+        from moonpool.trace.transform import parse_share
 
         try:
             return parse_share(value)

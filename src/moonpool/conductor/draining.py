@@ -65,11 +65,11 @@ class _Unavailable(Enum):
 class _Departure:
     state: InstanceState
     move_s: float  # time at which the instance's attempts are placed elsewhere
-    until_s: float  # time at which the instance leaves, whatever it still holds
-    num_blocks: int  # limit of the blocks still to hand over
+    until_s: float  # time at which the instance leaves, whatever it still has to do
+    num_blocks: int  # number of blocks that may still be handed over
     num_handed: int = 0
-    list_number: int = 0  # number of the last list of prefixes that was requested
-    requested_s: float | None = None  # when the outstanding list of prefixes was requested
+    list_number: int = 0  # number of the last requested list of prefixes
+    requested_s: float | None = None  # time at which the outstanding list of prefixes was requested
     final: bool = False  # whether the list is the last one, requested after the attempts ended
     moved: bool = False
     # (prefix, number of takers tried)

@@ -29,8 +29,8 @@ class Chunk(NamedTuple):
 
     num_tokens: int
     start: int  # number of context tokens before the chunk, cached or computed earlier
-    cached_tokens: int  # number of cached tokens of its prompt, where computing began
-    last: bool  # whether it ends the prompt, so that its last token needs logits
+    cached_tokens: int  # number of cached tokens of the prompt, at which computing began
+    last: bool  # whether the chunk ends the prompt, so that its last token needs logits
     prompt_tokens: int = 0  # tokens of the whole prompt; 0 if unknown
 
     @property

@@ -24,7 +24,7 @@ class InstanceRecord(Struct, frozen=True):
     transfer: tuple[float, ...] = ()
     factors: dict[str, float] = msgspec.field(
         default_factory=dict
-    )  # the `LearnedFactor` objects of the Conductor
+    )  # names of the Conductor's `LearnedFactor` objects
 
 
 class CostEstimatorRecord(Struct, frozen=True):

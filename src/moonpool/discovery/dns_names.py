@@ -128,7 +128,7 @@ async def _ask(query: bytes, host: str, port: int) -> tuple[bytes, bytes]:
         transport.close()
     if len(data) < 4 or not struct.unpack(">H", data[2:4])[0] & _CUT:
         return query, data
-    # the answer is long, so it is fetched by TCP
+    # a long answer is fetched by TCP
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(struct.pack(">H", len(query)) + query)

@@ -108,7 +108,7 @@ class Listing(Struct, frozen=True):
 
     endpoints: tuple[Endpoint, ...] = ()
     objectives: dict[str, int] = msgspec.field(default_factory=dict)
-    fails_open: bool | None = None  # None means that the source does not say
+    fails_open: bool | None = None  # None means that the source does not tell it
     is_whole: bool = True
 
 

@@ -393,7 +393,7 @@ class BlockPool:
             self._depth_of,
             self._withdrawn,
         )
-        run: list[BlockId] = []  # blocks from the last one of the prompt to the first
+        run: list[BlockId] = []  # blocks of one prompt, from the last to the first
         for block_id in reversed(blocks):
             holds[block_id] = left = holds[block_id] - 1
             if not left:

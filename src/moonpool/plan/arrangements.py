@@ -79,7 +79,7 @@ class Failure(Struct, frozen=True):
     """An arrangement that missed the SLOs with every tried setting, and what it lacked."""
 
     one: Candidate
-    decode_share: float  # share of the misses
+    decode_share: float  # share of the misses that decode caused
 
     def excludes(self, other: Candidate) -> bool:
         """Whether `other` has less of the resource that this arrangement lacked, and no more of any

@@ -207,7 +207,7 @@ def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, dr
         return cost.step_s((), batch * (1 + drafts), batch * context), rounds_s
 
     least_s, low, high = sum(times_s(1)), 1, max(most, 1)
-    while low < high:  # a larger batch takes longer, but less per sequence
+    while low < high:  # a larger batch takes longer, but less time per sequence
         batch = (low + high + 1) // 2
         stage_s, rounds_s = times_s(batch)
         if stage_s * cost.num_stages + rounds_s > MOST_OVER * tbt_s:

@@ -150,7 +150,7 @@ def least_next_share(
 def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
     """Returns the least mean share at which this many independent requests have an interval above
     the wanted share, or a number above 1 if no share has."""
-    low, high = 0, num_requests + 1  # counts below low are too few, counts from high on suffice
+    low, high = 0, num_requests + 1  # counts below `low` are too few; counts from `high` on suffice
     while low < high:
         middle = (low + high) // 2
         if middle <= num_requests and _wilson(middle, num_requests, confidence)[0] < wanted:

@@ -192,7 +192,7 @@ def _decode_instances(
     number = 1
     while number < MOST_INSTANCES:
         batch = 1.0
-        for _ in range(64):  # Little's law gives the batch
+        for _ in range(64):  # Little's law gives the number of sequences in the batch
             step_s = decoder.estimate.decode_step_s(ceil(batch), ceil(batch * context))
             batch = rate_rps / number * answer * step_s
             if step_s > config.slo.loosest.tbt_s or batch > most:

@@ -126,8 +126,8 @@ class Planner:
         self._best: Candidate | None = None
         self._last_failed: Candidate | None = None
         self._settings: dict[str, Any] = {}
-        self._chunks: dict[str, int] = {}  # chunk size by layout
-        self._new_failures: list[Failure] = []  # since the last exclusion
+        self._chunks: dict[str, int] = {}  # chunk size of the best cluster by layout
+        self._new_failures: list[Failure] = []  # failures since the last exclusion
         self._visited: set[Candidate] = set()
         self._open: list[Arrangement] = []
         self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
@@ -342,7 +342,8 @@ class Planner:
         if rich is None:
             return False
         ahead = self._next_if_failed(chosen)
-        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])  # next if `rich` keeps
+        # needed next if `rich` keeps the SLOs
+        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])
         likely = _chance(chosen, self._loads) > 0.5
         ahead = [bare, *ahead] if likely else [*ahead, bare]
         found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted, ahead)
@@ -443,7 +444,7 @@ class Planner:
         if num_requests is not None:
             confidence = self._assessor.goal.confidence
             if least_mean(num_requests, self._wanted - ROUNDING, confidence) > 1.0:
-                return None  # too few requests never give a sure interval
+                return None  # with too few requests, no interval is narrow enough
         self._assessor.doing = "a sure choice"
         known = [
             one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted

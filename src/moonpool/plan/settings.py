@@ -131,7 +131,7 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
     without it. Each look divides the remaining sizes of cache into thirds."""
     bare = change(one, ssd_tokens=steps.ssds[0])
     caches = [cache for cache in steps.caches if cache < one.cache_tokens]
-    best, low, high = one, -1, len(caches)  # fails up to low, keeps the SLOs from high on
+    best, low, high = one, -1, len(caches)  # `low` fails, `high` keeps the SLOs
     if one != bare:
         ahead = [change(bare, cache_tokens=caches[i]) for i in _thirds(low, high)]
         if look([bare], ahead)[0].share >= wanted:

@@ -91,7 +91,7 @@ class RayDeployment:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._own = settled(config)  # the configuration of the processes
+        self._own = settled(config)  # the configuration with which the processes start
         self._name = config.ray.name
         self._environment = worker_environment(
             secrets.token_bytes(32), self._own.engine.threads
@@ -100,8 +100,9 @@ class RayDeployment:
         self._started: list[_Started] = []
         self._added: dict[Role, dict[int, _Started]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._leaving: dict[Any, _Started] = {}
-        self._pools: dict[str, Any] = {}  # their actors, by nodes
-        self._is_ours = False  # whether `stop` disconnects from Ray
+        self._pools: dict[str, Any] = {}  # pools' actors by node
+        # whether moonpool itself has connected to Ray, so that `stop` disconnects
+        self._is_ours = False
         self._requested: list[dict[str, float]] = []
 
     # Start
@@ -367,7 +368,8 @@ class RayDeployment:
                 actor.leave.remote(within_s) for each in heads for actor in each.actors.values()
             ]
             ray.get(ends, timeout=within_s + 2 * LEAVE_S)
-        with contextlib.suppress(RayError, GetTimeoutError):  # also if the heads took too long
+        # raised also if the heads took too long to start
+        with contextlib.suppress(RayError, GetTimeoutError):
             pools = [actor.leave.remote(0.0) for actor in self._pools.values()]
             ray.get(pools, timeout=2 * LEAVE_S)
         for started in every:

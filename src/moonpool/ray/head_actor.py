@@ -61,7 +61,8 @@ class HeadActor(ProcessActor):
         self._wanted = WantedListener()
         self._file = Path(mkdtemp(prefix="moonpool-"), "moonpool.toml")
         self._is_standby = False
-        self._was_here = self._is_again  # a head of this name, which may have led
+        # whether a head of this name ran before this one, which may have led
+        self._was_here = self._is_again
         self._keep(name)
 
     async def standing(self) -> Standing:
@@ -140,7 +141,7 @@ class HeadActor(ProcessActor):
             standings = await others.standings()
             if is_again and is_first and set(standings) == {"starts"}:
                 return None
-            if standings:  # a standby takes over soon, or a head starts before this one
+            if standings:  # a standby takes over soon, or another head starts before this one
                 heard_s = time.monotonic()
             elif time.monotonic() - heard_s > patience_s:
                 return None

@@ -37,7 +37,7 @@ class RayLauncher:
     def _follow(self, deployment: RayDeployment, stop: threading.Event) -> None:
         told: list[str] = []
         while not stop.wait(LOOK_S):
-            with contextlib.suppress(RayError):  # Ray itself is being restarted
+            with contextlib.suppress(RayError):  # raised while Ray itself is being restarted
                 deployment.step()
             if not told:
                 deployment.check_start()

@@ -49,10 +49,10 @@ class ClosedLoop(Generic[T]):
     """The calls that were read and have not ended."""
 
     def __init__(self) -> None:
-        # calls that wait, by the call that they wait for
+        # maps a call to the calls that wait for it
         self._open: dict[str, list[_Waiting[T]]] = {}
         self._failed: set[str] = set()
-        self.num_dropped = 0  # number of calls of programs that were abandoned
+        self.num_dropped = 0  # number of dropped calls of abandoned programs
         self.num_waiting = 0
 
     def drops(self, call: T) -> bool:
@@ -70,7 +70,7 @@ class ClosedLoop(Generic[T]):
         missing = [name for name in call.after if name in self._open]
         self._open[call.call] = []
         if call.after and not missing:
-            return True  # the calls before it ended before it was read
+            return True  # the calls for which it waits had ended before it was read
         waiting = _Waiting(call, len(missing))
         for name in missing:
             self._open[name].append(waiting)

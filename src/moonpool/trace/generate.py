@@ -174,7 +174,7 @@ class _Session:
         self.calls_tool = False
         self.repeats = False
         self.ids: list[int] | None = None
-        self.hash_ids: tuple[int, ...] = ()  # block ids of its last row
+        self.hash_ids: tuple[int, ...] = ()  # block ids of the session's last row
 
     @property
     def length_class(self) -> int:

@@ -31,7 +31,7 @@ def is_prompt(first: dict[str, Any]) -> bool:
     """Whether a file's first object is a prompt and what belongs to it."""
     if first.keys() <= _KNOWN:
         return any(name in first for name in _PROMPTS)
-    # vLLM's custom files may have further columns; a log would tell when a request came.
+    # vLLM's custom files may have further columns, but a log would state when each request came.
     return isinstance(first.get("prompt"), str) and not has_arrival(first)
 
 

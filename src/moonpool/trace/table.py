@@ -293,7 +293,7 @@ def _with_times(
         cells = [row[column] for row in map(_cells, first_rows) if len(row) > column]
         times = [float(cell) for cell in cells]
     except LineError:
-        return table  # the first pass names the faulty row
+        return table  # the first pass reports the faulty row
     except ValueError:
         return msgspec.structs.replace(table, is_dated=True)
     latest = max(filter(isfinite, times), default=0.0)

@@ -83,7 +83,7 @@ class ExternalBlocks:
         self._root = root_key(layout_fingerprint, "")
         self._block_tokens = block_tokens
         self._keys: dict[ForeignHash, BlockKey] = {}
-        self._copies: dict[tuple[ForeignHash, str], int] = {}  # by hash and medium
+        self._copies: dict[tuple[ForeignHash, str], int] = {}  # number of copies by hash and medium
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of block hashes with each key
         self._changes = Changes()
@@ -184,7 +184,8 @@ class AssumedBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._held: dict[BlockKey, None] = {}  # keys of the blocks, the least recently used first
+        # keys of the held blocks, with the least recently used first
+        self._held: dict[BlockKey, None] = {}
         self._changes = Changes()
 
     def __len__(self) -> int:

@@ -133,7 +133,8 @@ class VllmClient:
             return None
         if not isinstance(found, dict) or self.rank is None:
             return found if isinstance(found, dict) else None
-        names = sorted(found, key=lambda name: (len(name), name))  # may begin above 0
+        # the numbers of ranks may begin above 0
+        names = sorted(found, key=lambda name: (len(name), name))
         return {name: found[name] for name in names[self.rank : self.rank + 1]}
 
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:

@@ -283,6 +283,7 @@ def _top(
 def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
-    if reason not in _FINISHES:  # such as abort, or error if no KVCache could be fetched
+    # other reasons are, for example, abort, or error if no KVCache could be fetched
+    if reason not in _FINISHES:
         raise DialectError(f"it ended the output early ({reason[:50]})")
     return _FINISHES[reason]

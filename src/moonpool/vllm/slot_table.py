@@ -100,7 +100,7 @@ class SlotTable:
         self.saves = saves
         self.files: dict[str, Held] = {}
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._by_key: dict[BlockKey, dict[str, None]] = {}  # -> names of files
+        self._by_key: dict[BlockKey, dict[str, None]] = {}  # names of files by key
         self._holders: Counter[BlockKey] = Counter()
         self._changes = Changes()
         self._roots: set[BlockKey] = set()
@@ -284,7 +284,7 @@ class SlotTable:
             return False
         if held.num_tokens < LEAST_SAVED_TOKENS or not held.keys:
             return False
-        return held.keys[-1] not in self._by_key  # otherwise a file has as much, or more
+        return held.keys[-1] not in self._by_key  # otherwise, a file has the same blocks or more
 
     def _next_use(self) -> int:
         self._uses += 1

@@ -203,7 +203,7 @@ class KeptStream:
         """Holds the log of an earlier head, whose connection has ended. Raises ValueError."""
         kept = cls._read(call_log)
         kept.is_cut = True
-        kept.entries = []  # the entries are read when the client comes back
+        kept.entries = []  # the entries are read again only when the client comes back
         return kept
 
     @classmethod
@@ -393,7 +393,7 @@ def accepted_bytes(fd: int) -> int:
         for _ in range(_MAX_LOOKS):
             queued = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
             before, acked = acked, _acked(sock)
-            if before == acked:  # otherwise an acknowledgement came between the two reads
+            if before == acked:  # otherwise, an acknowledgement came between the two reads
                 return acked + int(_I32.unpack(queued)[0])
     raise OSError("the connection's counters keep changing")
 

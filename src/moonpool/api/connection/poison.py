@@ -53,7 +53,7 @@ def send_error(sock: socket.socket, error: ApiError, payload: bytes, request_id:
         sock.send(status + head + b"\r\n" + payload)
         sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # the client has gone
+        pass  # the client has left
     sock.close()
 
 

@@ -108,7 +108,7 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
     pool, limit = _pool(context), context.config.load_limit
     projected = forecast.project(now + ttft_s, now)
     if not context.config.decode_wait:
-        # otherwise the decode wait has noted a projection
+        # with `decode_wait`, the decode wait has already noted a projection
         forecast.note_projection(now + ttft_s, projected[0])
     if pool.load(*context.table.without_remainders(*projected)) <= limit:
         return None

@@ -18,9 +18,9 @@ from moonpool.types import InstanceId
 
 @dataclass(slots=True, eq=False)
 class _Beginner:
-    number: int  # order of entry
+    number: int  # the place of the instance in the order of entry
     state: InstanceState
-    until_s: float = NEVER_S  # when it may say something new; `NEVER_S` means now
+    until_s: float = NEVER_S  # the time of the instance's next information; `NEVER_S` means now
     gone: bool = False
 
 
@@ -30,8 +30,9 @@ class Beginners:
     def __init__(self) -> None:
         self._by_name: dict[InstanceId, _Beginner] = {}
         self._num_entered = 0
-        self._due: list[tuple[int, _Beginner]] = []  # a heap of those with `until_s` NEVER_S
-        # a heap; entries of instances that were woken earlier are void
+        # a heap of the instances whose `until_s` is NEVER_S
+        self._due: list[tuple[int, _Beginner]] = []
+        # a heap; entries of instances that were woken since do not count
         self._asleep: list[tuple[float, int, _Beginner]] = []
 
     def enter(self, state: InstanceState) -> None:

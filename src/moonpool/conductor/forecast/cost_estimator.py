@@ -122,11 +122,12 @@ class CostEstimator(ClusterObserver):
                 self._beginners.leave(name)
                 continue
             began_s, expected_s = now, 0.0
-            if state.started:  # the started prefills may share steps
+            if state.started:  # started prefills may share their steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
                 if not all(attempt.expected_s for attempt in started):
-                    self._beginners.sleep(state, inf)  # until a prefill starts or ends
+                    # no new information comes until a prefill starts or ends
+                    self._beginners.sleep(state, inf)
                     continue
                 began_s = max(started[0].started_s, state.freed_s)
                 expected_s = fsum([attempt.expected_s for attempt in started])

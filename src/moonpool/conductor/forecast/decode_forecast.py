@@ -271,7 +271,7 @@ class SurvivalForecast(_Measured):
     def __init__(self) -> None:
         super().__init__(SURVIVAL_BUCKET_S, NUM_SURVIVAL_BUCKETS)
         self._now = 0  # bucket
-        # [0] requests, [1] their tokens; by the bucket of their start, modulo the ring.
+        # [0] has requests, [1] their tokens, by the bucket of their start modulo the ring's length.
         self._decoding = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         self._coming = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         # requests and tokens of decodes that have run for longer than the ring covers

@@ -38,7 +38,8 @@ class _Curve:
     __slots__ = ("ended", "returned")
 
     def __init__(self) -> None:
-        # sessions whose time in a range of ages ended, by reaching its end or by a next turn
+        # number of sessions whose time in each range of ages has ended, by its end or by a next
+        # turn
         self.ended = [0.0] * NUM_RANGES
         self.returned = [0.0] * NUM_RANGES
 

@@ -62,10 +62,11 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     token_bytes: int  # bytes of KVCache of one token
     answer_s: float  # mean time that an answer decodes
     answer_tokens: int = 0  # expected tokens of the answer
-    # the TBT SLO of this request, or the cluster's if that is stricter, because others have it
+    # the TBT SLO of this request, or the cluster's if that is stricter, because other requests have
+    # it
     tbt_s: float = float("inf")
     competes: bool = False  # whether other tenants send requests, too
-    # most tokens of prompt and answer, for which an instance's context must be long enough
+    # most tokens of prompt and answer; an instance needs a context of this length
     context_tokens: int = 0
 
     @property

@@ -107,7 +107,7 @@ class RoleAdvice(NamedTuple):
     instance_ids: tuple[InstanceId, ...]
     role: Role
     now: Pools
-    then: Pools  # predicted loads after all switches
+    then: Pools  # the predicted loads after all switches
 
     @property
     def num_switches(self) -> int:
@@ -127,7 +127,7 @@ class LoadSums:
     """Sums over requests, from which their demand for prefill and decode follows."""
 
     def __init__(self) -> None:
-        self.seen_s = 0.0  # time that the sums stand for
+        self.seen_s = 0.0  # the length of the time that the sums stand for
         # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context,
         # squares of answers' tokens.
         self.sums = [0.0] * 7
@@ -224,7 +224,7 @@ class PresentLoad:
 
     def __init__(self, window_s: float, lengths: RunningLengths) -> None:
         self.load = LoadSums()
-        self.since_s = 0.0  # earliest time at which the oldest of these requests could have come
+        self.since_s = 0.0  # the earliest time at which the oldest of these requests can have come
         self._lengths = lengths
         self._part_s = max(window_s / MOST_PARTS, min(PART_S, window_s / LEAST_PARTS))
         self._most = max(int(window_s / self._part_s), 1)
@@ -448,7 +448,7 @@ class RoleBalance:
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
         if self._present.since_s > self._last[0]:
-            # the mix of requests has changed since, whatever it was before
+            # the mix of requests has changed since then, whatever it was before
             return SURE, MARGIN_TO_RETURN
         again = now - self._returned_s < RETURN_S
         return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN

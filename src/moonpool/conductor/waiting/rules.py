@@ -151,7 +151,7 @@ class WaitRules:
         if not waiting.has_place(tracked):
             return False
         is_owed, latest_s = False, None
-        # if it were refused, the program would only come again later
+        # a refused program would only send the call again later
         is_whole = rejection.reason == PROGRAMS_WAIT
         if is_whole or waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
             tracked.has_waited = True

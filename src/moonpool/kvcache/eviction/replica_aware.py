@@ -34,11 +34,11 @@ class ReplicaAwareEviction(WrappedEviction):
         super().__init__(policy)
         self._clock = 0  # number of releases of blocks so far
         self._spare: set[BlockId] = set()
-        # the loose blocks that are evictable, the first to evict first
+        # the loose blocks that are evictable, in the order of eviction
         self._loose: OrderedDict[BlockId, None] = OrderedDict()
         # Lists indexed by block, which grow with the blocks ever used.
         self._lives: list[int] = []
-        self._parent: list[int] = []  # life of the block before this one in its prompt
+        self._parent: list[int] = []  # the life of the preceding block of the prompt
         self._let_go_at: list[int] = []  # value of `_clock` at the last release
         # number of tight blocks that continue this block in this pool
         self._num_tight: list[int] = []
@@ -144,8 +144,8 @@ class ReplicaAwareEviction(WrappedEviction):
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if evict(block_id):
-                # `_end_all` reduced to this case: a loose block is not counted, and no tight block
-                # continues it.
+                # Does the work of `_end_all` in a simple case: a loose block is not counted, and no
+                # tight block continues it.
                 self._parent[block_id] = NO_LIFE
                 self._lives[block_id] += LIFE
                 popped.append(block_id)

@@ -38,7 +38,7 @@ class ReplicaOwners:
     def __init__(self, capacities: Mapping[int, int]) -> None:
         """`capacities`: number of blocks of each instance's pool, by the instance's bit."""
         self._capacities = capacities
-        self._holders = 0  # holders of the block before
+        self._holders = 0  # the set of holders of the preceding block
         self._owner = 0
 
     def of(self, key: BlockKey, holders: int) -> int:

@@ -172,7 +172,7 @@ class _Replica:
     name: str
     instance: VllmInstance
     times: ReplicaTimes = field(default_factory=ReplicaTimes)
-    step_s: float | None = None  # the time when the step under way began
+    step_s: float | None = None  # the time at which the step under way began
     in_step: set[str] = field(default_factory=set)
 
 
@@ -180,7 +180,7 @@ class _Replica:
 class _UnderWay:
     call: ReplicaCall
     deadline_s: float
-    seen_s: float = 0.0  # when it was sent, or its last tokens came
+    seen_s: float = 0.0  # the time at which the call was sent, or its last tokens came
     attempt_id: AttemptId | None = None
     replica: str = ""
     num_tokens: int = 0
@@ -289,13 +289,13 @@ class ReplicaConductor:
         for each in seen:
             under_way = self._calls.get(each.call_id)
             now = max(each.now, self._now)
-            if each.has_failed and not each.replica:  # its router no longer wants it
+            if each.has_failed and not each.replica:  # its router does not want it any more
                 self._cancel(each.call_id, now)
                 continue
             if under_way is None or under_way.attempt_id is None:
                 continue
             if each.replica not in ("", under_way.replica):
-                continue  # of an earlier try, which that replica did not take
+                continue  # this belongs to an earlier try, which that replica did not take
             if each.num_tokens:
                 self._see_tokens(under_way, each.num_tokens, now)
             if each.has_failed:
@@ -308,7 +308,7 @@ class ReplicaConductor:
     def tick(self, now: float) -> None:
         for call_id, under_way in list(self._calls.items()):
             latest_s = under_way.seen_s + self._settings.timeout_s
-            if under_way.deadline_s <= now < latest_s:  # its replica still computes it
+            if under_way.deadline_s <= now < latest_s:  # the replica still computes the call
                 under_way.deadline_s = latest_s
                 self._post(DeadlineMoved(RequestId(call_id), latest_s), now)
         self._post(Tick(), now)
@@ -341,7 +341,8 @@ class ReplicaConductor:
     def _finish(self, under_way: _UnderWay, now: float) -> None:
         """The answer is complete."""
         call_id, replica = under_way.call.call_id, self._replicas.get(under_way.replica)
-        if not under_way.num_tokens:  # not streamed: all tokens arrived together, in unknown number
+        # without streaming, all tokens arrive together, and their number is unknown
+        if not under_way.num_tokens:
             self._see_tokens(under_way, 1, now)
         if replica is not None:
             self._end_step(replica)
@@ -387,7 +388,9 @@ class ReplicaConductor:
                 self._forget(action.request_id)
                 self._decisions.append(RefusedCall(action.request_id, action.refusal))
             case _:
-                pass  # tokens go from replica to client, and all else is for an operator's log
+                # tokens go from the replica to the client, and all other actions are for an
+                # operator's log
+                pass
 
     def _perform_of(self, replica: _Replica, action: VllmAction) -> None:
         match action:
@@ -399,7 +402,7 @@ class ReplicaConductor:
                     replica.times.starts(call_id, action.report.cached_tokens)
                 self._post(Reported(InstanceId(replica.name), action.report), self._now)
             case _:
-                pass  # routers see steps and ends without it
+                pass  # routers see steps and ends without this report
 
     def _submit(self, replica: _Replica, submit: SubmitRequest) -> None:
         call_id = request_of(submit.attempt.attempt_id)

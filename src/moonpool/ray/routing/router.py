@@ -53,7 +53,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._conductor: Any = None
         self._silent_until_s = 0.0
         self._is_falling_back = False
-        self._placed: dict[str, str] = {}  # call -> replica, until it is sent
+        self._placed: dict[str, str] = {}  # maps a call to its replica until the call is sent
         self._sightings: list[tuple[float, Sighting]] = []
         self._lost: list[str] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -84,7 +84,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             if isinstance(decision, RefusedCall):
                 if not pending_request.future.done():
                     pending_request.future.set_exception(refusal(decision))
-                return [candidate_replicas]  # Serve then sees that the call is over
+                return [candidate_replicas]  # Serve then notices that the call has ended
             name = self._placed[call_id] = decision.replica
         return [[by_name[name]]] if name in by_name else []
 
@@ -267,7 +267,8 @@ class CallRefusedError(BackPressureError):  # type: ignore[misc]
 
     def __init__(self, reason: str, message: str, status: int, retry_after_s: float | None) -> None:
         super().__init__(0, 0, status, retry_after_s)
-        self.args = (reason, message, status, retry_after_s)  # what pickling makes it again of
+        # pickle makes the error again from these arguments
+        self.args = (reason, message, status, retry_after_s)
         self.reason = reason
         self._message = f"{reason}: {message}"
 

@@ -322,7 +322,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 _ALPHABET = _byte_level_alphabet()
 _BYTES: dict[int, str | int] = {
-    **dict.fromkeys(range(0x100), "\u0100"),  # no byte: it cannot be encoded, like all above it
+    # such a character is not a byte, and cannot be encoded
+    **dict.fromkeys(range(0x100), "\u0100"),
     **{ord(character): byte for character, byte in _ALPHABET.items()},
 }
 """The map for `str.translate`, which takes a tenth of a loop's time."""

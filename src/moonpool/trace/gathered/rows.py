@@ -25,7 +25,7 @@ class Gatherer(ABC):
 
     _num_kept = 0
     format: str
-    block_tokens: int  # 0 means no hashes; known after the last line
+    block_tokens: int  # known after the last line; 0 means that there are no hashes
     units_per_s: float
     other_lines: int
     """Lines that are not requests."""

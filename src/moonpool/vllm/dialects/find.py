@@ -52,7 +52,7 @@ async def _unwell(client: VllmClient) -> VllmError:
         await client.get("/v1/models")
     except VllmError as error:
         if error.status not in LACKS:
-            return error  # an error such as a missing key
+            return error  # such as the error of a missing API key
         return VllmError(
             "it serves neither /health nor /v1/models: give the URL of a model server, such as"
             " http://127.0.0.1:8100"
