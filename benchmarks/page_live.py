@@ -160,7 +160,7 @@ def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def front_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of rates and CPU time by what stands before the servers."""
+    """Rows of rates and CPU time by the front before the servers."""
     for name, row in found.items():
         if name not in ("asked", "on_paper", "origin"):
             yield (

@@ -54,8 +54,8 @@ FULL_KILLS, OF_KILLS = 3, 10
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
-    """Returns each kind once first. Most further ones are the pool's, because a vLLM needs half a
-    minute to start."""
+    """Returns the kind of each kill: first each kind once, then mostly the pool, because a vLLM
+    needs half a minute to start."""
     first = ["pool", "vllm", "head"]
     return (first + [rng.choice(KILLED) for _ in range(count)])[:count]
 

@@ -21,7 +21,8 @@ CLOSE, NEAR, SAME_ORDER = 0.10, 0.25, 2.0
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """One figure. `paper` is None where the paper prints none. `note` says why they differ.
+    """One figure. `paper` is None where the paper prints none. `note` says why the paper's figure
+    and ours differ.
 
     A row of a `partial` run has no verdict, because it cannot be compared with the paper's complete
     run.
@@ -41,7 +42,8 @@ class FindingRow:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the difference; "same order" is within a factor of two."""
+        """The verdict, which follows from the difference; "same order" is within a factor of
+        two."""
         if self.paper is None:
             return "ours alone"
         if self.partial:

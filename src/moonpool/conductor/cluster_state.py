@@ -179,7 +179,8 @@ class ClusterState:
 
     def add_tokens(self, attempt: Attempt, num_tokens: int) -> int:
         """Lengthens the attempt's context; returns the KVCache tokens needed beyond its booking.
-        The caller passes the sums of both to `InstanceTable.grow`, once per step."""
+        Once per step, the caller passes the sums of `num_tokens` and of these KVCache tokens to
+        `InstanceTable.grow`."""
         attempt.num_tokens += num_tokens
         lacking = attempt.num_tokens + 1 - attempt.booked_tokens
         if lacking <= 0:

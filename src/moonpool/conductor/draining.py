@@ -12,7 +12,7 @@ that no instance has room for waits until the attempts are placed elsewhere, and
 prefix occupies its taker for at most `FETCH_TIMEOUT_S`.
 
 Drains are soft state. If the head is lost, an instance that received a signal requests its
-departure again; one that was drained by request continues to serve.
+departure again. An instance whose drain was requested through the head continues to serve.
 """
 
 from __future__ import annotations

@@ -196,8 +196,9 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def _too_late(context: AdmissionContext, tail: float, limit: float) -> Rejection | None:
-    """`tail` corrects the predicted queueing time only, which is what takes longer than predicted.
-    A request at the head of its queue is therefore never rejected because of `tail`."""
+    """`tail` corrects the predicted queueing time only, because the prefill itself takes about as
+    long as predicted. A request at the head of its queue is therefore never rejected because of
+    `tail`."""
     placement, budget = context.placement, context.budget
     ttft_s = budget.waited_s + placement.ttft_s
     late_s = ttft_s + (tail - 1.0) * placement.queue_s

@@ -3,8 +3,8 @@
 TBT is judged by the mean of the longest tenth of an answer's gaps (`RequestRecord.effective`). How
 far that lies above the predicted step time depends on the length of the answer. The first gap of an
 answer lasts until the step under way and its own have ended, so up to two steps. It is the longest
-tenth of a short answer, and has little weight in a long one. One factor for all answers would
-reject everything as soon as a few short answers came. So the ratio is learned by length, and the
+tenth of a short answer, and has little weight in a long one. With one factor for all answers, a few
+short answers would be enough to reject everything. So the ratio is learned by length, and the
 chance of a request is the mean over the lengths that answers have.
 
 Answers of mixed instances are kept apart: chunks of prompts make their longest gaps. There the

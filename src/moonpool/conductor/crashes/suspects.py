@@ -5,8 +5,9 @@
 
 An instance that is killed from outside makes no suspects: its requests are placed again at once. An
 instance that crashes, or whose engine hangs, may do so because of a request, which would crash the
-next instance too. The second crash shows which request caused both, if only one of them was under
-way and no new request had joined. When the culprit is found, the other suspects are released.
+next instance too. The second crash shows which request caused both, because only one of the
+suspects was under way, and no new request had joined it. When the culprit is found, the other
+suspects are released.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which instances have started a prefill, and still learn from their first ones.
 
-Every arrival asks which of them may say something new. Most say nothing for seconds, and a cluster
-has thousands, so only those that were woken, or whose time has come, are looked at.
+When a request arrives, the instances are asked whether they have computed anything new. A cluster
+may have thousands, most of which have nothing new for seconds, so only the instances that were
+woken, or whose time has come, are asked.
 """
 
 from __future__ import annotations

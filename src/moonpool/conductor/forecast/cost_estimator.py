@@ -37,8 +37,8 @@ from moonpool.types import Role
 PROBE_EVERY_S = 5.0
 """Least time between two requests that test the cost estimate of an idle instance."""
 TBT_SHARE = 0.7
-"""Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
-share would reject requests that meet it."""
+"""Share of the requests at the limit that should meet the TBT SLO with their longest gaps. With a
+higher share, requests that meet the SLO would be rejected."""
 STALL_TOKENS = 10
 """Shorter answers say nothing about the longest tenth of the gaps."""
 STALL_SHARE = 0.95
@@ -67,7 +67,8 @@ class CostEstimator(ClusterObserver):
         self._beginners = cluster_state.beginners
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
-        """Notes that the first chunk is computed now, and a fetch has ended."""
+        """Notes that the first chunk is computed now, and that the fetch has ended if there was
+        one."""
         attempt, instances = tracked.attempt, self._cluster_state.instances
         assert attempt is not None
         state = instances[attempt.prefill]

@@ -328,9 +328,10 @@ def _deepest_holders(context: SelectionContext) -> list[int]:
 
 
 def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
-    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source. It has
-    none if it is at least as busy, has at least as much of its prefix on its SSD, and shares a host
-    with no instance that does not share a host with `one` too."""
+    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source. This is
+    so if `other` serves at least as many fetches, has at least as much of its prefix on its SSD,
+    and is the nearer source for no instance: it is alone on its host or on the host of `one`, or
+    hosts are unknown."""
     if one[1] > other[1] or one[2] > other[2]:
         return False
     host = table.host.item(other[3])

@@ -52,8 +52,8 @@ class Autoscale:
         return InstancesWanted(prefill, decode)
 
     def _count(self, demand: float) -> int | None:
-        """Returns how many instances meet the demand, or None if the pool has none, by whose costs
-        it could be known."""
+        """Returns how many instances meet the demand, or None if the pool has no instance, from
+        whose costs the number could be computed."""
         if not isfinite(demand):
             return None
         return min(max(ceil(demand / self._target_load - SLACK), 1), MOST_WANTED)

@@ -68,7 +68,7 @@ LEAST_SEEN_S = 20.0
 LEAST_CHANGED = 5
 """Least number of parts before a change, and after it."""
 CHANGED = 4.5
-"""Standard errors by which the last seconds must differ from what was before."""
+"""Standard errors by which the demand of the last seconds must differ from the demand before."""
 SURE = 1.0
 """Advice must hold if the ratio of both demands is wrong by this many standard errors."""
 SURE_TO_RETURN = 3.0
