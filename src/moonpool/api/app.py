@@ -309,8 +309,8 @@ class HttpServer(uvicorn.Server):
             self._exit.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections. With a keeper and without TLS, holds each one from its first moment
-        in such a way that another head can continue it."""
+        """Accepts connections. With a keeper and without TLS, holds each connection from its first
+        moment in such a way that another head can continue it."""
         keeps = self._protocol_class().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:

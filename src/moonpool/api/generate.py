@@ -3,8 +3,8 @@
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
-sent after the first increment, so that a rejected request gets its own status. It is sent earlier
-if a placed request has produced nothing for a time (see `connection.silence`).
+sent after the first increment, so that a rejected request gets its own status. The status line is
+sent earlier if a placed request has produced nothing for a time (see `connection.silence`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Truncation(NamedTuple):
 
     def cut(self, token_ids: Sequence[int], num_before: int = 0, num_after: int = 0) -> list[int]:
         """Returns the tokens that are kept. The first `num_before` and the last `num_after` tokens
-        are not part of the text. They are kept if at least one token of the text also fits."""
+        are not part of the text. These tokens are kept if at least one token of the text also
+        fits."""
         ids = list(token_ids)
         if len(ids) <= self.num_tokens:
             return ids

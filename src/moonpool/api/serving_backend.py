@@ -51,8 +51,8 @@ class ModelCard(Struct, frozen=True):
     """Whether all calls go unchanged to the servers, because a server takes no token ids, or the
     tokens are unknown here."""
     parses: tuple[Parsing, ...] = ()
-    """What all vLLM servers of the model parse in their answers; such chats go to them
-    unchanged."""
+    """The parts of answers that all vLLM servers of the model parse; chats that ask for these parts
+    go to the servers unchanged."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
     # identifies everything besides the request that determines an answer

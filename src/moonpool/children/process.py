@@ -10,7 +10,7 @@ import subprocess
 import time
 
 LOOK_S = 0.02
-"""Time between two looks at a child where the system has no descriptors of processes (macOS)."""
+"""Time between two checks of a child where the system has no descriptors of processes (macOS)."""
 
 
 def has_pidfds() -> bool:

@@ -113,7 +113,7 @@ class SloClassType(ParamType[dict[str, Any]]):
 
 
 CONFIG_TYPES = {"slo.classes": SloClassType()}
-"""Types of keys that are lists of more than texts."""
+"""Click types of the keys that are lists of structures, not of texts."""
 
 TRACE_HELP = "Log or trace of requests: CSV, JSON lines, Mooncake, Azure or BurstGPT."
 

@@ -76,7 +76,7 @@ class _Departure:
     waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)
     num_fetches: int = 0
     # Instances that had no room for a prefix. The prefixes after it are colder, so these instances
-    # would have none for them either.
+    # would have no room for them either.
     full: set[InstanceId] = field(default_factory=set)
 
 

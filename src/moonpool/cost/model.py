@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> bool:
-        """Whether it is the first computed chunk of its prompt."""
+        """Whether this is the first computed chunk of its prompt."""
         return self.start == self.cached_tokens
 
 
@@ -44,8 +44,8 @@ class CostModel(Protocol):
 
     @property
     def tile_tokens(self) -> int:
-        """Steps of a multiple of this many tokens use the device best; 1 means that it has no
-        tiles."""
+        """Steps of a multiple of this many tokens use the device best; 1 means that the device has
+        no tiles."""
         ...
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:

@@ -125,7 +125,7 @@ class LearnedFactor:
         return changed
 
     def inherit(self, value: float) -> bool:
-        """Begins with the factor of others. Returns True if that changed it."""
+        """Begins with the factor of other instances. Returns True if the factor changed."""
         if self.has_steps:
             return False
         changed = value != self.value

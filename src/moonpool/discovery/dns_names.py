@@ -1,7 +1,7 @@
 """Endpoints from DNS: the addresses of a name with one port, or a service (SRV records).
 
 A name is looked up every 2 seconds, and less often if it has hundreds of records. A resolver may
-leave out some of many, so an endpoint is gone when two answers in a row lack it.
+leave out some of many records, so an endpoint is gone when two answers in a row lack it.
 """
 
 from __future__ import annotations

@@ -185,7 +185,8 @@ def endpoint_of(name: str, role: Role, place: str) -> Endpoint:
 
 
 def read_ranks(value: object, what: str) -> int:
-    """Reads a number of data-parallel ranks; 0: the server is asked. Raises EndpointError."""
+    """Reads a number of data-parallel ranks; 0 means that the server is asked. Raises
+    EndpointError."""
     text = str(value)
     if text == ALL_RANKS:
         return 0

@@ -311,12 +311,12 @@ def open_fork_server(
 
     The fork server first calls `prepare`, which imports what these processes need. After the first
     fork, which becomes the head, the fork server calls `load`, and all later forks share what
-    `load` has loaded. `load` must not raise, and must leave no thread. The same holds for `settle`,
-    which the fork server calls once nothing was forked for `IDLE_S`. `renewal` starts another fork
-    server, by `prepare` alone, when one has ended. Must be called before the process has threads or
-    an event loop. Returns None if the system does not support it, or if the process has threads, of
-    which a fork would copy only one. Raises OSError if the system cannot fork. Does not return in a
-    forked process.
+    `load` has loaded. `load` must not raise, and must leave no thread. `settle`, which the fork
+    server calls once no process was forked for `IDLE_S`, must not raise or leave a thread either.
+    `renewal` starts another fork server, by `prepare` alone, when one has ended. Must be called
+    before the process has threads or an event loop. Returns None if the system does not support it,
+    or if the process has threads, of which a fork would copy only one. Raises OSError if the system
+    cannot fork. Does not return in a forked process.
     """
     if not _may_fork():
         return None

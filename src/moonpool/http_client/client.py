@@ -98,7 +98,8 @@ class HttpResponse:
                 self._flow.resume_reading()
 
     async def _next(self) -> bool:
-        """Waits for news. False means that the response has ended. Raises ConnectionFailedError."""
+        """Waits for more of the response. Returns False if the response has ended. Raises
+        ConnectionFailedError."""
         assert self._ended is not None
         if self._ended.done():
             self._ended.result()

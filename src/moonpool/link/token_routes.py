@@ -65,7 +65,7 @@ class _FrontConnection:
         return self._channel is not None and self._channel.protocol > 0
 
     def begin(self, host: str, port: int) -> None:
-        """Connects, unless it does so or has just failed."""
+        """Connects, unless a connection is being made or has just failed."""
         now = time.monotonic()
         if self._channel is None and now - self._tried_s > RETRY_S:
             self._tried_s = now
@@ -155,7 +155,7 @@ class TokenRoutes:
         self._gaps_s: list[float] = []  # gaps of steps that are not reported yet
 
     def note(self, command: Command) -> None:
-        """The head sends a command."""
+        """Notes that the head has sent a command."""
         match command:
             case StartPrefill() if command.target is None and command.attempt.route is not None:
                 self._add(command, command.attempt.route, 0)

@@ -12,7 +12,8 @@ from moonpool.types import Struct
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
 """The multiples of the trace's speed to try, one after the other."""
 FasterLook = Callable[[Sequence[Candidate], float, float | None], list[Outcome]]
-"""Simulates clusters at a multiple of the trace's speed. The last argument is the next multiple."""
+"""Simulates clusters at a multiple of the trace's speed. The last argument is the multiple that is
+tried next."""
 
 
 class Room(Struct, frozen=True):

@@ -75,7 +75,7 @@ class EventLogError(Exception):
 
 
 class LoggedEvent(msgspec.Struct, frozen=True):
-    """An event, when the Conductor received it, and what it decided then."""
+    """An event, the time when the Conductor received it, and the decisions that followed."""
 
     now: float
     event: ConductorEvent

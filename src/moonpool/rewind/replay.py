@@ -1,4 +1,4 @@
-"""Runs a Conductor over the events of a log and compares what it decides."""
+"""Runs a Conductor over the events of a log and compares its decisions with those of the log."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def trace_lines(
 
 
 def _trace_blocks(arrival: LoggedArrival) -> list[Any]:
-    """Names for the blocks of a trace that the prompt's full blocks consist of."""
+    """Returns ids for the blocks of a trace that make up the prompt's full blocks."""
     size, keys = arrival.block_tokens, arrival.keys
     if size and TRACE_BLOCK_TOKENS % size == 0:
         each = TRACE_BLOCK_TOKENS // size

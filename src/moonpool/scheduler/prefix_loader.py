@@ -55,8 +55,8 @@ class _Read:
 class PrefixLoader:
     """Owns the fetches, loads and look-ups of waiting requests, and the reads of peers.
 
-    The scheduler holds the requests: it skips a request while `arriving` is set, unless
-    `LayerwiseOverlap` lets the request compute early.
+    The scheduler holds the requests: it skips a request while `RequestState.arriving` is true,
+    unless `LayerwiseOverlap` lets the request compute early.
     """
 
     def __init__(

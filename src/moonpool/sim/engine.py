@@ -32,8 +32,8 @@ NO_DRAFTS: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 @dataclass(slots=True)
 class EngineFigures:
-    """The totals of one engine. A bubble is the idle time between two steps. Tokens are `outside`
-    if the cost was not measured for a prompt, or a batch of decodes, of this size."""
+    """The totals of one engine. A bubble is the idle time between two steps. Tokens count as
+    outside if the cost was not measured for a prompt, or a batch of decodes, of this size."""
 
     num_steps: int = 0
     busy_s: float = 0.0  # time of one stage; stages are equal, but the first has the draft model

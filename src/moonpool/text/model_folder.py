@@ -1,4 +1,5 @@
-"""The folder of a model: where it is, and what its small files say. The module needs no torch."""
+"""The folder of a model: its place, and the content of its small files. The module needs no
+torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 have run.
 
 Pure: the driver tells what ended, and gets what starts then and after how long. The simulator and
-`replay` share it, and so what a client does that is refused (`retry_after_s`).
+`replay` share this module, so that refused clients do the same in both (`retry_after_s`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ClosedLoop(Generic[T]):
         return True
 
     def add(self, call: T) -> bool:
-        """Notes that a call was read. Whether it starts at its own time."""
+        """Notes that a call was read. Returns whether the call starts at its own time."""
         if not call.call:
             return True
         missing = [name for name in call.after if name in self._open]

@@ -94,7 +94,7 @@ class ProgramLines:
         self._names = ProgramNames()
 
     def begin(self) -> None:
-        """A pass over the file begins: names are free again."""
+        """Notes that a pass over the file begins, so that all names are free again."""
         self._names = ProgramNames()
 
 

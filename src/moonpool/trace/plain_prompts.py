@@ -3,7 +3,7 @@
 * A line with one prompt: AIPerf's `single_turn` and `random_pool` (`text` or `texts`), and the
   custom files of `vllm bench serve` (`prompt`, `output_tokens`).
 * ShareGPT's conversations: a list of messages `from` a human and from a model. Each answer becomes
-  a call as long as its text; `jq -c '.[]' FILE > FILE.jsonl` writes each on a line.
+  a call as long as its text; `jq -c '.[]' FILE > FILE.jsonl` writes each conversation on a line.
 
 Without times, all calls begin at once.
 """

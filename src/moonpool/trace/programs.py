@@ -2,7 +2,7 @@
 
 A row of a program starts not at a given time, but when the rows that it waits for have ended and
 its tools have run. Rows are read in the order in which their programs begin, so that each row is
-read before the rows that it waits for have ended. `CallOrder.place` gives it the time of its
+read before the rows that it waits for have ended. `CallOrder.place` gives each row the time of its
 program. A row without a prompt or an answer is left out, and the calls that wait for it wait for
 the calls before it instead.
 
@@ -57,7 +57,7 @@ class _Call:
 
 
 class CallOrder:
-    """Reads the rows of a file in an order in which none waits for a later one, once."""
+    """Reads the rows of a file once, in an order in which no row waits for a later one."""
 
     def __init__(
         self,

@@ -285,8 +285,8 @@ def _with_times(
 ) -> TableFormat:
     """Returns `table` with the unit of its times.
 
-    Dates, or numbers. Times since 1970 tell their unit by their size. Others are milliseconds as in
-    Mooncake's files, unless some have fractions.
+    The times are dates or numbers. Times since 1970 tell their unit by their size. Others are
+    milliseconds as in Mooncake's files, unless some have fractions.
     """
     column = header.index(table.time)
     try:

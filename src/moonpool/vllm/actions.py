@@ -23,8 +23,8 @@ from moonpool.vllm.known_cache import PrefixCounts
 class EngineOutput:
     """One increment of a request's output; the last one has a `finish`.
 
-    `handle` is set in the only output of a prefill that hands over: it names the place of its
-    KVCache.
+    `handle` is set in the only output of a prefill that hands over: it names the place of the
+    prompt's KVCache.
     """
 
     attempt_id: AttemptId
@@ -81,7 +81,7 @@ class SlotsChanged:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The events of the engine's cache are judged again."""
+    """Time has passed, so the events of the engine's cache are judged again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class PoolReady:
-    """The pool has the first `num_blocks` blocks of what `AwaitPool` names, and gets no more."""
+    """The pool has the first `num_blocks` of the blocks that `AwaitPool` names, and gets no more of
+    them."""
 
     attempt_id: AttemptId
     num_blocks: int

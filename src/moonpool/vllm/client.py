@@ -139,7 +139,7 @@ class VllmClient:
 
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
         """Yields the parts of a response to a client's own body: each event of a stream, or the
-        whole response. The first one begins with a line, the content type. Raises VllmError."""
+        whole response. The first part begins with a line, the content type. Raises VllmError."""
         with _told():
             async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
                 kind = response.headers.get(b"content-type", b"application/octet-stream")

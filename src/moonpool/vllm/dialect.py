@@ -79,8 +79,8 @@ def completion_body(
 ) -> bytes:
     """Returns the body of the request for one attempt.
 
-    Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
-    are as random but not the same. Raises DialectError.
+    Tokens generated before a fault are part of the prompt. The request then has another seed, so
+    later draws are as random but not the same. Raises DialectError.
     """
     work, sampling = submit.attempt, submit.attempt.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens

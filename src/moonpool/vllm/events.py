@@ -200,7 +200,7 @@ class EventReader:
             socket.close()
 
     async def _watch(self, monitor: Any) -> None:
-        """Notes how the connection to the publisher is."""
+        """Notes the state of the connection to the publisher."""
         zmq = self._zmq
         failures = (
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -293,7 +293,7 @@ class VllmInstance:
 
     def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
         """Reports the start of a prefill, as far as it can be seen from outside. `early`: whether
-        it may wait for other prompts first."""
+        the prefill may wait for other prompts first."""
         held, most = 0, (len(request.attempt.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
             if not self._holds(key):

@@ -1,10 +1,10 @@
 """Tracks what a vLLM server caches, from its events or by assumption. This module is pure, like
 `vllm.instance`.
 
-The server's events tell, if it publishes any. Without events, the server is assumed to cache the
-prompts that it received. The truth of the events is checked: events must soon name each prompt that
-was computed here. If the events miss most prompts (none arrive, or they are from another server or
-about other blocks), the assumption is used until the events are right again.
+The server's events tell what it caches, if it publishes any. Without events, the server is assumed
+to cache the prompts that it received. The truth of the events is checked: events must soon name
+each prompt that was computed here. If the events miss most prompts (none arrive, or they are from
+another server or about other blocks), the assumption is used until the events are right again.
 """
 
 from __future__ import annotations

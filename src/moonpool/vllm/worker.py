@@ -1,8 +1,8 @@
 """The process of an instance whose engine is a server that already runs: vLLM, or another make.
 
-The instance is joined while that server is healthy. When the server is gone, the instance leaves,
-so that its requests continue on other instances. When the server is back, the instance joins again
-as another incarnation.
+The instance is in the cluster while that server is healthy. When the server is gone, the instance
+leaves, so that its requests continue on other instances. When the server is back, the instance
+joins again as another incarnation.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
     """A later head continues from here. `num_ended`: number of heads that this call has hung or
-    crashed so far. `num_killed`: how many heads were killed while they processed it, which may be
-    chance."""
+    crashed so far. `num_killed`: how many heads were killed while they processed this call, which
+    may be chance."""
 
     num_ended: int = 0
     num_killed: int = 0

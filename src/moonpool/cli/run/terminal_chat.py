@@ -33,7 +33,7 @@ class TerminalChat:
         self._is_terminal = sys.stdout.isatty()
 
     def run(self) -> None:
-        """Returns when the person ends it. Raises ServerEndedError."""
+        """Returns when the person ends the chat. Raises ServerEndedError."""
         # gives line editing and history where they are available
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401

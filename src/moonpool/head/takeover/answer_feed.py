@@ -29,7 +29,7 @@ class CopyChannel(Protocol):
 
 
 class AnswerFeed:
-    """Sends the logs of answers as they grow, from `begin` to `end`."""
+    """Sends the logs of answers as they grow, until `end` is called."""
 
     def __init__(self, answers: KeptAnswers, channel: CopyChannel) -> None:
         self._answers = answers

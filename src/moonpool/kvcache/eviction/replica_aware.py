@@ -1,11 +1,11 @@
 """Evicts blocks that another instance keeps a replica of first, whatever policy is wrapped.
 
 The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM, owns
-the block, and keeps it longest (`kvcache.eviction.replicas`). It also marks the blocks of programs
-that pause for long or have ended (`conductor.programs`). A prefix is matched as a whole on one
-instance, so the last copy of a block is worthless without its predecessors, even if those have
-replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block that
-continues it here is loose too. All other blocks are *tight*.
+the block, and keeps it longest (`kvcache.eviction.replicas`). The Conductor also marks the blocks
+of programs that pause for long or have ended (`conductor.programs`). A prefix is matched as a whole
+on one instance, so the last copy of a block is worthless without its predecessors, even if those
+have replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block
+that continues it here is loose too. All other blocks are *tight*.
 
 Loose blocks are evicted before all others: the one released longest ago first, and the end of a
 prompt before its beginning. So a hot block keeps its replicas for as long as there are colder

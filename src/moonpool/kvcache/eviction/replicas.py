@@ -110,7 +110,8 @@ class ReplicaTracker:
     ) -> dict[int, ReplicaChanges]:
         """Returns each instance's new replica states, from the oldest changes of up to `num_keys`
         blocks. `holders` and `demoted` are those of `PrefixIndex`; `capacities`: number of blocks
-        of each instance's DRAM pool, by the instance's bit. The result has the same keys."""
+        of each instance's DRAM pool, by the instance's bit. The result has the instances' bits as
+        keys, too."""
         owners = ReplicaOwners(capacities)
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)

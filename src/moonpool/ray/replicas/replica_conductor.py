@@ -59,7 +59,7 @@ STEP_S = 3e-3
 
 @dataclass(frozen=True, slots=True)
 class PlacedCall:
-    """A call is to go to this replica."""
+    """The decision that a call goes to this replica."""
 
     call_id: str
     replica: str
@@ -67,7 +67,7 @@ class PlacedCall:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """A call is refused."""
+    """The decision that a call is refused."""
 
     call_id: str
     refusal: Refusal
@@ -79,7 +79,7 @@ Decision = PlacedCall | RefusedCall
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A router's observation of an answer at `now`: its number of tokens, or its end. `replica`:
-    the replica that reports; "" for the one that has the call."""
+    the replica that reports; "" means the replica that has the call."""
 
     call_id: str
     now: float
@@ -100,7 +100,7 @@ class _Answer:
 
 
 class ReplicaTimes:
-    """The times of one replica, as routers see them: until enough of them are known, they are
+    """The times of one replica, as routers measure them. Until there are enough samples, times are
     assumed. A prompt's time is a sample if nothing else ran on the replica during it, and a step's
     time if no prompt was computed during it. `tokens_came` returns the fitted cost, once."""
 
@@ -187,7 +187,7 @@ class _UnderWay:
 
 
 class ReplicaConductor:
-    """The state. The times passed to it must not go back."""
+    """The state. The times passed to a `ReplicaConductor` must not decrease."""
 
     def __init__(self, settings: RouterSettings, incarnation: str = "") -> None:
         """`incarnation`: as for `Conductor`."""
@@ -204,7 +204,7 @@ class ReplicaConductor:
         return tuple(self._replicas)
 
     def take_decisions(self) -> list[Decision]:
-        """Returns those since the last call."""
+        """Returns the decisions since the last call."""
         found, self._decisions = self._decisions, []
         return found
 
@@ -251,8 +251,8 @@ class ReplicaConductor:
         self._post(InstanceJoined(info), now)
 
     def _lose(self, name: str, now: float) -> None:
-        """Calls that have had tokens from there are over: their clients may send them again. The
-        other calls there are placed again."""
+        """Removes a replica. Calls that have had tokens from the replica are over, and their
+        clients may send them again. The replica's other calls are placed again."""
         for call_id in [id_ for id_, each in self._calls.items() if each.replica == name]:
             if self._calls[call_id].num_tokens:
                 self._cancel(call_id, now)
@@ -262,7 +262,7 @@ class ReplicaConductor:
     # Calls
 
     def arrive(self, call: ReplicaCall, now: float) -> None:
-        """A call is to be placed; again, if its replica did not take it."""
+        """Places a call, which may come again because its replica did not take it."""
         self._cancel(call.call_id, now)
         settings = self._settings
         tokens = call.token_ids[: settings.max_model_tokens - 1]
@@ -339,7 +339,7 @@ class ReplicaConductor:
             self._give(replica, EngineStepEnded(), max(began_s, self._now))
 
     def _finish(self, under_way: _UnderWay, now: float) -> None:
-        """The answer is complete."""
+        """Notes that the answer is complete."""
         call_id, replica = under_way.call.call_id, self._replicas.get(under_way.replica)
         # without streaming, all tokens arrive together, and their number is unknown
         if not under_way.num_tokens:

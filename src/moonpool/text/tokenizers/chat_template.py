@@ -44,7 +44,7 @@ _RESERVED = frozenset(
 
 
 MAX_TEMPLATE_CHARS = 1 << 18
-"""Ten times the longest known."""
+"""Ten times the longest known template."""
 MAX_ERROR_CHARS = 500
 
 

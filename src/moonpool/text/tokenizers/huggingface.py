@@ -277,7 +277,7 @@ def bytes_function(decoder: dict[str, Any] | None) -> BytesOf | None:
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder's steps, of one in another too."""
+    """Returns the decoder's steps, including those of nested decoders."""
     if decoder is None or decoder.get("type") != "Sequence":
         return [] if decoder is None else [decoder]
     return [step for each in decoder["decoders"] for step in _steps(each)]

@@ -21,7 +21,7 @@ MAX_GATHERED = 2_000_000
 
 
 class Gatherer(ABC):
-    """Is told all lines, and then gives the rows."""
+    """Gets all lines of a file, and then gives the rows."""
 
     _num_kept = 0
     format: str
