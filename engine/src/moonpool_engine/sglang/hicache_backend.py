@@ -181,7 +181,8 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix with which every pool's policy is satisfied, and all shorter ones."""
+        """Returns the lengths of the prefixes that satisfy every pool's policy, up to the longest
+        one."""
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {KV: num_pages} if num_pages else {}
         lengths = list(range(1, num_pages + 1))
