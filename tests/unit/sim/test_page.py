@@ -16,12 +16,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from moonpool.conductor.waiting.rules import LOAD_REASONS
 from moonpool.config.parse import parse_config
 from moonpool.pages.units import byte_size, duration, percent, significant
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.report.page import render_report
+from moonpool.sim.report.user_figures import REASONS
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -183,6 +185,26 @@ def test_the_limits_are_drawn_where_they_are() -> None:
     kept = percent(simulation.collector.ttft_s.share_up_to(simulation.config.slo.ttft_s))
     assert f"SLO 30\xa0s: {kept}" in page
     assert "SLO 100\xa0ms: " in page
+
+
+@pytest.mark.parametrize(
+    ("conductor", "words"),
+    [
+        ({"admission": "goodput"}, "limit, not enforced: 1"),
+        ({"admission": "goodput", "decode_wait": False}, "refuses above 1"),
+        ({"admission": "none", "decode_wait": False}, "limit, not enforced: 1"),
+        ({"admission": "early"}, "refuses above 1"),
+    ],
+)
+def test_the_limit_of_the_load_refuses_only_where_it_is_compared(
+    conductor: dict[str, Any], words: str
+) -> None:
+    page = drawn(*simulated(2, conductor=conductor))
+    assert words in page.replace("\xa0", " ")
+
+
+def test_each_refusal_under_load_has_an_explanation() -> None:
+    assert REASONS.keys() >= LOAD_REASONS
 
 
 def test_what_comes_from_outside_is_escaped() -> None:

@@ -85,7 +85,10 @@ def _load(simulation: Simulation) -> ReportFigure:
         Series("decode pool", thinned(timeline.series("decode_load")), "c2"),
         Series("decode pool, projected", thinned(timeline.series("decode_projected")), "c3 dash"),
     ]
-    refuses = "refuses above" if config.admission != "none" else "limit, not enforced:"
+    # with `decode_wait` off, decode instances compare their load with the limit, too
+    checks = config.admission != "none" and not config.decode_wait
+    checks = checks or config.admission in ("baseline", "early", "predictive")
+    refuses = "refuses above" if checks else "limit, not enforced:"
     return over_time(
         "Load over time",
         how,

@@ -30,7 +30,7 @@ REASONS = {
     "batch_full": "no batch had room within the TTFT SLO",
     "decode_load": "the decode load exceeded its limit when the request arrived",
     "decode_load_predicted": "the decode load would have exceeded its limit after the prefill",
-    "tbt_slo_late": "after the prefill, the decode instance had no room for it within the TBT SLO",
+    "tbt_slo_late": "after the prefill, the answer no longer fitted within the TBT SLO",
     "long_queue": "the prompts before the request would have taken too long",
     "fair_share": "waiting requests of other tenants came first",
     "programs_wait": "programs that began earlier came first",
