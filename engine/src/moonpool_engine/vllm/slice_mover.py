@@ -16,8 +16,8 @@ Sums = npt.NDArray[np.uint64]
 
 
 class SliceMover(Protocol):
-    """Copies slices. The caller answers for the addresses: each has `slice_bytes` bytes that are
-    there until the call returns, and no target overlaps another slice."""
+    """Copies slices. The caller guarantees that each address has `slice_bytes` bytes until the call
+    returns, and that no target overlaps another slice."""
 
     device_types: ClassVar[tuple[str, ...]]
     """Kinds of devices, by torch's names, whose memory it can address."""
@@ -50,7 +50,7 @@ class PlainSliceMover:
 
 
 class NativeSliceMover:
-    """Copies and sums in one pass over memory. The native calls release the GIL."""
+    """Copies and computes checksums in one pass over memory. The native calls release the GIL."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
@@ -68,7 +68,7 @@ class NativeSliceMover:
 
 
 def open_mover() -> SliceMover:
-    """The native one, or the plain one where the kernels are not built or do not load."""
+    """Returns the native mover, or the plain one if the kernels are not built or do not load."""
     calls = open_slices()
     if calls is None:
         return PlainSliceMover()
