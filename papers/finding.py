@@ -70,8 +70,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one experiment. `paper_inputs` are stated by the paper. `chosen_inputs` are
-    not, so each says which value was chosen and why."""
+    """The result of one experiment. `paper_inputs` are stated by the paper. `chosen_inputs` are not
+    stated there, so each says which value was chosen and why."""
 
     name: str
     title: str

@@ -74,7 +74,8 @@ class CacheExplained:
 
 @dataclass(frozen=True, slots=True)
 class SlotsChanged:
-    """The engine's slots, or its saved slots, have changed. `counters`: what was done to them."""
+    """The engine's slots, or its saved slots, have changed. `counters`: how often slots were saved,
+    restored and so on, by name."""
 
     counters: Mapping[str, float]
 

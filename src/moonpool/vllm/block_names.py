@@ -88,8 +88,8 @@ class ExternalBlocks:
         self._holders: dict[BlockKey, int] = {}  # number of block hashes with each key
         self._changes = Changes()
         self.other_block_tokens = 0
-        """The block size of the last event whose blocks have another one; 0 means that there was
-        none."""
+        """The block size of the last event whose blocks have another size than this engine's; 0
+        means that there was no such event."""
 
     def __len__(self) -> int:
         return len(self._holders)

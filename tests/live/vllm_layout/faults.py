@@ -102,7 +102,7 @@ def next_block(layout: CacheLayout) -> CacheLayout:
 
 
 def forget_a_layer(layout: CacheLayout) -> CacheLayout:
-    """Leaves out the last block."""
+    """Leaves out the last layer."""
     last = layout.parts[-1].layer_name
     return replace(layout, parts=tuple(p for p in layout.parts if p.layer_name != last))
 

@@ -26,7 +26,8 @@ class SliceMover(Protocol):
         """Copies slice i from `from_addresses[i]` to `to_addresses[i]`.
 
         Returns the xxh3_64 of the bytes that were copied, for each slice. Targets are multiples of
-        64, and so is `slice_bytes`, which is at least 256. Raises ValueError if that is not so.
+        64, and so is `slice_bytes`, which is at least 256. Raises ValueError for other addresses or
+        sizes.
         """
         ...
 

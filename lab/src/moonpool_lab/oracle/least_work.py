@@ -19,12 +19,12 @@ instance. With (e, f) a line below the step time (`CostFloor.support`), a step o
 >= e + W, where W is the sum of f + g context over its decodes:
 
 * pace: The SLO holds for the mean of an answer's longest tenth of gaps, so also for any weighted
-  mean of its gaps with no weight above ten times the mean weight. Weights f + g context are such:
-  they grow by a constant, so none is above twice the mean. A gap is at least its step's d. So the
-  sum of w d over a request's steps is at most that of w T. Add it, times k = e / (T - e)^2, to the
-  instance's time: d (1 + k W) - k W T >= T / (T - e) W for each step, with equality at d = T. So a
-  decode takes at least T / (T - e) (f + g context). (Steps that are reported together count as
-  steps of their mean.)
+  mean of its gaps with no weight above ten times the mean weight. The weights f + g context keep
+  this limit, because they grow by a constant, so none is above twice the mean. A gap is at least
+  its step's d. So the sum of w d over a request's steps is at most that of w T. Add it, times k = e
+  / (T - e)^2, to the instance's time: d (1 + k W) - k W T >= T / (T - e) W for each step, with
+  equality at d = T. So a decode takes at least T / (T - e) (f + g context). (Steps that are
+  reported together count as steps of their mean.)
 * memory: the prompts of a step's decodes fit into the engine's M tokens, or it is one request. So e
   is at least e times their sum over M, and a decode takes e prompt / M + f + g context.
 * seats: a step has at most S decodes, so a decode takes at least e / S + f + g context.
