@@ -110,7 +110,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert inside == sorted(self.evictable)
 
     def teardown(self) -> None:
-        """Whether all blocks can be evicted, whatever happened before."""
+        """Asserts that all blocks can be evicted, whatever happened before."""
         if hasattr(self, "policy"):
             assert sorted(self.policy.pop(len(self.evictable))) == sorted(self.evictable)
 

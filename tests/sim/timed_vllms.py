@@ -326,7 +326,8 @@ class TimedVllms:
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
     def _refuse(self, client: _Client, status: int, told_s: float | None) -> None:
-        """Sends a program's call again; without a program, the user continues."""
+        """Handles a refusal: a program sends its call again, and the user of another session
+        continues."""
         client.num_refused += 1
         wait_s = retry_after_s(status, client.num_refused, told_s) if client.program >= 0 else None
         if wait_s is not None:

@@ -16,7 +16,7 @@ from tests.live.vllm_pool.run import main
 
 
 def get_finished(self: Any, finished_req_ids: set[str], num_steps: int = 0) -> Any:
-    """Has one parameter more than vLLM's own function."""
+    """Takes one parameter more than vLLM's own method."""
     return None, None
 
 

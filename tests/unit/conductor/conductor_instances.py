@@ -36,7 +36,7 @@ def info(
     incarnation: int = 1,
     context_tokens: int = 0,
 ) -> InstanceInfo:
-    """The first letter of the name gives the role."""
+    """Describes an instance, whose role follows from the first letter of its name."""
     address = PeerAddress(
         instance_id=InstanceId(name), host_id=host_id, unix_name="", tcp_host="x", tcp_port=1
     )

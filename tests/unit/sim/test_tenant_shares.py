@@ -63,11 +63,12 @@ def flood(tenant: str, first_s: float = 0.0, **known: Any) -> list[Arrival]:
 
 class Found(NamedTuple):
     records: dict[str, list[RequestRecord]]  # records by tenant, in order of arrival
-    tokens: list[tuple[float, str, int]]  # each entry is (arrival time, tenant, number of requests)
+    tokens: list[tuple[float, str, int]]  # (time of delivery, tenant, number of tokens)
     num_pauses: int
 
     def ttfts(self, tenant: str) -> list[float]:
-        """Asserts that every request of the tenant was answered."""
+        """Returns the TTFTs of the tenant's requests, in order of arrival. Asserts that all were
+        answered."""
         outcomes = Counter(record.outcome for record in self.records[tenant])
         assert outcomes == {"stop": len(self.records[tenant])}
         return [record.ttft_s or 0.0 for record in self.records[tenant]]

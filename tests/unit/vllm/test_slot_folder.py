@@ -113,7 +113,8 @@ def folder_held(one: Held) -> Held:
 
 
 def folder_intact(folder: SlotFolder, one: Held, right: bytes) -> bool:
-    """Checks slots without a final deletion."""
+    """Returns whether a slot's file is intact, and restores the file and its note, which the check
+    may delete."""
     data = folder.path / folder.file_name(one.name)
     content = data.read_bytes()
     is_intact = folder.is_intact(one)

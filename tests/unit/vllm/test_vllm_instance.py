@@ -110,7 +110,7 @@ class Bench:
         return [action for event in events for action in self.instance.handle(event, self.now)]
 
     def step(self, *pieces: EngineOutput, after_s: float = 0.1) -> list[VllmAction]:
-        """The tokens come together."""
+        """Ends a step in which all these outputs come."""
         self.now += after_s
         return self.handle(*pieces, EngineStepEnded())
 
