@@ -37,7 +37,8 @@ class FindingRow:
 
     @property
     def difference(self) -> float | None:
-        """Returns our figure's difference from the paper's, as a share of the paper's figure."""
+        """Returns our figure's difference from the paper's, as a share of the paper's figure; None
+        if they cannot be compared."""
         return None if not self.paper or self.partial else self.ours / self.paper - 1
 
     @property

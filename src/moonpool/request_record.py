@@ -111,7 +111,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Returns the mean time per output token after the first."""
+        """Returns the mean time per output token after the first, or None for fewer than two
+        tokens."""
         if self.first_token_s is None or self.last_token_s is None or self.num_generated_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_generated_tokens - 1)

@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 
 
 def commands() -> list[tuple[str, str]]:
-    """Yields (page, command line) of every moonpool command in a shell block."""
+    """Returns (page, command line) of every moonpool command in a shell block."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):

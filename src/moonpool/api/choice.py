@@ -154,8 +154,8 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """Returns `finish_reason` in OpenAI's terms. A call that a stop string has cut does not
-        count."""
+        """Returns `finish_reason` in OpenAI's terms, or None before the end. A call that a stop
+        string has cut does not count."""
         if self.finish_reason is not FinishReason.STOP or not self._called:
             return self.finish_reason
         is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call

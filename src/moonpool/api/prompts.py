@@ -258,7 +258,7 @@ class PromptReader:
         return token_ids
 
     def _shown_tools(self, body: ChatBody) -> Sequence[dict[str, Any]] | None:
-        """Returns the tools that the template receives.
+        """Returns the tools that the template receives, or None.
 
         A required call is constrained by its schema, so it needs no template that knows tools.
         """

@@ -124,7 +124,7 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """Returns the number of the call that is being processed."""
+        """Returns the number of the call that is being processed, or None."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:

@@ -436,7 +436,7 @@ class BlockPool:
 
     def _cached_twin(self, block_id: BlockId) -> BlockId | None:
         """Returns the cached block with this block's content: itself, or the block that has its
-        key."""
+        key, or None without such a block."""
         if self._key_of[block_id] is not None:
             return block_id
         key = self._twin_key.get(block_id)

@@ -222,7 +222,8 @@ class Planner:
             now = msgspec.structs.replace(more, cache_tokens=now.cache_tokens)
 
     def _richest(self, one: Candidate) -> Candidate | None:
-        """Returns the candidate with the most cache, then the most SSD, below the best price."""
+        """Returns the candidate with the most cache, then the most SSD, below the best price, or
+        None if there is none."""
         for cache, ssd in product(reversed(self._steps.caches), reversed(self._steps.ssds)):
             rich = msgspec.structs.replace(one, cache_tokens=cache, ssd_tokens=ssd)
             if self._price(rich) < self._most:
@@ -277,7 +278,8 @@ class Planner:
         ]
 
     def _most_promising(self) -> Arrangement | None:
-        """Returns the arrangement with the largest saving times its chance to keep the SLOs."""
+        """Returns the arrangement with the largest saving times its chance to keep the SLOs, or
+        None if there is none."""
         most = self._most * (1 - LEAST_GAIN)
         self._open = [
             each

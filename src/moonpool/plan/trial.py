@@ -222,7 +222,8 @@ class Watcher(Collector):
         return stages_s.get("handover", 0.0) > 0.5 * record.slo.ttft_s
 
     def _decode(self) -> Cause:
-        """Returns whether speed or memory of the decoding instances is nearer to its limit."""
+        """Returns the cause of a slow answer: speed or memory of the decoding instances, whichever
+        is nearer to its limit."""
         held = memory = 0
         step_s = 0.0
         nodes = [n for n in self._simulation.nodes.values() if n.role is not Role.PREFILL]

@@ -242,7 +242,7 @@ def _place_of(objects: Objects) -> _Place | None:
 
 def _arrival_near(usage: tuple[str, ...], objects: Objects) -> tuple[tuple[str, ...], str] | None:
     """Returns the best name of an arrival in the objects around the usage, the innermost first, or
-    else in any other object."""
+    else in any other object; None if no object has one."""
     best: tuple[bool, int, int, tuple[str, ...], str] | None = None
     for path, fields in objects:
         name = _named(fields, ARRIVAL)

@@ -45,8 +45,8 @@ def salt_of(
     layout_fingerprint: bytes, tenant: str, adapter: str = "", always: bool = False
 ) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
-    then contain. `always`: whether a salt is returned for no tenant, too, because a pool names its
-    blocks by it."""
+    then contain. Returns None if no salt is needed. `always`: whether a salt is returned without a
+    tenant, too, because a pool names its blocks by the salt."""
     has_salt = salt_part(tenant) or adapter or always
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 

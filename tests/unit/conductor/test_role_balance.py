@@ -62,7 +62,7 @@ class Hall:
         )
 
     def switch(self, advice: RoleAdvice) -> None:
-        """Returns all instances that the advice names."""
+        """Gives all instances that the advice names its role."""
         self.balance.note_switch(advice.role, self.now)
         prefills = advice.role is Role.PREFILL
         for name in advice.instance_ids:

@@ -131,7 +131,7 @@ def key_and_value_apart(blocks: int = 5) -> Worker:
 
 
 def all_orders() -> list[tuple[str, int]]:
-    """Yields each order with the number of kernel blocks in a block, which is above 1 only in
+    """Returns each order with the number of kernel blocks in a block, which is above 1 only in
     orders with dense blocks."""
     whole = [(order, 1) for order in ORDERS]
     return [*whole, *itertools.product(("LBHNC", "LBNHC"), (2, 4))]

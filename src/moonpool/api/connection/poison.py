@@ -116,7 +116,7 @@ class WorkMark:
 
     @property
     def number(self) -> int | None:
-        """Returns the number of the call that the event loop is processing."""
+        """Returns the number of the call that the event loop is processing, or None."""
         return self._words[0] - 1 if self._words[0] else None
 
     def back_to(self, number: int | None) -> None:

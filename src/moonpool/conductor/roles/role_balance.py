@@ -475,7 +475,7 @@ def _judge(
     needs: Needs,
 ) -> RoleAdvice | None:
     """Returns the switches that reduce the load of the fuller pool most, or under overload serve
-    most requests."""
+    most requests; None if no switch helps enough."""
     before = capacities.loads()
     if before.worst < LOADED:
         return None

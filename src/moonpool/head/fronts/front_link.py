@@ -108,7 +108,8 @@ class FrontAnswer(ResponseStream):
         return parts
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Returns the address to which the tokens of an attempt go directly."""
+        """Returns the address to which the tokens of an attempt go directly, or None if they go to
+        the head."""
         if attempt_id not in self._attempts:
             self._attempts.append(attempt_id)
         return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)

@@ -62,7 +62,8 @@ class ServedModels:
 
     @property
     def default(self) -> ServedModel | None:
-        """Returns the first model, which a call without a model means."""
+        """Returns the first model, which a call without a model means, or None while there is no
+        model."""
         return self._models[0] if self._models else None
 
     @property

@@ -75,6 +75,6 @@ class Device(Struct, frozen=True):
     source: str = ""
 
     def all_reduce_row(self, num_devices: int) -> AllReduce | None:
-        """Returns the row for `num_devices`, or for the next larger number with a row."""
+        """Returns the row for `num_devices`, or for the next larger number with a row, or None."""
         wide_enough = [row for row in self.all_reduce if row.num_devices >= num_devices]
         return min(wide_enough, key=lambda row: row.num_devices, default=None)
