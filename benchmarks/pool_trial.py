@@ -178,7 +178,7 @@ def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]
 
 
 def verdict(pool: dict[str, Any], alone: dict[str, Any], given_up: list[str]) -> Iterator[str]:
-    """Returns lines that say what the run proves."""
+    """Yields lines that say what the run proves."""
     if pool["foreign"]:
         yield f"{pool['foreign']} answers with text of other conversations"
     p = fisher_p(pool["wrong"], pool["answers"], alone["wrong"], alone["answers"])

@@ -275,7 +275,7 @@ def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
 
 
 def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
-    """Returns the events of a stream after the event with the id `last`, each with its id."""
+    """Yields the events of a stream after the event with the id `last`, each with its id."""
     headers, found = {"Last-Event-ID": last}, ""
     body = body | {"stream": True}
     with fresh.stream(

@@ -186,7 +186,7 @@ def test_all_apis_with_messages_take_images(zoo: Zoo, path: str) -> None:
 
 
 def events_of(server: LocalServer, path: str, **body: Any) -> Iterator[Any]:
-    """Returns the JSON of a stream's events, without the closing [DONE]."""
+    """Yields the JSON of a stream's events, without the closing [DONE]."""
     asked = body | {"stream": True}
     with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
         assert said.status_code == 200, said.read()

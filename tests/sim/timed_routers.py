@@ -213,7 +213,7 @@ class ProgramQueueRouter:
 
 
 def _prefixes(tokens: Sequence[int]) -> Iterator[int]:
-    """Returns a number for each prefix in whole blocks, the shortest first."""
+    """Yields a number for each prefix in whole blocks, the shortest first."""
     number = 0
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         number = hash((number, tuple(tokens[at : at + BLOCK_TOKENS])))

@@ -69,7 +69,7 @@ def test_the_project_admits_what_is_pinned(name: str) -> None:
 
 
 def needs_of(package: str, extras: set[str]) -> Iterator[Requirement]:
-    """Returns the requirements of an installed package that apply on this machine. Raises
+    """Yields the requirements of an installed package that apply on this machine. Raises
     PackageNotFoundError."""
     for line in distribution(package).requires or ():
         needed = Requirement(line)

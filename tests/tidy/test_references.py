@@ -106,7 +106,7 @@ def known() -> dict[str, Path]:
 
 
 def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Returns the references to a file, or to a test or constant in it, that does not exist."""
+    """Yields the references to a file, or to a test or constant in it, that does not exist."""
     for found in pattern.finditer(text.text):
         name, test = found.groups()
         if name in OF_OTHERS or name.isupper() or name.startswith("FOLDER/"):

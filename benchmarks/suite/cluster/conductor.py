@@ -180,7 +180,7 @@ class _PlayedCluster:
         self.conductor.handle(InstanceJoined(info), self.now)
 
     def _held(self, row: int, num_instances: int, num_blocks: int) -> Iterable[BlockKey]:
-        """Returns the shared block, and conversations, every third of which also lies on another
+        """Yields the shared block, and conversations, every third of which also lies on another
         instance."""
         yield _key(0, 0)
         for conversation in range(row, self._conversations, num_instances):

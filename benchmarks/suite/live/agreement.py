@@ -116,7 +116,7 @@ def run_both(
 
 
 def neighbours_words(lives: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Returns a warning if other programs computed, too."""
+    """Yields a warning if other programs computed, too."""
     yield from _share_words(max(live["neighbours_share"] for live in lives))
 
 

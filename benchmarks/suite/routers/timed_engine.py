@@ -260,7 +260,7 @@ class TimedEngine:
 
 
 def block_keys(request: TimedRequest, block_tokens: int, num_tokens: int) -> Iterable[bytes]:
-    """Returns the keys of the full blocks of the request's first tokens; each key depends on all
+    """Yields the keys of the full blocks of the request's first tokens; each key depends on all
     tokens before its block, too."""
     before: bytes = request.salt
     for at in range(0, num_tokens - block_tokens + 1, block_tokens):
