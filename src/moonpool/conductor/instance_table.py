@@ -38,16 +38,13 @@ class InstanceTable:
         self.tbt_slo_s = tbt_slo_s
         self._sizes_chunks = sizes_chunks
         self.ids: list[InstanceId] = []
-        # whether the instance accepts new prefills
-        self.prefills: Bools = np.zeros(0, dtype=np.bool_)
-        # whether the instance accepts new decodes
-        self.decodes: Bools = np.zeros(0, dtype=np.bool_)
+        self.prefills: Bools = np.zeros(0, dtype=np.bool_)  # whether new prefills are accepted
+        self.decodes: Bools = np.zeros(0, dtype=np.bool_)  # whether new decodes are accepted
 
         # Booked load.
         # predicted time of prefills that are booked and not started
         self.waiting_ns: Floats = np.zeros(0)
-        # time at which the started prefills should have ended
-        self.busy_until_s: Floats = np.zeros(0)
+        self.busy_until_s: Floats = np.zeros(0)  # time at which started prefills should have ended
         self.last_placed_s: Floats = np.zeros(0)  # time of the last placement; NEVER_S before one
         self.room_tokens: Floats = np.zeros(0)  # tokens of KVCache that are not booked
         # number of booked decodes, including requests that are still in prefill

@@ -451,8 +451,7 @@ class RequestLifecycle:
 
     def _hold_back(self, tracked: TrackedRequest, now: float) -> None:
         """Lets the request wait while another one runs alone."""
-        # the request is not rejected because of the time that this wait takes
-        tracked.has_waited = True
+        tracked.has_waited = True  # this wait is no reason to reject the request
         self.waiting.add(tracked, now)
 
     def move(self, tracked: TrackedRequest, now: float) -> None:
@@ -488,8 +487,7 @@ class RequestLifecycle:
         on another instance."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
-        # the request is not rejected because of the time that this has taken
-        tracked.has_waited = True
+        tracked.has_waited = True  # the lost time is no reason to reject the request
         tracked.num_faults += at_fault
         is_last = tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s
         if is_last or (tracked.request.forwarded and tracked.generated):
