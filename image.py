@@ -1,9 +1,10 @@
-"""The container image of a release (`make release`): no daemon, and the same bytes each time.
+"""Builds the container image of a release (`make release`), without a daemon and with the same
+bytes each time.
 
 buildah runs deploy/container/Containerfile in a chroot, with the wheels that are built already. The
-base is an image of a registry, or with `IMAGE_BASE=debian` Debian's packages by mmdebstrap. All
-times are the commit's, byte code holds none, so the same commit on the same base gives the same
-image; its digest says so.
+base is an image of a registry, or with `IMAGE_BASE=debian`, mmdebstrap makes it from Debian's
+packages. All times are the commit's, and byte code has no times. So the same commit on the same
+base gives an image with the same digest.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ ROOT = Path(__file__).resolve().parent
 CONTAINERFILE = ROOT / "deploy" / "container" / "Containerfile"
 BASE = "docker.io/library/python:3.11-slim"
 DEBIAN = "debian"
-"""The base that mmdebstrap makes: where registries are out of reach."""
+"""The base that mmdebstrap makes, for machines that cannot reach a registry."""
 DEBIAN_PACKAGES = ("python3", "python3-pip", "python-is-python3", "ca-certificates", "libstdc++6")
 CHROOT = ("--isolation", "chroot", "--network", "host")
 TAG = "localhost/moonpool"
 
 
 class ImageError(Exception):
-    """The image cannot be built; one line says why."""
+    """The image cannot be built. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A built image: its digest, and the names and versions of what it consists of."""
+    """A built image: its digest, and the names and versions of its packages."""
 
     digest: str
     debian: dict[str, str]
@@ -43,7 +44,7 @@ class Image:
 
 
 def missing(base: str = BASE) -> str:
-    """What to do before an image can be built; empty if one can."""
+    """Returns the command to run before an image can be built, or "" if none is needed."""
     tools = ("buildah", "mmdebstrap") if base == DEBIAN else ("buildah",)
     absent = [tool for tool in tools if shutil.which(tool) is None]
     if absent:
@@ -52,7 +53,8 @@ def missing(base: str = BASE) -> str:
 
 
 def build_image(dist: Path, version: str, built_s: int, base: str) -> Image:
-    """Writes the image as an OCI archive into `dist`, out of its wheels. Raises ImageError."""
+    """Builds the image from the wheels in `dist`, and writes it there as an OCI archive. Raises
+    ImageError."""
     (ROOT / "build").mkdir(exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="image-", dir=ROOT / "build"))
     images = Images(place, built_s)
@@ -69,7 +71,7 @@ def build_image(dist: Path, version: str, built_s: int, base: str) -> Image:
 
 
 class Images:
-    """buildah with a store of its own, whose files all get one time."""
+    """Runs buildah with a store of its own. All files of its images get the same time."""
 
     def __init__(self, place: Path, built_s: int) -> None:
         self.place = place
@@ -102,13 +104,14 @@ class Images:
         return "localhost/base"
 
     def build(self, base: str, wheels: Path | None, version: str) -> None:
-        """Builds the Containerfile on a base, as TAG, with `wheels` or with what it compiles."""
+        """Builds the Containerfile on a base, as TAG, with `wheels`, or without them from the
+        sources."""
         given = self.place / "given"
         given.mkdir()
         for wheel in wheels.glob(f"moonpool*-{version}-*.whl") if wheels else ():
             shutil.copy(wheel, given)
         mounts = [f"--volume={given}:/media:ro", *self._settings_of_pip(given)]
-        # torch's index may be out of reach, as registries are; then its wheel is in find-links.
+        # If torch's index cannot be reached, its wheel is in PIP_FIND_LINKS.
         index = ["--build-arg", "PIP_EXTRA_INDEX_URL="] if os.environ.get("PIP_FIND_LINKS") else []
         label = "org.opencontainers.image"
         self.buildah(
@@ -120,11 +123,12 @@ class Images:
         )
 
     def root(self) -> Path:
-        """The files of the built image."""
+        """Returns the folder with the files of the built image."""
         return Path(self.buildah("mount", self.buildah("from", TAG)))
 
     def _settings_of_pip(self, given: Path) -> list[str]:
-        """Writes what this machine's environment tells pip, for the build alone; returns mounts."""
+        """Writes pip's settings of this machine's environment into a file for the build. Returns
+        the mounts."""
         settings, mounts = {}, []
         links, cert = os.environ.get("PIP_FIND_LINKS", ""), os.environ.get("PIP_CERT", "")
         if Path(links).is_dir() and links:
@@ -149,7 +153,8 @@ class Images:
 
 
 def parts_of(root: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Debian's packages and Python's in the files of an image: versions by names."""
+    """Returns the versions of Debian's and of Python's packages in the files of an image, by
+    name."""
     debian: dict[str, str] = {}
     status = root / "var/lib/dpkg/status"
     for entry in status.read_text().split("\n\n") if status.is_file() else ():
@@ -162,7 +167,7 @@ def parts_of(root: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def components(image: Image) -> list[dict[str, Any]]:
-    """The image's parts in CycloneDX's form."""
+    """Returns the image's packages in CycloneDX's form."""
     kinds = (("pkg:deb/debian/", image.debian), ("pkg:pypi/", image.python))
     return [
         {"type": "library", "name": name, "version": version, "purl": f"{kind}{name}@{version}"}

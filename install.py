@@ -4,10 +4,10 @@
     python3 install.py lab        and plans, plots and measurements: requirements-lab.lock
     python3 install.py lab dev    and tests and checks: requirements-dev.lock
 
-uv installs where it is on the PATH, else pip does, and pip also where uv fails. At the same time
-the kernels are compiled, for this machine's instruction set only, or with `dev` for all instruction
-sets, which the tests need. The locks name every file by its hash. The module imports only the
-standard library.
+uv installs the packages if it is on the PATH; without it, or if it fails, pip does. At the same
+time the kernels are compiled, for this machine's instruction set only, or with `dev` for all
+instruction sets, which the tests need. The locks name every file by its hash. The module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _INDEXES = {
     "extra-index-url": "--extra-index-url",
     "find-links": "--find-links",
 }
-"""pip's settings of where packages come from, and uv's flags for the same."""
+"""pip's settings of the places of packages, and uv's flags for the same places."""
 
 Command = Sequence[str | Path]
 
 
 class InstallError(RuntimeError):
-    """Something could not be installed; the message is one line."""
+    """Says in one line what could not be installed."""
 
 
 def main(parts: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def install(parts: Sequence[str]) -> None:
 
 @contextmanager
 def _step(name: str) -> Iterator[None]:
-    """Says what is under way, and how long it took."""
+    """Prints the name of a step, and afterwards how long the step took."""
     print(f"{name} ...", flush=True)
     began_s = time.monotonic()
     yield
@@ -109,11 +109,11 @@ def _step(name: str) -> Iterator[None]:
 
 
 def _make_environment(uv: str | None) -> str | None:
-    """Returns uv, or None where it cannot make an environment."""
+    """Makes the environment unless it exists. Returns `uv`, or None if uv could not make it."""
     if PYTHON.exists():
         return uv
     if uv is not None:
-        # with pip, which tests and people use
+        # The environment gets pip, which tests and people use.
         line = (uv, "venv", "-q", "--seed", "--clear", "--python", sys.executable, VENV)
         if _succeeds(line):
             return uv
@@ -122,7 +122,8 @@ def _make_environment(uv: str | None) -> str | None:
 
 
 def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
-    """Whether uv has installed the packages of `locks`, from the places that pip would use."""
+    """Installs the packages of `locks` by uv, from the places that pip would use. Returns whether
+    that succeeded."""
     # Any index may give a file, because its hash is known.
     rules = (*_places_of_pip(), "--index-strategy", "unsafe-best-match", "--require-hashes")
     pin, rest = _lock_of_torch(), VENV / "rest.lock"
@@ -141,7 +142,7 @@ def _packages_by_uv(uv: str, locks: Sequence[str]) -> bool:
 
 
 def _packages_by_pip(locks: Sequence[str]) -> None:
-    """Installs them. Raises InstallError."""
+    """Installs the packages of `locks` by pip. Raises InstallError."""
     install = (*_pip(), "install", "--no-compile", "--require-hashes")
     if not _finds_cpu_torch() and not _takes_cpu_torch(install):
         _run((*install, "--no-deps", "-r", CUDA))
@@ -149,7 +150,8 @@ def _packages_by_pip(locks: Sequence[str]) -> None:
 
 
 def _put_last(uv: str | None, package: str) -> None:
-    """Installs a package of the development lock once more, over the files of others."""
+    """Installs a package of the development lock once more, over files that other packages have
+    written."""
     pins = (ROOT / MORE["dev"]).read_text()
     found = re.search(rf"^{package}==(?:.*\\\n)*.*\n", pins, re.MULTILINE)
     if found is None:
@@ -162,7 +164,8 @@ def _put_last(uv: str | None, package: str) -> None:
 
 
 def _takes_cpu_torch(install: Command) -> bool:
-    """Whether torch's own index gave its build for CPUs: where there is no GPU."""
+    """Installs torch's build for CPUs from torch's own index if there is no GPU. Returns whether
+    that succeeded."""
     if _has_gpu() or not _is_for_cpu_torch():
         return False
     pin = VENV / "torch.lock"
@@ -172,7 +175,7 @@ def _takes_cpu_torch(install: Command) -> bool:
 
 
 def _finds_cpu_torch() -> bool:
-    """Whether the torch that pip would take is the one in requirements.lock."""
+    """Whether pip would install the torch that requirements.lock names."""
     words = ("-q", "--dry-run", "--ignore-installed", "--no-deps", "--report", "-")
     done = subprocess.run(  # noqa: S603 - our own
         (*_pip(), "install", *words, _lock_of_torch().split()[0]),
@@ -187,7 +190,7 @@ def _finds_cpu_torch() -> bool:
 
 
 def _lock_of_torch() -> str:
-    """The lines of requirements.lock that pin torch."""
+    """Returns the lines of requirements.lock that pin torch."""
     found = re.search(r"^torch==(?:.*\\\n)*.*\n", (ROOT / RUNS).read_text(), re.MULTILINE)
     if found is None:
         raise InstallError(f"{RUNS} has no torch")
@@ -204,7 +207,8 @@ def _has_gpu() -> bool:
 
 
 def _places_of_pip() -> list[str]:
-    """pip's settings of where packages come from, as flags of uv, which does not read them."""
+    """Returns pip's settings of the places of packages as flags for uv, which does not read these
+    settings."""
     line = (*_pip(sys.executable), "config", "list")
     done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603 - our own
     found: dict[tuple[str, str], None] = {}
@@ -219,7 +223,8 @@ def _pip(python: str | Path = PYTHON) -> tuple[str | Path, ...]:
 
 
 def _uv(uv: str, arguments: Command) -> bool:
-    # Where two file systems meet, uv would warn of each package that it copies.
+    # If its cache is on another file system, uv would print a warning for each package that it
+    # copies.
     link = {} if "UV_LINK_MODE" in os.environ else {"UV_LINK_MODE": _link_mode()}
     few = {"UV_HTTP_RETRIES": os.environ.get("UV_HTTP_RETRIES", "1")}
     return _succeeds((uv, "pip", "install", "--python", PYTHON, *arguments), link | few)

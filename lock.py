@@ -1,12 +1,13 @@
 """Writes the locks (`make lock`): every package that an installation needs, with its hashes.
 
-uv resolves what pyproject.toml names, for all Pythons of Linux, and keeps the versions that the
-locks have. `--upgrade` takes the newest instead. Five files come of it, because pip installs all
-that a file lists: what moonpool and its engine run on, with torch for CPUs, which is all that the
-demo needs; torch of PyPI with CUDA, which whoever wants that one installs first; what the lab needs
-beside; what tests and checks need beside; and what builds the documentation in an environment of
-its own. One list cannot have both builds of torch: given the hashes of both, pip prefers the file
-whose index states a hash, and that is never one in a folder.
+uv resolves the requirements of pyproject.toml, for all Pythons of Linux, and keeps the versions
+that the locks have. `--upgrade` takes the newest versions instead. pip installs everything that a
+file lists, so there are five files: the packages of moonpool and its engine, with torch for CPUs,
+which is all that the demo needs; torch of PyPI with CUDA, to be installed first by users who want
+it; the further packages of the lab; the further packages of tests and checks; and the packages of
+the documentation, for an environment of its own. One list cannot have both builds of torch: given
+the hashes of both, pip prefers the file whose index states a hash, which is never a file in a
+folder.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ HEADS = {
 }
 
 TORCH = "torch==2.13.0"
-"""The release of which the tests compare bits."""
+"""The release whose bits the tests compare."""
 CPU_TORCH = (
     # torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl
     "--hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",
 )
-"""Its builds for CPUs, which PyPI does not have: `pip hash FILE` prints such a line."""
+"""The hashes of its builds for CPUs, which PyPI does not have. `pip hash FILE` prints such a
+line."""
 _OF_CUDA = re.compile(r"(?:nvidia|cuda)-|(?:torch|triton)$")
 
 SERVES = ("pyproject.toml", "engine/pyproject.toml")
@@ -50,7 +52,7 @@ OWN = ("moonpool", "moonpool-engine", "moonpool-lab")
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 DOCS_PYTHON = "3.11.5"
-"""The oldest on which the documentation's packages install."""
+"""The oldest Python on which the documentation's packages can be installed."""
 MACHINES = ("x86_64", "aarch64")
 
 Lock = dict[str, tuple[Requirement, tuple[str, ...]]]
@@ -58,7 +60,7 @@ Lock = dict[str, tuple[Requirement, tuple[str, ...]]]
 
 
 def read_lock(path: Path) -> Lock:
-    """Returns the requirements of a lock; empty where there is none."""
+    """Returns the requirements of a lock, or none if the file does not exist."""
     return parse_lock(path.read_text()) if path.exists() else {}
 
 
@@ -75,7 +77,7 @@ def parse_lock(text: str) -> Lock:
 
 
 def main() -> None:
-    """Writes all locks. Ends with status 1, and uv's own words, where nothing fits."""
+    """Writes all locks. If no versions fit, ends with status 1 and uv's message."""
     pins: Lock = {}
     if "--upgrade" not in sys.argv[1:]:
         for path in (RUNS, CUDA, LAB, DEV):
@@ -129,7 +131,7 @@ def _resolve(
 
 
 def _for_linux(lock: Lock) -> Lock:
-    """Leaves out what only another system needs, and conditions that are always true here."""
+    """Leaves out requirements of other systems, and conditions that are always true on Linux."""
     places: list[dict[str, str | frozenset[str]]] = [
         {
             "platform_machine": machine,

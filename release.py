@@ -1,8 +1,9 @@
 """Makes a release (`make release`): wheels, sdists, chart, site, image, lists of parts, checksums.
 
-All of it follows from the commit: times are the commit's, files are in one order, so whoever builds
-the same commit with the same tools gets the same bytes. `make release` builds the wheels and the
-site first; this packs what is beside them, compares the versions, and writes `SHA256SUMS`.
+Every byte follows from the commit: times are the commit's, and files are in a fixed order. So
+whoever builds the same commit with the same tools gets the same bytes. `make release` builds the
+wheels and the site first. This module packs the other parts, compares the versions, and writes
+`SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ SITE = ROOT / "build" / "site"
 
 
 class ReleaseError(Exception):
-    """The release cannot be made; one line says why."""
+    """The release cannot be made. The message is one line that says why."""
 
 
 NO_IMAGE = "none"
-"""The image's base with which a release has none."""
+"""The value of `IMAGE_BASE` for a release without an image."""
 
 
 def main(dist: Path, base: str = BASE) -> None:
-    """Packs and checks what `dist` has to have beside wheels and sdists. Raises ReleaseError."""
+    """Packs and checks the files that `dist` needs in addition to wheels and sdists. Raises
+    ReleaseError."""
     version = one_version(versions())
     tag = _git("tag", "--points-at", "HEAD", "v*").split()
     if tag and f"v{version}" not in tag:
@@ -73,7 +75,7 @@ def main(dist: Path, base: str = BASE) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The version by the place that states it."""
+    """Returns the stated version by the file that states it."""
     found = {
         name: tomllib.loads((ROOT / name).read_text())["project"]["version"] for name in PROJECTS
     }
@@ -90,7 +92,7 @@ def versions() -> dict[str, str]:
 
 
 def one_version(found: dict[str, str]) -> str:
-    """Raises ReleaseError where places differ."""
+    """Returns the version that all files state. Raises ReleaseError if they differ."""
     if len(set(found.values())) != 1:
         raise ReleaseError(
             "the versions differ: " + ", ".join(f"{name} {text}" for name, text in found.items())
@@ -111,8 +113,8 @@ def pack(folder: Path, target: Path, top: str, built_s: int) -> None:
 
 
 def settle(sdist: Path, built_s: int) -> None:
-    """Writes an sdist again, if it is there, without what depends on who built it when: times,
-    owners, the order of files."""
+    """Writes an sdist again, if it exists, without the parts that depend on who built it and when:
+    times, owners, the order of files."""
     if not sdist.is_file():
         return
     data = io.BytesIO()
@@ -130,8 +132,7 @@ def settle(sdist: Path, built_s: int) -> None:
 
 
 def settle_wheel(wheel: Path) -> None:
-    """Writes a wheel again without what depends on who built it: the rights that the builder's
-    umask leaves to others."""
+    """Writes a wheel again without the file permissions that depend on the builder's umask."""
     data = io.BytesIO()
     with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(data, "w") as archive:
         for entry in built.infolist():
@@ -143,7 +144,7 @@ def settle_wheel(wheel: Path) -> None:
 
 
 def pack_image(dist: Path, version: str, built_s: int, base: str, *, needed: bool) -> None:
-    """Builds the image and lists its parts. A candidate goes without where it cannot be built."""
+    """Builds the image and lists its parts. A candidate has no image if it cannot be built."""
     try:
         if absent := missing(base):
             raise ImageError(absent)
@@ -162,14 +163,14 @@ def write_parts(target: Path, parts: dict[str, Any]) -> None:
 
 
 def bill_of_image(version: str, image: Image) -> dict[str, Any]:
-    """What the image consists of: the base's packages and Python's."""
+    """Returns the list of the image's packages: those of the base and those of Python."""
     name, _, value = image.digest.partition(":")
     hashes = [{"alg": name.upper().replace("SHA", "SHA-"), "content": value}]
     return _bill("container", version, components(image), hashes=hashes)
 
 
 def bill_of_materials(version: str) -> dict[str, Any]:
-    """What an installation by the lock consists of."""
+    """Returns the list of the packages that an installation by the lock has."""
     listed = []
     for name, (requirement, options) in sorted(read_lock(RUNS).items()):
         pinned = next(iter(requirement.specifier)).version
@@ -197,7 +198,8 @@ def bill_of_materials(version: str) -> dict[str, Any]:
 
 
 def _bill(kind: str, version: str, components: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """CycloneDX's document (version 1.6) of what moonpool is as `kind`."""
+    """Returns a CycloneDX document (version 1.6) of moonpool's components; `kind` is the type of
+    the whole."""
     licences = [{"license": {"id": "Apache-2.0"}}]
     whole = {"type": kind, "name": "moonpool", "version": version, "licenses": licences, **more}
     return {
@@ -226,7 +228,7 @@ def files_of(dist: Path) -> list[Path]:
 
 
 def write_checksums(dist: Path) -> None:
-    """`sha256sum -c SHA256SUMS` in the folder compares them."""
+    """Writes the checksums, which `sha256sum -c SHA256SUMS` in the folder compares."""
     lines = [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in files_of(dist)
     ]

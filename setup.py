@@ -1,8 +1,9 @@
-"""The extras, of which two are packages of this repository; all else is in pyproject.toml.
+"""Defines the extras, of which two are packages of this repository. Everything else is in
+pyproject.toml.
 
-No index has those packages, and whoever registered their names there could give anything to those
-who ask for them. So an extra of a checkout means the checkout's own folder. `make wheel` sets
-MOONPOOL_RELEASE: what it builds is for other machines, and names versions.
+No index has these two packages, so somebody could register their names there and offer other code.
+An extra of a checkout therefore means the checkout's own folder. `make wheel` sets
+MOONPOOL_RELEASE, so that its wheels, which are for other machines, name versions instead.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ VERSION = "0.1.0"
 
 
 def package(name: str) -> str:
-    """The requirement that stands for a package of this repository."""
+    """Returns the requirement that stands for a package of this repository."""
     folder = ROOT / name
     if os.environ.get("MOONPOOL_RELEASE") or not (folder / "pyproject.toml").is_file():
         return f"moonpool-{name}=={VERSION}"

@@ -101,8 +101,8 @@ def _raises(function: ast.AST) -> bool:
 
 
 def _is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether the docstring is the help text of a command. Whether the function is a command, which
-    has no callers that need to know its errors."""
+    """Whether the function is a command. Its docstring is then the help text, and no caller needs
+    to know its errors."""
     return any(".command(" in ast.unparse(d) for d in function.decorator_list)
 
 

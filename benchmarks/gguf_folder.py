@@ -1,6 +1,5 @@
-"""Writes a Llama-shaped GGUF model as a checkpoint's folder, for engines that read no GGUF:
-`python -m benchmarks.gguf_folder smollm2 FOLDER`. The weights are the dequantised ones, in
-bfloat16.
+"""Writes a Llama-shaped GGUF model as a checkpoint's folder, for engines that read no GGUF: `python
+-m benchmarks.gguf_folder smollm2 FOLDER`. The weights are dequantised to bfloat16.
 """
 
 from __future__ import annotations

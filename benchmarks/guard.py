@@ -68,7 +68,7 @@ def in_turns(
 
 
 def compared(old: Times, new: Times, commit: str) -> tuple[list[str], bool]:
-    """A table of both in lines, and whether a time has grown too much."""
+    """Returns the lines of a table of both, and whether a time has grown too much."""
     width = max(map(len, new))
     lines = [f"{'CPU seconds':{width}}  {commit:>14}  {OWN:>14}  {'ratio':>6}"]
     lost = False
@@ -83,7 +83,7 @@ def compared(old: Times, new: Times, commit: str) -> tuple[list[str], bool]:
 
 
 def measure(sources: Path) -> Times:
-    """The times of the package `moonpool` in this folder, taken in another process."""
+    """Measures the package `moonpool` of this folder in another process."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.guard_child", str(sources)],
         cwd=ROOT,

@@ -111,7 +111,7 @@ class InstantHead:
 
 
 def bare_app() -> Starlette:
-    """Writes the same bytes on the wire, without moonpool."""
+    """An ASGI application that writes the same bytes on the wire, without moonpool."""
 
     async def answer(request: HttpRequest) -> Response:
         asked = json.loads(await request.body())

@@ -91,7 +91,7 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def borders() -> dict[tuple[str, str], int]:
-    """How many imports go from each package to each other one."""
+    """Returns how many imports go from each package to each other package."""
     counts: dict[tuple[str, str], int] = {}
     for module in modules():
         for other in imports_of(module):

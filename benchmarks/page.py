@@ -265,7 +265,7 @@ def gpu_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def table3_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Returns rows of the paper's figure, moonpool's figure, and the verdict."""
+    """Yields rows of the paper's figure, moonpool's figure, and the verdict."""
     for row in found["findings"][0]["rows"]:
         values = (_value(row[who], row["unit"]) for who in ("paper", "ours"))
         yield row["label"], row["unit"], *values, row["verdict"]

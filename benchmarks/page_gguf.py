@@ -19,7 +19,7 @@ GGUF_HEADER = (
 
 
 def gguf_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Returns for each file the rates by threads and job, then perplexity by the KVCache's number
+    """Yields for each file the rates by threads and job, then perplexity by the KVCache's number
     format."""
     for found in results:
         yield from _file_rows(found)

@@ -27,7 +27,7 @@ def overload_rows(*results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def start_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Returns one row of the start of `serve` for each way of starting."""
+    """Yields one row of the start of `serve` for each way of starting."""
     for name, start in (("first, empty cache", found["first"]), ("again, median", found["again"])):
         memory = start["memory_bytes"]
         yield (
@@ -95,7 +95,7 @@ def conductor_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def conversation_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Returns one row of each run, with the best of its load in bold."""
+    """Yields one row of each run, with the best of its load in bold."""
     rows = sorted(found["rows"], key=lambda row: (*_place(row), row["load"]))
     best: dict[tuple[Any, ...], int] = {}
     for row in rows:
@@ -160,7 +160,7 @@ def plan_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def front_rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Rows of rates and CPU time by what stands before the servers."""
+    """Rows of rates and CPU time by the front before the servers."""
     for name, row in found.items():
         if name not in ("asked", "on_paper", "origin"):
             yield (

@@ -69,7 +69,7 @@ def _workload(name: str, one: dict[str, Any]) -> str:
 
 
 def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Returns one row for each pool; the row of a pool that did not run says why."""
+    """Yields one row for each pool; the row of a pool that did not run says why."""
     twin = rows["none"]
     for name, row in rows.items():
         figures = row["median"]
@@ -90,7 +90,7 @@ def pool_rows(rows: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _faults(name: str, row: dict[str, Any], twin: dict[str, Any]) -> Iterator[str]:
-    """Returns the results that are wrong in any case, and the answers that differ more often than
+    """Yields the results that are wrong in any case, and the answers that differ more often than
     in the row without a pool, where only batching causes differences."""
     for phase, when in PHASES.items():
         counts = row[phase]

@@ -83,8 +83,8 @@ def _header(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def router_rows(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A row for each load and router, the best of its load in bold; one that does not run says
-    why."""
+    """A row for each load and router, the best of its load in bold; the row of a router that does
+    not run says why."""
     for load in sorted({row["load"] for row in rows}):
         own = {
             name: [row for row in rows if row["load"] == load and row["router"] == name]
@@ -133,7 +133,7 @@ def _mean_of(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], floa
 
 
 def _interval(values: Sequence[float]) -> str:
-    """Mean and the half of its interval of 95 %, over the rounds."""
+    """Returns the mean over the rounds, and half of its 95 % interval."""
     mean = statistics.fmean(values)
     degrees = len(values) - 1
     if not degrees:

@@ -4,10 +4,9 @@ together.
 A client speaks external processing as Envoy does: headers, a body, then a response in parts. The
 picker runs in a separate process. The endpoints are instances as in service, but have no servers.
 
-    wire       the gRPC server and the exchange alone: one endpoint, which is known at once
-    decision   the body read, the Conductor's choice, its bookings and the end, without gRPC
-    whole      both, as fast as one client goes
-    paced      both, at a rate: the latency from the body to the place
+    wire       the gRPC server and the exchange alone: one endpoint, which is known at once decision
+    the body read, the Conductor's choice, its bookings and the end, without gRPC whole both, as
+    fast as one client can send paced      both, at a rate: the latency from the body to the place
 
     python benchmarks/picker.py [--endpoints 1000] [--requests 2000] [--rate 300] [--json FILE]
 """

@@ -3,9 +3,9 @@
     python -m benchmarks.pool_copies [--mib 256] [--json F]
     python -m benchmarks.pool_copies --vllm VENV/bin/python --model FOLDER [--json F]
 
-It compares loads and stores of the connector with a plain copy of the same number of bytes, in
-turns, each on one core. It compares loads from the SSD, right after stores and after these are
-written, with plain O_DIRECT reads of the pool's files, and reports the pool's CPU seconds per GB.
+Loads and stores of the connector are compared with a plain copy of the same number of bytes, in
+turns, each on one core. Loads from the SSD, right after stores and after these are written, are
+compared with plain O_DIRECT reads of the pool's files; the pool's CPU seconds per GB are reported.
 
 With `--vllm`, it measures the cost of misses instead, with two vLLMs in turns: one uses a pool that
 never has a prompt and stores them all, the other has no connector.
@@ -169,7 +169,8 @@ class PoolClient:
         self._link.send(Commit(number=number, checksums=sums.astype("<u8").tobytes()))
 
     def find(self, owner: str, keys: Sequence[bytes]) -> tuple[Found, float]:
-        """Returns how much the pool then has in memory, and the seconds until it answered."""
+        """Returns how much of the prompt the pool then has in memory, and the seconds until its
+        answer."""
         began_s = time.perf_counter()
         self._link.send(Find(owner=owner, group=GROUP, keys=tuple(keys)))
         found = self._wait(Found)

@@ -54,8 +54,8 @@ FULL_KILLS, OF_KILLS = 3, 10
 
 
 def kinds_of_kills(count: int, rng: random.Random) -> list[str]:
-    """Returns each kind once first. Most further ones are the pool's, because a vLLM needs half a
-    minute to start."""
+    """Returns the kind of each kill: first each kind once, then mostly the pool, because a vLLM
+    needs half a minute to start."""
     first = ["pool", "vllm", "head"]
     return (first + [rng.choice(KILLED) for _ in range(count)])[:count]
 
@@ -178,7 +178,7 @@ def twin(shape: TrialShape, load: TrialLoad, tie_nats: float) -> tuple[Any, Any]
 
 
 def verdict(pool: dict[str, Any], alone: dict[str, Any], given_up: list[str]) -> Iterator[str]:
-    """Returns lines that say what the run proves."""
+    """Yields lines that say what the run proves."""
     if pool["foreign"]:
         yield f"{pool['foreign']} answers with text of other conversations"
     p = fisher_p(pool["wrong"], pool["answers"], alone["wrong"], alone["answers"])

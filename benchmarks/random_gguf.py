@@ -81,7 +81,7 @@ def write_random_gguf(shape_name: str, kind: str, path: Path) -> None:
 
 
 def _tensors(shape: GgufShape, kind: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns type and shape of each tensor, by name."""
+    """Returns the type and shape of each tensor, by name."""
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     found = {
         "token_embd.weight": (EMBEDDING, (shape.vocab, hidden)),

@@ -37,7 +37,7 @@ dram_tokens_per_instance = 2_560_000
 max_sequences = 256
 chunk_tokens = 8192
 """
-"""The same instances as those of `REPLAY`: smaller chunks and blocks would cost more events."""
+"""The instances are those of `REPLAY`, because smaller chunks and blocks would cost more events."""
 
 REPLAY = """
 import json, sys
@@ -82,7 +82,7 @@ def main() -> int:
 def compare(
     trace: Path, dynamo_python: str, size: tuple[int, int, float], rounds: int
 ) -> dict[str, Any]:
-    """The least CPU time of both, in runs that alternate. Raises PeerError."""
+    """Returns the least CPU time of each, in runs that alternate. Raises PeerError."""
     prefill, decode, speed = size
     counts = [str(prefill), str(decode), f"{speed:g}"]
     flags = ["--prefill", counts[0], "--decode", counts[1], "--speed", counts[2]]
@@ -111,7 +111,8 @@ def compare(
 
 
 def measured(name: str, command: list[str]) -> dict[str, float]:
-    """CPU seconds and peak memory of one process with all that it waited for. Raises PeerError."""
+    """Returns the CPU seconds and the peak memory of one process, with all child processes that it
+    waited for. Raises PeerError."""
     with tempfile.TemporaryFile() as said:
         program = shutil.which(command[0]) or command[0]  # the child runs in another folder
         limited = ["timeout", f"{MOST_S:g}", os.path.abspath(program), *command[1:]]

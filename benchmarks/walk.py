@@ -5,7 +5,7 @@ under a profile hook. After a first request, the hook records which functions of
 while nothing happens, and which others run during a second request. The files of the latter
 functions are counted: `prompt` counts files that run before the model's forward, `head` and
 `worker` all files of these processes, including those that return the answer. With the root of
-another checkout, it measures that one.
+another checkout as argument, it measures that checkout.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _functions(place: Path, processes: dict[str, int]) -> dict[str, dict[str, fl
 
 
 def _children(supervisor: int) -> dict[str, int]:
-    """Head and worker of a supervisor, by what `ps` shows of them."""
+    """Returns the processes of a supervisor's head and worker, as `ps` shows them."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

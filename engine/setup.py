@@ -1,7 +1,7 @@
 """Builds the native kernels at installation, if this machine can; all else is in pyproject.toml.
 
-The kernels are for this machine's instruction set. `make wheel` sets MOONPOOL_RELEASE: what it
-builds is for other machines, and has all instruction sets.
+The kernels are for this machine's instruction set. `make wheel` sets MOONPOOL_RELEASE, because its
+wheel is for other machines, and then has kernels for all instruction sets.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ GPT3_ENGINE_OVERHEAD_S = 0.0
 the default of 3 ms a stage, a pipeline would pay for it eight times where one node pays once."""
 
 PIPELINE_REQUESTS, PIPELINE_QUICK_REQUESTS = 10_000, 1_000
-"""The paper's number of requests, and a smaller one for quick runs. With it gains are up to a fifth
-smaller, because filling and draining the pipeline takes a larger share."""
+"""The paper's number of requests, and a smaller one for quick runs. With the smaller number gains
+are up to a fifth smaller, because filling and draining the pipeline takes a larger share."""
 
 
 def gpt3_stage() -> RooflineCost:
@@ -91,8 +91,8 @@ SARATHI_SERVE_A100 = "A100-PCIE"
 """Sarathi-Serve names Azure NC96ads v4: PCIe devices, pairs of which are joined by NVLink."""
 
 SATURATED_OVERHEAD = 0.02
-"""A budget whose chunks lengthen a prompt by no more than this needs not be larger. Sarathi-Serve
-says only that chunks of 2048 cost close to nothing, and that more would buy nothing."""
+"""A budget is large enough if its chunks lengthen a prompt by no more than this. Sarathi-Serve says
+only that chunks of 2048 cost close to nothing, and that more would buy nothing."""
 
 LARGEST_BUDGET_TOKENS = 8192
 BUDGET_STEP_TOKENS = 128
@@ -152,7 +152,7 @@ V3_SPEED = 1.4
 """Speed of the replay in v3's Fig. 8, by the mean TTFT of its random placement; see there."""
 
 OVERLOAD_SPEED, OVERLOAD_SPEEDS = 2.0, (2.0, 2.5, 3.0)
-"""v3's Table 3 is at twice the speed; the others show what hangs on it."""
+"""v3's Table 3 is at twice the speed; the other speeds show how the result depends on it."""
 
 OVERLOAD_TBT_S = 0.035
 """Time between tokens in v3's Table 3. The paper says 0.1 s, at which the decode pool of FAST'25's

@@ -13,7 +13,7 @@ from papers.plot import Panel, PlotSeries
 PANEL_INCHES = (6.0, 4.4)
 MAX_COLUMNS = 3
 PAPER_COLOURS = ("#9a9a9a", "#c4b6a0", "#6f6f6f", "#d9c9a8", "#b0a0b0", "#808a90")
-"""Pale, beside ours, which are those of all pages."""
+"""The papers' colours are pale; ours are those of all pages."""
 OUR_COLOURS = (*SERIES[:4], "#8c4fb4", "#c7a000")
 MAX_LEVEL_NAMES = 4  # longer lists of group names stand slanted
 

@@ -21,7 +21,8 @@ CLOSE, NEAR, SAME_ORDER = 0.10, 0.25, 2.0
 
 @dataclass(frozen=True, slots=True)
 class FindingRow:
-    """One figure. `paper` is None where the paper prints none. `note` says why they differ.
+    """One figure. `paper` is None where the paper prints none. `note` says why the paper's figure
+    and ours differ.
 
     A row of a `partial` run has no verdict, because it cannot be compared with the paper's complete
     run.
@@ -36,12 +37,14 @@ class FindingRow:
 
     @property
     def difference(self) -> float | None:
-        """Returns our figure's difference from the paper's, as a share of the paper's figure."""
+        """Returns our figure's difference from the paper's, as a share of the paper's figure; None
+        if they cannot be compared."""
         return None if not self.paper or self.partial else self.ours / self.paper - 1
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the difference; "same order" is within a factor of two."""
+        """The verdict, which follows from the difference; "same order" is within a factor of
+        two."""
         if self.paper is None:
             return "ours alone"
         if self.partial:
@@ -68,8 +71,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one experiment. `paper_inputs` are stated by the paper. `chosen_inputs` are
-    not, so each says which value was chosen and why."""
+    """The result of one experiment. `paper_inputs` are stated by the paper. `chosen_inputs` are not
+    stated there, so each says which value was chosen and why."""
 
     name: str
     title: str

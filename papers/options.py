@@ -61,7 +61,7 @@ class Options:
             self.parts.append(f"{num_rows:,} requests stand for the {whole:,} of the {name} trace")
 
     def find_trace(self, name: str) -> Path:
-        """The file of the trace so named. Raises MissingTraceError."""
+        """Returns the file of the trace with this name. Raises MissingTraceError."""
         if self.trace is not None:
             if not self.trace.is_file():
                 raise MissingTraceError(f"there is no file {self.trace}; check --trace")

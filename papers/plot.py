@@ -30,8 +30,8 @@ class PlotSeries:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """The series of bars of one panel name their groups alike; one that lacks a group leaves a
-    gap. Units belong into the axes' labels."""
+    """The series of bars of one panel use the same names of groups; a series that lacks a group
+    leaves a gap. The labels of the axes state the units."""
 
     title: str
     x_label: str

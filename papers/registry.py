@@ -159,7 +159,7 @@ EXPERIMENTS = {
 
 
 def find(name: str) -> Experiment:
-    """Raises ExperimentError, naming the nearest known one."""
+    """Raises ExperimentError for an unknown name; the error names the nearest known experiment."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name]
     close = difflib.get_close_matches(name.lower(), list(EXPERIMENTS), n=1, cutoff=0.4)

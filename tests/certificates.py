@@ -1,4 +1,4 @@
-"""Makes certificates of an authority for one test, by the openssl command."""
+"""Makes certificates and their authority for one test, by the openssl command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Files(NamedTuple):
 
 
 def make_certificates(folder: Path, authority: str, name: str) -> Files:
-    """Makes a certificate, and its authority unless the folder has one."""
+    """Makes a certificate, and first an authority if the folder has none."""
     if OPENSSL is None:
         pytest.skip("no openssl command makes certificates")
     ca, ca_key = folder / f"{authority}.pem", folder / f"{authority}.key"

@@ -17,18 +17,19 @@ import httpx
 import pytest
 from hypothesis import settings
 
-# No example may fail because the machine is busy. A property has a third as many examples in
-# `make test` as in `make long`, which repeats it. A property that names a smaller number has that
-# many in `make test`.
+# No example may fail because the machine is busy. A property has a third as many examples in `make
+# test` as in `make long`, which repeats the test. A property that names a smaller number has that
+# number in `make test`.
 settings.register_profile("short", deadline=None, max_examples=33)
 settings.register_profile("long", deadline=None, max_examples=100)
 
 MANY_EXAMPLES = 10
-"""A property that names a smaller number of examples is quick."""
+"""A property that names a smaller number of examples keeps that number."""
 PATIENCE_S = 120.0
 
 # Threads of OpenMP and OpenBLAS wait for each other in a loop, which takes the cores from other
-# processes of tests. Libraries read these variables when they are loaded, which is later.
+# processes of tests. Libraries read these variables when they are loaded, and no library is loaded
+# yet.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not getattr(test, "is_hypothesis_test", False):
             continue
         holder, name = getattr(item, "function", test), "_hypothesis_internal_use_settings"
-        if not hasattr(holder, name):  # one step of a state machine
+        if not hasattr(holder, name):  # a test that is one step of a state machine
             holder, name = getattr(item, "cls", None), "settings"
         own: Any = getattr(holder, name, usual)
         is_default = own.max_examples == usual.max_examples
@@ -87,7 +88,7 @@ def _is_long(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Garbage collection need not look at modules and tests, which live until the end."""
+    """Excludes modules and tests from garbage collection, because they live until the end."""
     gc.disable()
     try:
         return (yield)
@@ -99,8 +100,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """No test file leaves anything behind that slows all later tests of its process. Benchmarks
-    tune their process, so their tuning is undone, and traces must have ended."""
+    """Undoes what a test file left behind that would slow all later tests of its process.
+    Benchmarks tune their process, so their tuning is undone. No trace may still be active."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

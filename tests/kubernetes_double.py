@@ -1,5 +1,5 @@
-"""Runs kmock in place of a Kubernetes API server, with the resources that sources of endpoints
-read."""
+"""Runs kmock in place of a Kubernetes API server, with the resources that moonpool's sources of
+endpoints read."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def _package() -> Path:
 
 
 def _loads() -> bool:
-    """Whether the package works. Its libraries may be missing, or may end the process that loads
-    them."""
+    """Whether the package can be loaded. Its libraries may be missing, or may end the process that
+    loads them."""
     command = [sys.executable, "-c", "import mooncake.store"]
     return subprocess.run(command, capture_output=True).returncode == 0
 

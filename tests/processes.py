@@ -18,7 +18,7 @@ def children_of(pid: int) -> list[int]:
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:
-            continue  # the process has ended meanwhile
+            continue  # skips a process that has ended meanwhile
         if int(parent) == pid and state != "Z":
             found.append(int(stat.parent.name))
     return found

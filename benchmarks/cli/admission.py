@@ -84,7 +84,7 @@ def admission_workloads(
     """Simulate all admission policies on workloads that chance draws.
 
     A workload is a kind of requests, a cluster, SLOs, a pattern of arrivals and a load from 0.3 to
-    4 times the capacity. Each figure is the number of requests within both SLOs, where all wait for
+    4 times the capacity. Each figure is the number of requests within both SLOs, with the wait for
     a decode batch; the last line has the sums without that wait.
     """
     from benchmarks.suite.cluster.admission_workloads import (

@@ -54,7 +54,8 @@ def attention(
 ) -> None:
     """Measure attention offloading: the parts of a step, with and without attention workers.
 
-    With --capacity: how many requests 0, 1, ... --workers of them hold, with the last --context.
+    With --capacity: how many requests 0, 1, ... --workers attention workers hold, with the last
+    --context.
     """
     from benchmarks.suite.offload import attention as steps
     from benchmarks.suite.offload import attention_capacity as held

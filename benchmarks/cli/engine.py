@@ -74,7 +74,7 @@ def quantization(
 ) -> None:
     """Compare weights of 8 bits with bfloat16: KL, perplexity, greedy answers and tokens/s.
 
-    Both use one thread.
+    Both kinds of weights are measured on one thread.
     """
     from benchmarks.suite.engine.quantization import bench_quantization
 
@@ -112,8 +112,8 @@ def formats(
 ) -> None:
     """Measure a GGUF file by moonpool and llama.cpp: time, read bandwidth and perplexity.
 
-    ik_llama.cpp is compared in time only. With --converted: quantized weights beside float32 in
-    quality and bfloat16 in time.
+    ik_llama.cpp is compared in time only. With --converted, compares quantized weights with float32
+    in quality and with bfloat16 in time.
     """
     from benchmarks.suite.engine.formats import TEXT, bench_formats
     from benchmarks.suite.engine.gguf_engines import GgufBenchPlan, bench_gguf_engines
@@ -163,7 +163,7 @@ def sarathi(
 ) -> None:
     """Measure chunked prefill: decode speed-ups, P:D, tails of TBT, KVCache occupation.
 
-    Each figure is measured and predicted. One thread, about three minutes.
+    Each figure is measured and predicted. Takes about three minutes on one thread.
     """
     from benchmarks.suite.engine.sarathi import bench_sarathi
 
@@ -193,8 +193,8 @@ def pipeline(
 ) -> None:
     """Compare an instance of several stages with one of one stage.
 
-    The parts are a long prompt, a short one, prompts with decodes, and decodes. Each is measured,
-    and simulated for up to 8 stages. One thread a stage, three minutes.
+    The parts are a long prompt, a short one, prompts with decodes, and decodes. Each part is
+    measured, and simulated for up to 8 stages. Takes three minutes, with one thread for each stage.
     """
     from benchmarks.suite.engine.pipeline import PARTS, bench_pipeline
     from moonpool_engine.engine.device_choice import check_device
@@ -231,7 +231,7 @@ def tensor(
 ) -> None:
     """Compare an instance of several ranks with one process: prompts, decodes, share of sums.
 
-    One thread a rank, about two minutes.
+    Takes about two minutes, with one thread for each rank.
     """
     from benchmarks.suite.engine.tensor import bench_tensor
 

@@ -43,7 +43,8 @@ COLOCATED_S = 20.0
 
 
 def live_options(command: Any, seconds: float = 60.0) -> Any:
-    """What describes the local cluster and what is sent to it, by default for this long."""
+    """Adds the options that describe the local cluster and the requests, which are sent for this
+    long by default."""
 
     def live(
         *,
@@ -318,7 +319,7 @@ def colocated(
     """Compare 1 prefill + 1 decode instance with 2 mixed ones on the same cores.
 
     The result is who serves more within the SLOs, by prompt length and load, simulated beforehand
-    and live. About six minutes.
+    and live. Takes about six minutes.
     """
     from benchmarks.suite.live.colocated import bench_colocated
 

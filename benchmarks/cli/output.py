@@ -11,8 +11,8 @@ from moonpool_lab.cli.measurement import run_measurement
 
 
 def measure(run: Callable[[], dict[str, Any]], json_file: str | None) -> dict[str, Any]:
-    """Runs it, writes its figures, and returns them. Ends the command for an error that a user can
-    mend."""
+    """Runs the benchmark, writes its figures, and returns them. Ends the command for an error that
+    a user can mend."""
     from moonpool.text.model_error import ModelError
     from moonpool_engine.attention_offload.client import AttentionError
     from moonpool_engine.storage.folder import StoreError

@@ -14,15 +14,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """`command`: the command that writes it, such as `python -m benchmarks.page_pool`."""
+    """`command`: the command that writes the section, such as `python -m benchmarks.page_pool`."""
 
     begin: str
     end: str
     command: str
 
     def within(self, page: str, section: str) -> str:
-        """Returns the page with this section between its marks. Raises ValueError if it has no
-        marks."""
+        """Returns the page with this section between its marks. Raises ValueError if the page has
+        no marks."""
         before, begin, rest = page.partition(self.begin)
         _, end, after = rest.partition(self.end)
         if not begin or not end:

@@ -47,7 +47,7 @@ def pool_in_vllm(
     seed: Seed = 0,
     json_file: str | None,
 ) -> None:
-    """Compare two vLLMs without a pool and over several: latency, hits, wrong answers."""
+    """Compare two vLLMs without a pool and over several pools: latency, hits, wrong answers."""
     from benchmarks.suite.pool_in_vllm.bench import PoolBenchPlan, bench_pools
 
     others = {"lmcache": lmcache_python, "mooncake": mooncake_python}

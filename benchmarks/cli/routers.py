@@ -59,7 +59,7 @@ def routers(
     again: Annotated[bool, "Repeat runs that the file has already."] = False,
     json_file: KeptFile = None,
 ) -> None:
-    """Compare routers before the same vLLMs, or stubs of them, from light load to overload."""
+    """Compare routers in front of the same vLLMs, or stubs of them, from light load to overload."""
     from benchmarks.suite.routers.bench import RouterPlan, bench_routers, router_runs
     from benchmarks.suite.routers.fronts import FrontPythons
 

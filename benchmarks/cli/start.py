@@ -26,8 +26,8 @@ def start(
 ) -> None:
     """Measure the start of `serve`: seconds until ready and first token, and memory.
 
-    MODEL is any that `serve` takes. Without one, it writes a GGUF file of 1 GB with random weights
-    below the folder for temporary files (TMPDIR), and deletes it at the end.
+    MODEL is any model that `serve` takes. Without MODEL, a GGUF file of 1 GB with random weights is
+    written below the folder for temporary files (TMPDIR), and deleted at the end.
     """
     from benchmarks.suite.live.start import bench_start
 

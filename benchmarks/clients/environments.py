@@ -136,5 +136,5 @@ def _reason(said: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment of clients: nothing of this process's Python."""
+    """Returns the environment variables of clients, without those of this process's Python."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}

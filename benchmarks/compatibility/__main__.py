@@ -44,7 +44,7 @@ def compatibility(
     remark: str,
     page_only: bool,
 ) -> None:
-    """Run what is tested against other programs, with the installations that are named.
+    """Run the tests against other programs, with the installations that are named.
 
     The exit status is 1 if a test failed.
     """

@@ -57,7 +57,7 @@ HEAD_DIM = 128
 
 
 def layers() -> dict[str, list[Shape]]:
-    """(in, out) of the four products of one layer: qkv, output, gate and up, down."""
+    """The (in, out) sizes of the four products of one layer: qkv, output, gate and up, down."""
     return {
         "llama3-8b": _layer(4096, 32, 8, 14336, 1),
         "llama3-8b-tp2": _layer(4096, 32, 8, 14336, 2),
@@ -331,7 +331,8 @@ def _wall(run: Callable[[], object]) -> float:
 
 
 def overheads() -> dict[str, float]:
-    """Seconds of a launch that does next to nothing: issued one by one, and inside a graph."""
+    """Returns the seconds of a launch that does next to nothing: issued one by one, and inside a
+    graph."""
     x = random(8)
     eager_s = min(_wall(lambda: [x.add_(1) for _ in range(2000)]) for _ in range(5)) / 2000
     weight, row = random(1024, 1024), random(1, 1024)
@@ -369,7 +370,7 @@ def summary(gemms: list[GemmFit], decode: list, prefill: list) -> dict[str, obje
 
 
 def _fastest(rows: list[dict]) -> list[dict]:
-    """Per point the quickest backend's time, as backend "fastest"."""
+    """Returns the time of the fastest backend for each point, as backend "fastest"."""
     best: dict[tuple, dict] = {}
     for row in rows:
         point = tuple(row.get(x) for x in ("heads", "batch", "context", "chunk", "past"))

@@ -99,7 +99,7 @@ def _run(
 
 def _tell(suite: Suite, results: list[FileResult], left_out: list[str]) -> bool:
     """Prints the faults to repair, and returns whether there are any. `left_out`: the files that
-    were not run. It is empty after a run of chosen files, and then only the skips in these files
+    were not run. After a run of chosen files `left_out` is empty, and only the skips in these files
     are compared."""
     endings = {test: ending for r in results for test, ending in r.endings.items()}
     for test, ending in endings.items():

@@ -105,7 +105,7 @@ def unpack(archive: Path, members: tuple[str, ...], place: Path) -> None:
 
 
 def _wanted(member: tarfile.TarInfo, members: tuple[str, ...]) -> PurePosixPath | None:
-    """Returns where the member goes, None if it is not wanted. Raises ArchiveError."""
+    """Returns the place of the member, or None if the member is not wanted. Raises ArchiveError."""
     inner = member.name.partition("/")[2]
     if not member.isreg() or not any(
         inner == wanted or (wanted.endswith("/") and inner.startswith(wanted)) for wanted in members

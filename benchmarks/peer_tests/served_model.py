@@ -13,7 +13,8 @@ from moonpool.text.model_error import ModelError
 from moonpool_engine.engine.builtin import export_checkpoint, open_model
 
 WEIGHTS = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=128,vocab=49152,context=16384"
-"""Small: the tests are of the API, hundreds of them start a server, and many let it write on."""
+"""The model is small, because the tests are of the API, hundreds of them start a server, and in
+many an answer has no limit."""
 TEMPLATE = ROOT / "benchmarks" / "clients" / "hermes_tools.jinja"
 """SmolLM2's own chat template knows no tools."""
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}

@@ -49,11 +49,11 @@ class Suite(NamedTuple):
     members: tuple[str, ...]
     """Folders and files of the archive that are unpacked, below its only folder."""
     root: str
-    """The folder that the tests' names are relative to, below the same folder."""
+    """The folder that the tests' names are relative to, below the archive's only folder."""
     tests: tuple[str, ...]
     """Patterns of the files with tests below `root`, in the form that `Path.glob` takes."""
     long: tuple[str, ...]
-    """Files whose servers have the context that their flags say, however long."""
+    """Files whose servers get the context length from their flags, however long it is."""
     skips: tuple[Skip, ...]
 
     def skip(self, test: str) -> Skip | None:

@@ -94,7 +94,7 @@ _LLAMA_SWITCHES = {
 
 
 class FlagError(ValueError):
-    """A flag that moonpool has nothing for."""
+    """moonpool has no equivalent of a flag."""
 
 
 def vllm(arguments: list[str]) -> list[str]:

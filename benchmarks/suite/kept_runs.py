@@ -1,4 +1,5 @@
-"""The runs of a benchmark in a file that is written after each, so that it can be made in parts."""
+"""The runs of a benchmark in a file that is written after each run, so that the benchmark can be
+run in parts."""
 
 from __future__ import annotations
 

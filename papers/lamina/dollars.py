@@ -166,8 +166,8 @@ def _cell(
 
 @cache
 def alone(device: str, model: str, context: int) -> tuple[Offer, ...]:
-    """Yields rising numbers of devices of one kind, from the smallest that holds the model and a
-    request."""
+    """Returns offers of rising numbers of devices of one kind, from the smallest that holds the
+    model and a request."""
     found = []
     for count in COUNTS:
         try:
@@ -182,8 +182,8 @@ def alone(device: str, model: str, context: int) -> tuple[Offer, ...]:
 
 @cache
 def offloaded(device: str, memory: str, model: str, context: int) -> tuple[Offer, ...]:
-    """Yields the smallest number of devices that hold the weights, with each number of attention
-    devices."""
+    """Returns offers of the smallest number of devices that hold the weights, with each number of
+    attention devices."""
     shape = shape_of(MODELS[model])
     count = next(n for n in COUNTS if holds_weights(device, model, n))
     weights = roofline(device, shape.name, count)

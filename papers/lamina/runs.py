@@ -69,7 +69,7 @@ class DeviceSetup:
         return AttentionPool(device_of(MEMORY), self.num_memory)
 
     def kv_tokens(self, shape: ModelShape) -> int:
-        """Returns the KVCache tokens that fit. Raises ConfigError where the model does not."""
+        """Returns the KVCache tokens that fit. Raises ConfigError if the model does not fit."""
         if self.num_memory:
             return self.pool.capacity_tokens(shape, MEMORY_SHARE)
         return kv_capacity_tokens(device_of(self.device), shape, self.num_compute)
@@ -163,7 +163,7 @@ def read_lengths(options: Options, trace: str) -> tuple[list[tuple[int, int]], s
 def run_plant(
     plant: DeviceSetup, shape_name: str, lengths: Sequence[tuple[int, int]]
 ) -> ThroughputResult:
-    """Serves them all on one instance. Raises ConfigError where the model does not fit."""
+    """Serves all requests on one instance. Raises ConfigError if the model does not fit."""
     shape = shape_of(shape_name)
     kv_tokens = plant.kv_tokens(shape)
     jobs = all_at_once(lengths)

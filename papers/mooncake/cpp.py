@@ -203,7 +203,7 @@ def _believed(overrides: Overrides, whole: bool) -> Overrides:
 
 
 def _counts() -> Iterator[FindingRow]:
-    """Returns the figure that the paper counts: exchanges between nodes per layer."""
+    """Yields the figure that the paper counts: exchanges between nodes per layer."""
     shape, nodes = shape_of(SHAPE), NODES[0]
     per_layer = shape.layers * 2 * (nodes - 1) * shape.activation_bytes_per_token
     ours = group_nic_bytes(shape, nodes, "tp", 1) / per_layer

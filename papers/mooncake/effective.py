@@ -95,8 +95,8 @@ NOTES = (
 def _variants(
     options: Options, conversation: MooncakeWorkload
 ) -> dict[str, tuple[System, ClusterRun]]:
-    """Runs of the conversation trace that differ from the main runs, by the difference: the system
-    to compare with, and the run."""
+    """Returns further runs of the conversation trace, by the name of their difference from the main
+    runs: the system to compare with, and the run."""
     found: dict[str, tuple[System, ClusterRun]] = {}
     for name, chunk_tokens in ((SYSTEMS[0], 0), (SYSTEMS[1], 0), (SYSTEMS[3], BIG_CHUNK_TOKENS)):
         label = f"{name} at {MOONCAKE_BUSY_SPEED:g} x speed"

@@ -102,7 +102,8 @@ NOTES = (
 
 
 def curve(workload: MooncakeWorkload, capacities: Sequence[int | None]) -> tuple[float, ...]:
-    """Share of its tokens that one LRU cache finds, by its capacity in tokens."""
+    """Returns the share of the workload's tokens that one LRU cache finds, by the cache's capacity
+    in tokens."""
     prompts = list(prompts_of(workload.rows, workload.block_tokens, BLOCK_TOKENS))
     found = []
     for tokens in capacities:

@@ -80,7 +80,7 @@ NOTES = (
 
 
 class _Keeping(Collector):
-    """Keeps the records, too."""
+    """A collector that also keeps the records."""
 
     def __init__(self) -> None:
         super().__init__()

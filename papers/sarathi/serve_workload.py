@@ -13,7 +13,8 @@ Quantiles = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SarathiServeWorkload:
-    """Lengths as (share of requests, tokens at most), straight between."""
+    """Distributions of lengths as points (share of requests, tokens at most), joined by straight
+    lines."""
 
     name: str
     prompt: Quantiles

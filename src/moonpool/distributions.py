@@ -135,7 +135,7 @@ def _middle(index: int) -> float:
 
 
 BINS_PER_OCTAVE = 32
-"""Between a ratio and its double, of equal width: 1.6 to 3.1 % each."""
+"""Bins of equal width between a ratio and its double: 1.6 to 3.1 % each."""
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -1, 3
 """Ratios below 1/4 count as 1/4, and ratios above 8 as 8, because both are far from any SLO."""
 NUM_BINS = (HIGHEST_OCTAVE - LOWEST_OCTAVE + 1) * BINS_PER_OCTAVE

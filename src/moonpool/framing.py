@@ -45,7 +45,7 @@ class Framing:
         return len(pending)
 
     def finish(self, pending: bytearray, begun: int) -> None:
-        """The bytes since `begin` are the body of a frame."""
+        """Makes the bytes since `begin` the body of a frame."""
         self._length.pack_into(pending, begun - self.NUM_LENGTH_BYTES, len(pending) - begun)
 
     def num_body_bytes(self, start: bytes | bytearray) -> int:

@@ -23,7 +23,8 @@ def settle_memory() -> None:
     """
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(OSError, AttributeError):  # raised by C libraries other than glibc
+    # C libraries other than glibc lack this function
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -115,8 +115,8 @@ def _with_revision(url: str, origin: dict[str, Any], inner: str = "") -> str:
 
 
 def _direct_url() -> dict[str, Any]:
-    """Returns the note of the installer; empty means that it came from an index, or was not
-    installed."""
+    """Returns the note of the installer; an empty note means that the package came from an index,
+    or was not installed."""
     try:
         text = distribution(NAME).read_text("direct_url.json")
         return msgspec.json.decode(text or "{}", type=dict[str, Any])

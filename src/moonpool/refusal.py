@@ -22,9 +22,9 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     message: str  # for people
     retry_after_s: float | None = None
     projection: dict[str, float] | None = None
-    """The numbers behind it, such as `predicted_ttft_s` and `limit_ttft_s`."""
+    """The numbers behind the refusal, such as `predicted_ttft_s` and `limit_ttft_s`."""
 
 
 def reason_words(reason: str) -> str:
-    """A reason as people read it: "ttft_slo" is "TTFT SLO"."""
+    """Returns a reason in words: "TTFT SLO" for "ttft_slo"."""
     return _SHORT_FORM.sub(lambda found: found[0].upper(), reason.replace("_", " "))

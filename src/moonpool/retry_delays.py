@@ -11,7 +11,8 @@ class RetryDelays:
     """The figures of one schedule. The caller keeps the number of failures in a row."""
 
     delays_s: tuple[float, ...]
-    """After the first, second, ... failure; the last one after all further ones."""
+    """The delay after the first, second, ... failure; the last delay also follows all further
+    failures."""
     steady_s: float = math.inf
     """A process or connection that lasted longer than this had started well, so its end counts as a
     first failure."""

@@ -131,9 +131,10 @@ class SamplingParams(Struct, frozen=True):
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
-    # None: no logprobs; k >= 0: those of the chosen token and of the k most likely ones
+    # None: no logprobs; k >= 0: logprobs of the chosen token and of the k most likely ones
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for each token of the prompt except the first
+    # the same number for each token of the prompt except the first
+    prompt_logprobs: int | None = None
     # grammar that the answer must match (see `text.grammar`); "" means no constraint
     grammar: str = ""
     pooling: Pooling = "none"  # how the prompt's embedding is made, in place of the first token

@@ -2,7 +2,7 @@
 
 `Emulator` cross-compiles the library, starts a program that loads it on an emulated CPU, and sends
 it calls. `EmulatedKernels` has the functions of `native.library.Kernels`: it reads the tensors of a
-call from this process's memory, and writes back what the emulated function left in them.
+call from this process's memory, and writes back the results of the emulated function.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ HERE = Path(__file__).resolve().parent
 BUILT = HERE.parents[1] / "build" / "arm"
 PANEL, BLOCK, GROUP = 32, 32, 256
 FORM_BITS = (4, 4, 4, 4, 5, 5, 5, 6, 8, 8, 8)
-FORM_SCALES = "HHWSHHSSHWS"  # half, wide, whole with a half per group
+# one letter for each form: half, wide, or S: whole with a half per group
+FORM_SCALES = "HHWSHHSSHWS"
 FORM_MINIMUM = (False, True, True, True, False, True, True, False, False, False, False)
 FORM_SUBS = (1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1)
-STORED_BYTES = (18, 34, 144, 176, 210)  # of the formats that repack knows
+STORED_BYTES = (18, 34, 144, 176, 210)  # the bytes of a group of each format that repack knows
 
 
 def missing_tool() -> str | None:

@@ -1,7 +1,7 @@
-"""Tests the kernels on emulated Arm CPUs: they are right, independent of the batch, and give the
-bits of AVX2.
+"""Tests the kernels on emulated Arm CPUs: their results are right, independent of the batch, and
+have the bits of AVX2.
 
-Without the bfloat16 instruction, Arm gives the bits of AVX2 in everything; with it, in all but
+Without the bfloat16 instruction, all results on Arm have the bits of AVX2; with it, all results but
 products of bfloat16. If this machine has AVX2, the bits are compared with those of its own kernels,
 else with those of the reference operations.
 """
@@ -117,7 +117,7 @@ def test_int8_has_the_bits_of_the_reference(
     x[4] *= 1e-38
     x[5] *= 1e20
     x[6, 0] = 3e4
-    x[7] = x[7].abs() * 10  # the largest sums
+    x[7] = x[7].abs() * 10  # makes the largest sums that this format can have
     want = Int8Linear(weight, bias)(x)
     linear = arm.int8.linear(weight, bias)
     assert [n for n in COUNTS if not torch.equal(linear(x[:n]), want[:n])] == []
@@ -134,7 +134,7 @@ def test_every_format_has_the_bits_of_the_reference(
     weight = QuantizedMatrix((StoredRows(format, data),), dtype)
     bias, x = randn(75, dtype=dtype, seed=2), randn(13, weight.shape[1], dtype=dtype)
     x[3, 5] = torch.nan
-    x[4], x[5] = 30.0, -30.0  # the largest sums
+    x[4], x[5] = 30.0, -30.0  # makes the largest sums that this format can have
     want = QuantizedLinear(weight, bias)(x)
     linear = arm.plain.linear(weight, bias)
     assert [n for n in COUNTS if not same(linear(x[:n]), want[:n])] == []
@@ -222,7 +222,8 @@ def test_rings_and_meetings_of_threads(emulator: Emulator) -> None:
 def test_slices_are_summed_as_xxh3_and_copied(emulator: Emulator, size: int) -> None:
     layers, blocks = 2, 3
     source = torch.randint(0, 256, (blocks, layers, size), dtype=torch.uint8)
-    offers = torch.tensor([[7, 0, 2, 0], [7, 1, 2, 0], [8, 0, 0, 0]])  # index, layer, block, sum
+    # columns: index, layer, block, sum
+    offers = torch.tensor([[7, 0, 2, 0], [7, 1, 2, 0], [8, 0, 0, 0]])
     sums, named = torch.zeros(blocks * layers, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     buffers = Buffers()
     sent = [buffers.add(t.data_ptr(), t.nbytes) for t in (offers, source, sums, named)]
@@ -239,7 +240,7 @@ def test_slices_are_summed_as_xxh3_and_copied(emulator: Emulator, size: int) -> 
     rows, theirs = torch.tensor([1, 0]), torch.zeros(blocks * layers, dtype=torch.int64)
     cells, corrupt = torch.zeros(2 * layers, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     table[4:8] = torch.tensor([7, 2, layers, size])
-    offers[1, 3] ^= 1  # the named memory is not what lies there
+    offers[1, 3] ^= 1  # The sum that the offer names differs from the sum of the memory.
     buffers = Buffers()
     pieces = (offers, table, source, corrupt, target, rows, theirs, cells)
     sent = [buffers.add(t.data_ptr(), t.nbytes) for t in pieces]

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def make_layout(head_dim: int = 8, num_layers: int = 3, model: str = "tiny") -> BlockLayout:
-    """Has slices of 256 bytes by default."""
+    """Makes a layout, by default with slices of 256 bytes."""
     return BlockLayout(
         model_fingerprint=model,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""Tests what every eviction policy owes the pool, and what each policy adds."""
+"""Tests the rules that every eviction policy keeps, and the special features of each policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def key(name: int) -> BlockKey:
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Tests a policy alone, against sets of held and evictable blocks. Runs need not make sense."""
+    """Tests a policy alone, against sets of held and evictable blocks. The drawn runs need not be
+    realistic."""
 
     @initialize(name=st.sampled_from(POLICIES))
     def begin(self, name: str) -> None:
@@ -109,7 +110,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert inside == sorted(self.evictable)
 
     def teardown(self) -> None:
-        """Whatever happened, all blocks can be evicted."""
+        """Asserts that all blocks can be evicted, whatever happened before."""
         if hasattr(self, "policy"):
             assert sorted(self.policy.pop(len(self.evictable))) == sorted(self.evictable)
 
@@ -200,8 +201,8 @@ def test_the_order_does_not_hang_on_the_hash_seed() -> None:
 
 
 def size_of(thing: object, seen: set[int] | None = None) -> int:
-    """Counts the objects reachable from an object: a measure of memory that does not depend on the
-    machine."""
+    """Returns the number of objects reachable from an object, as a measure of memory that is equal
+    on all machines."""
     seen = set() if seen is None else seen
     if id(thing) in seen or isinstance(thing, type | Callable):  # type: ignore[arg-type]
         return 0
@@ -246,7 +247,8 @@ def test_predictive_never_keeps_a_block_without_its_predecessor() -> None:
     before = {child: parent for names in prompts for parent, child in pairwise(names)}
     for number, names in enumerate(prompts):
         serve(pool, f"p{number}", names)
-        pool.release(f"p{number - 1}")  # two at once, so that segments split and join
+        # Two prompts are held at a time, so that segments split and join.
+        pool.release(f"p{number - 1}")
         if number % 10 == 0:
             cached = {int.from_bytes(k, "big") for k in set(pool.keys())}
             assert all(before[n] in cached for n in cached if n)

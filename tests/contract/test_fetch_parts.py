@@ -64,7 +64,7 @@ def test_every_block_is_in_one_part_and_small_fetches_are_not_split() -> None:
 def test_all_blocks_arrive_and_the_end_is_reported_once(pair: tuple[Node, Node]) -> None:
     source, reader = pair
     places = list(range(20, 31))
-    for _ in range(2):  # the second time over the kept connections
+    for _ in range(2):  # the second round uses the kept connections
         reader.fill(2)
         reader.messenger.fetch("f", source.address, keys(11), places, 120.0)
         reads = read_requests(source)
@@ -133,7 +133,7 @@ def test_a_corrupt_part_keeps_the_blocks_before_it(pair: tuple[Node, Node]) -> N
 
 
 def warm_up(source: Node, reader: Node) -> None:
-    """Makes the source store the checksums of its blocks."""
+    """Makes the source compute and keep the checksums of its blocks."""
     reader.messenger.fetch("w", source.address, keys(8), list(range(8)), 120.0)
     grant_all(source, read_requests(source))
     assert reader.expect_event(FetchEnded).num_blocks == 8
@@ -169,7 +169,7 @@ def test_closing_cancels_every_part(pair: tuple[Node, Node]) -> None:
 
 
 def test_a_fetch_from_a_peer_whose_flows_are_limited_uses_several(make_node: MakeNode) -> None:
-    layout = make_layout(head_dim=65536)  # of 2 MiB slices
+    layout = make_layout(head_dim=65536)  # slices of 2 MiB
     source = make_node("source", layout=layout, num_blocks=6)
     reader = make_node("reader", layout=layout, num_blocks=6)
     source.fill(1)

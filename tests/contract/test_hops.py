@@ -32,7 +32,7 @@ from moonpool_engine.transfer.wire import ReadBlocks, ReadGranted, ReadRenewed, 
 
 MakeNode = Callable[..., Node]
 PLAIN = pytest.mark.parametrize("slice_copier", ["plain"], indirect=True)
-"""Replaces the hash function, which only the plain slice copier allows."""
+"""A slice copier whose hash function a test can replace."""
 
 
 def fetch(reader: Node, source: Node, sources: list[int], targets: list[int]) -> FetchEnded:
@@ -110,7 +110,8 @@ def test_a_block_that_is_written_again_is_hashed_again(make_node: MakeNode) -> N
     source.fill(1)
     fetch(reader, source, [3, 4], [0, 1])
     tokens = source.layout.block_tokens
-    source.messenger.forget_checksums([3, 4], tokens, tokens + 1)  # the first token of the second
+    # forgets the first token of the second block
+    source.messenger.forget_checksums([3, 4], tokens, tokens + 1)
     source.arena.slice(4, 1)[:] = b"z" * source.layout.slice_bytes
     assert fetch(reader, source, [3, 4], [0, 1]).num_blocks == 2
     assert reader.block(1) == source.block(4)
@@ -130,8 +131,8 @@ def test_a_block_that_is_received_again_is_hashed_again(make_node: MakeNode) -> 
 
 
 def test_a_late_reader_detects_a_block_reused_after_the_lease() -> None:
-    """Runs over shared memory only: other transports have sent the bytes before the lease can end.
-    The source may reuse the block, so no block is damaged."""
+    """Runs over shared memory only, because other transports have sent the bytes before the lease
+    can end. The source may reuse the block, so this does not count as damage."""
     source = Node("source", "shm", lease_s=0.1)
     source.fill(1)
     own = Arena(source.layout, 4)
@@ -234,7 +235,7 @@ def test_the_connection_idle_longest_makes_room_and_is_opened_again(
     for number in (0, 1, 2, 0, 1):
         assert fetch(readers[number], source, [0], [0]).num_blocks == 1
     by_s = time.monotonic() + 60
-    while serving(source) > 2:  # closed connections end
+    while serving(source) > 2:  # waits until the closed connections have ended
         assert time.monotonic() < by_s
         time.sleep(0.01)
     assert source.messenger.counts().refused_connections == 0
@@ -250,7 +251,8 @@ def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNod
     source.messenger.grant(late.read_id, [9])
     source.fill(3)
     assert fetch(reader, source, [1], [0]).num_blocks == 1
-    assert reader.block(0) == source.block(1)  # not the block of the late grant
+    # the content is that of the present grant, not of the late one
+    assert reader.block(0) == source.block(1)
 
 
 def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +272,7 @@ def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ShmConnection, "receive_slices", failing)
     reader.messenger.fetch("f", source.address, keys(4), [0, 1, 2, 3], 120.0)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1, 2, 3])
-    # The source may learn of the next read before it has noticed the end of the first.
+    # The source may get the next read request before it has noticed the end of the first read.
     events = {type(event): event for event in (source.events.get(timeout=60.0) for _ in range(2))}
     assert events[ReadEnded].error
     source.messenger.grant(events[ReadRequested].read_id, [0, 1, 2, 3])
@@ -285,7 +287,8 @@ def test_a_read_that_fails_midway_continues_over_tcp(monkeypatch: pytest.MonkeyP
 
 
 def fetch_with_fallback(reader: Node, source: Node, sources: list[int], targets: list[int]) -> int:
-    """Fetches until the fetch ends; each transport that fails is followed by another read."""
+    """Runs a fetch to its end. After each transport that fails, the source gets another read
+    request, which this function grants."""
     reader.messenger.fetch("f", source.address, keys(len(targets)), targets, 120.0)
     num_open = 0
     while reader.events.empty() or num_open:

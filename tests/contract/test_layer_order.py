@@ -1,5 +1,5 @@
-"""A fetch brings layer after layer of all blocks, on every transport. Its gate opens layer by
-layer, never too early and never for a corrupt layer."""
+"""Tests that a fetch brings layer after layer of all blocks, on every transport, and that its gate
+opens layer by layer, never too early and never for a corrupt layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from moonpool_engine.transfer.wire import (
 
 MakeNode = Callable[..., Node]
 NUM_LAYERS = 4
-LAYOUT = make_layout(head_dim=16384, num_layers=NUM_LAYERS)  # 512 KiB slices: a frame each
+# slices of 512 KiB, so that each has a frame of its own
+LAYOUT = make_layout(head_dim=16384, num_layers=NUM_LAYERS)
 
 
 def now() -> float:
@@ -133,7 +134,7 @@ def test_the_last_layer_opens_only_after_the_end_was_reported(
 
 
 def test_a_corrupt_slice_breaks_the_gate_at_its_layer(make_node: MakeNode, slow: Slow) -> None:
-    slow.flip = 0  # the last slice before it stops: layer 1 of block 2
+    slow.flip = 0  # flips a bit in the last slice before the source stops: layer 1 of block 2
     _, reader, gate = begin(make_node, slow, 4)
     assert gate.wait(0, now() + 60)
     began_s = now()
@@ -160,7 +161,7 @@ def test_a_source_that_dies_midway_breaks_the_gate(make_node: MakeNode, slow: Sl
 def test_the_next_transport_continues_at_the_first_incomplete_layer(
     monkeypatch: pytest.MonkeyPatch, second_grant: list[int]
 ) -> None:
-    """Whether the gate breaks if the second grant is smaller than the first."""
+    """If the second grant is smaller than the first, the gate must break."""
     source = Node("source", "shm", layout=LAYOUT, num_blocks=4)
     reader = Node("reader", "shm", layout=LAYOUT, num_blocks=4)
     source.fill(1)
@@ -176,7 +177,8 @@ def test_the_next_transport_continues_at_the_first_incomplete_layer(
     gate = LayerGate()
     reader.messenger.fetch("f", source.address, keys(2), [0, 1], 120.0, gate)
     source.messenger.grant(source.expect_event(ReadRequested).read_id, [0, 1])
-    # The next transport is another connection: its request may come before the end of the first.
+    # The next transport uses another connection, so its request may come before the end of the
+    # first read.
     told = {type(event): event for event in (source.events.get(timeout=60) for _ in range(2))}
     ended, asked = told[ReadEnded], told[ReadRequested]
     assert isinstance(ended, ReadEnded)
@@ -209,7 +211,7 @@ class NoCopyConnection:
 
 
 def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
-    """Whether a peer that sends in another order delays the reader but never opens a layer
+    """A peer that sends slices in another order may delay the reader, but must not open a layer
     early."""
     layout = make_layout(num_layers=2)
     arena = Arena(layout, 3)
@@ -229,7 +231,7 @@ def test_a_layer_counts_once_it_is_complete_in_any_order() -> None:
 
 
 def test_a_broken_gate_is_not_opened_by_the_end() -> None:
-    """Whether an operation may end with fewer blocks than a reader relied on."""
+    """The operation may end as complete although it has fewer blocks than the reader relies on."""
     gate = LayerGate()
     gate.open(2)
     gate.break_gate()

@@ -1,5 +1,5 @@
 """Tests deadlines, cancels, and peers that send invalid data or are unknown: each operation ends
-once and overwrites no other block."""
+exactly once and overwrites no other block."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_source_that_never_answers_ends_the_fetch(make_node: MakeNode) -> None
     asked = source.expect_event(ReadRequested)
     assert "deadline" in reader.expect_event(FetchEnded).error
     assert source.expect_event(ReadEnded).read_id == asked.read_id
-    source.messenger.grant(asked.read_id, [1])  # too late: ignored
+    source.messenger.grant(asked.read_id, [1])  # This grant comes too late, and is ignored.
     source.expect_silence()
 
 
@@ -159,7 +159,8 @@ def test_cancel_before_and_during_a_stream(make_node: MakeNode) -> None:
     ended = receiver.expect_event(ReceiveEnded)
     assert ("cancelled" in ended.error, ended.incomplete) == (True, (0,))
     assert ended.corrupt_slices == 0
-    assert sender.expect_event(SendEnded).error  # by the end of the connection
+    # The sender learns of it by the end of the connection.
+    assert sender.expect_event(SendEnded).error
     receiver.messenger.cancel("s")
     receiver.expect_silence()
 
@@ -174,7 +175,7 @@ def test_abort_ends_both_sides_at_once(make_node: MakeNode) -> None:
     assert "aborted" in sender.expect_event(SendEnded).error
     ended = receiver.expect_event(ReceiveEnded)
     assert (ended.incomplete, ended.corrupt_slices) == ((0,), 0)
-    sender.messenger.send("s", [(0, 0, 1)])  # the engine's next layer is ignored
+    sender.messenger.send("s", [(0, 0, 1)])  # The next layer that the engine sends is ignored.
     sender.messenger.finish_stream("s")
     sender.expect_silence()
 
@@ -257,8 +258,9 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
     slices = [(i, i, layer) for layer in range(3) for i in range(8)]
     outcomes = set()
     number = 0
-    longest_s = 0.003  # grows, because a stream may take longer than any pause
-    while number < 120 or (len(outcomes) < 2 and number < 5000):  # until both sides have won
+    longest_s = 0.003  # The time grows, because a stream may take longer than any pause.
+    # repeats until both the end and the cancel have won the race
+    while number < 120 or (len(outcomes) < 2 and number < 5000):
         number += 1
         name = f"s{number}"
         receiver.arena.buffer[:] = bytes(receiver.arena.num_bytes)
@@ -287,7 +289,7 @@ def test_racing_cancels_and_aborts_end_each_side_once_and_write_nothing_after(
             longest_s = min(2 * longest_s, 1.0)
     sender.expect_silence(0.2)
     receiver.expect_silence(0.0)
-    assert outcomes == {True, False}  # the race was a race
+    assert outcomes == {True, False}  # proves that the race had both outcomes
 
 
 def test_close_ends_everything_once_and_leaves_no_thread(transport: str) -> None:
@@ -366,7 +368,8 @@ def test_noise_closes_the_connection_and_nothing_else(
             assert len(data) < 1000
     wait_until(lambda: node.messenger.counts().refused_connections == 1)
     assert len([r for r in caplog.records if "closed a connection" in r.message]) == 1
-    node.messenger.fetch("f", node.address, keys(1), [0], 120.0)  # still serves reads, even its own
+    # This node still serves reads, even its own.
+    node.messenger.fetch("f", node.address, keys(1), [0], 120.0)
     node.messenger.grant(node.expect_event(ReadRequested).read_id, [])
     ends = [node.events.get(timeout=60) for _ in range(2)]
     assert {(type(e), e.error) for e in ends} == {(FetchEnded, ""), (ReadEnded, "")}

@@ -1,6 +1,6 @@
 """Tests the Mooncake Store in place of the SSD, shared by instances. Whatever happens to master,
-holder or client, the store neither hangs an instance nor returns wrong blocks. Needs the optional
-package."""
+holder or client, the store neither hangs an instance nor returns wrong blocks. The tests need the
+optional package `mooncake`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_instance_finds_the_blocks_of_another(make: Callable[[], Bench]) -> 
     assert other.look_up(keys).num_blocks == 6
     assert other.get(keys).num_blocks == 6
     one.store.close()
-    assert make().get(keys).num_blocks == 6  # of a cluster that starts later
+    assert make().get(keys).num_blocks == 6  # finds the blocks of the cluster that started later
 
 
 def test_a_lost_master_is_an_immediate_miss_until_it_is_back(
@@ -117,7 +117,7 @@ def test_a_foreign_object_is_a_miss_and_is_replaced(
     bench = make()
     (key,) = keys_of("foreign", 1)
     name = object_name(bench.arena.layout, key)
-    size = 4096 + bench.size  # as long as the keys of this store
+    size = 4096 + bench.size  # as long as the objects that this store writes
     script = (
         "import os; from mooncake.store import MooncakeDistributedStore as S; s = S();"
         f" c = s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 24, 'tcp', '', '{cluster.address}');"
@@ -133,7 +133,7 @@ def test_a_foreign_object_is_a_miss_and_is_replaced(
 
 
 def test_a_full_store_ends_writes_with_an_error(cluster: MooncakeCluster) -> None:
-    cluster.holder.kill()  # and, with the client, all memory that it lent
+    cluster.holder.kill()  # With the client, all memory that it lent is gone, too.
     config = cluster.config
     bench = Bench(lambda arena, post: MooncakeStore(arena, config, "127.0.0.1", post))
     try:

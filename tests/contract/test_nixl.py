@@ -20,14 +20,15 @@ from moonpool_engine.transfer import nixl_agent as nixl_agent_module
 from moonpool_engine.transfer.arena import Arena
 from moonpool_engine.transfer.nixl_agent import NixlAgent, NixlAgentError, has_nixl
 
-LAYOUT = make_layout(head_dim=8192)  # 256 KiB slices
+LAYOUT = make_layout(head_dim=8192)  # slices of 256 KiB
 BLOCKS = 16
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
     need_nixl()
-    monkeypatch.setenv("UCX_TLS", "tcp,self")  # so that a read needs the source's agent
+    # allows no shared memory, so that a read needs the source's agent
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.5)
     monkeypatch.setattr(connection_pool, "FALLBACK_S", 0.3)
     nodes = [Node(name, "nixl", LAYOUT, num_blocks=BLOCKS) for name in ("source", "reader")]
@@ -38,7 +39,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Node, Node]]:
 
 
 def fetch(reader: Node, source: Node, timeout_s: float = 5.0) -> FetchEnded:
-    """Fetches until the fetch ends; each transport that fails is followed by another read."""
+    """Runs a fetch to its end. After each transport that fails, the source gets another read
+    request, which this function grants."""
     reader.messenger.fetch("f", source.address, keys(BLOCKS), range(BLOCKS), timeout_s)
     while reader.events.empty():
         if source.events.empty():
@@ -77,7 +79,7 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
     monkeypatch.setattr(nixl_agent_module, "PAUSE_S", 0.1)
     until_s = time.monotonic() + 60
     before = received(reader)["nixl"]
-    while received(reader)["nixl"] == before:  # the first fetch by the connection that was kept
+    while received(reader)["nixl"] == before:  # until a fetch uses the connection that was kept
         assert time.monotonic() < until_s
         fetch(reader, source)
     before = received(reader)["nixl"]
@@ -86,16 +88,18 @@ def test_a_killed_agent_is_replaced_and_tcp_is_used_meanwhile(
 
 
 def test_a_transfer_that_was_given_up_never_writes_later(pair: tuple[Node, Node]) -> None:
-    """UCX cannot cancel a transfer: it would continue when the source does."""
+    """UCX cannot cancel a transfer, so the transfer would continue when the source continues."""
     source, reader = pair
-    assert fetch(reader, source).num_blocks == BLOCKS  # the agents know each other
+    # after this fetch, the agents know each other
+    assert fetch(reader, source).num_blocks == BLOCKS
     stopped = pid_of_agent(source)
     os.kill(stopped, signal.SIGSTOP)
     try:
         ended = fetch(reader, source, 1.0)
         assert ended.error
         assert "deadline" in ended.error
-        reader.arena.buffer[:] = b"n" * reader.arena.num_bytes  # the bytes of the next owner
+        # stands for the bytes of the next owner
+        reader.arena.buffer[:] = b"n" * reader.arena.num_bytes
     finally:
         os.kill(stopped, signal.SIGCONT)
     time.sleep(1.0)

@@ -1,8 +1,8 @@
-"""Kills or stops a peer process during a transfer: the end is reported once, immediately or by the
-deadline.
+"""Kills or stops a peer process during a transfer: the end of the transfer is reported once,
+immediately or by the deadline.
 
-A wait for an event is shorter than the deadlines, so an event that comes was not caused by a
-deadline.
+The tests wait for an event for less time than the deadlines, so an event that comes was not caused
+by a deadline.
 """
 
 from __future__ import annotations

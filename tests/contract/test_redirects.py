@@ -20,7 +20,7 @@ MakeNode = Callable[..., Node]
 def test_a_stream_is_redirected_to_the_peer_that_stores_the_blocks(make_node: MakeNode) -> None:
     sender, front, holder = make_node("sender"), make_node("front"), make_node("holder")
     sender.fill(1)
-    for turn in range(2):  # the second time over connections that were kept
+    for turn in range(2):  # the second turn uses connections that were kept
         name = f"s{turn}"
         holder.messenger.expect(name, [4, 5], 1, 120.0)
         front.messenger.redirect_stream(name, holder.address)

@@ -1,4 +1,4 @@
-"""Tests blocks of which several peers store a share each: some of the blocks, or a part of every
+"""Tests pools that several peers share: each peer stores some of the blocks, or a part of every
 slice."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def stream(sender: Node, front: Node, name: str, num_blocks: int) -> None:
 def test_a_stream_is_split_by_parts_of_slices(make_node: MakeNode) -> None:
     sender, front, holders = make_node("sender"), make_node("front"), halves(make_node)
     sender.fill(1)
-    for turn in range(2):  # the second time with known checksums, over kept connections
+    for turn in range(2):  # in the second turn, checksums are known and connections were kept
         name = f"s{turn}"
         for holder in holders:
             holder.messenger.expect(name, [5, 4], 1, 120.0)
@@ -134,7 +134,7 @@ def test_a_read_combines_blocks_up_to_the_first_missing(make_node: MakeNode) -> 
     assert [reader.block(b) for b in (7, 8, 9)] == [one.block(1), other.block(3), one.block(2)]
     for node in (one, other):
         assert node.expect_event(ReadEnded).error == ""
-    # No holder has a block that each expects at the other holder.
+    # Each holder expects this block at the other holder, so neither has it.
     ended = read(reader, front, [one, other], [[1, NOWHERE, 2], [NOWHERE] * 3], [7, 8, 9])
     assert ended.num_blocks == 1
 
@@ -146,7 +146,8 @@ def test_half_of_a_block_does_not_count(make_node: MakeNode) -> None:
     for holder in holders:
         assert holder.expect_event(ReadEnded).error == ""
     twin = make_node("twin", layout=HALF, shard_view=VIEWS[0])
-    ended = read(reader, front, [holders[0], twin], [[1], [1]], [8])  # the same half, twice
+    # both holders have the same half
+    ended = read(reader, front, [holders[0], twin], [[1], [1]], [8])
     assert ended.num_blocks == 0
 
 
@@ -177,7 +178,7 @@ def test_changed_memory_is_detected_in_a_share_too(make_node: MakeNode) -> None:
         ended = holder.expect_event(FetchEnded)
         assert ended.num_blocks == (holder is not holders[0])
         source.expect_event(ReadEnded)
-        source.arena.slice(6, 1)[3] ^= 1  # after its sum was taken
+        source.arena.slice(6, 1)[3] ^= 1  # changes the block after its sum was taken
 
 
 def test_a_share_of_other_slices_is_refused(make_node: MakeNode) -> None:

@@ -61,7 +61,7 @@ def test_stored_blocks_are_loaded(bench: Bench) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each layer a part."""
+    """Makes parts so small that each has one layer."""
     monkeypatch.setattr(job_module, "MIN_PART_BYTES", 4096)
 
 
@@ -114,10 +114,10 @@ def test_a_layered_load_counts_up_to_the_first_miss(parted: Bench) -> None:
 def test_damage_in_a_late_layer_breaks_the_gate_there(one_reader: None, parted: Bench) -> None:
     keys = keys_of("late damage", 4)
     parted.put(keys)
-    parted.get(keys)  # into the last blocks, whose checksums are then known
+    parted.get(keys)  # loads into the last blocks, whose checksums are known afterwards
     again = keys_of("late damage again", 4)
     blocks = [BlockId(NUM_BLOCKS - 1 - number) for number in range(4)]
-    parted.block(blocks[2])[-1] ^= 16  # of the last layer
+    parted.block(blocks[2])[-1] ^= 16  # flips a bit of the last layer
     parted.store.store("s", again, blocks, [10, 11, 12, 13])
     assert parted.event(StoreEnded).num_blocks == 4
     gate = LayerGate()
@@ -160,7 +160,7 @@ def test_a_look_up_returns_the_number_of_leading_blocks(bench: Bench) -> None:
 def test_a_block_that_changed_in_memory_is_detected_when_it_is_read_back(bench: Bench) -> None:
     keys = keys_of("changed", 2)
     bench.put(keys)
-    bench.get(keys)  # into the last blocks, whose checksums are then known
+    bench.get(keys)  # loads into the last blocks, whose checksums are known afterwards
     again = keys_of("changed again", 2)
     blocks = [BlockId(NUM_BLOCKS - 1), BlockId(NUM_BLOCKS - 2)]
     bench.block(blocks[1])[7] ^= 16

@@ -78,7 +78,7 @@ def test_unknown_keys_are_an_empty_fetch_not_an_error(pair: tuple[Node, Node]) -
 
 def test_a_corrupt_slice_ends_the_fetched_prefix(make_node: MakeNode) -> None:
     hashed = iter(range(1000))
-    wrong = 1 * 4 + 2  # layer 1 of the third block: layers come in order
+    wrong = 1 * 4 + 2  # Layers come in order, so this is layer 1 of the third block.
 
     def lie_once(view: memoryview) -> int:
         return checksum_slice(view) ^ (next(hashed) == wrong)
@@ -140,8 +140,8 @@ def test_corrupt_and_missing_slices_are_named_by_index(make_node: MakeNode) -> N
 
 
 def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) -> None:
-    """Whether changes in either memory are detected from then on, whichever side computed the
-    checksums."""
+    """Whether changes in either memory are detected after the first send, whichever side computed
+    the checksums."""
     sender, receiver = pair
     sender.arena.checksums.set(BlockId(1), 0, checksum_slice(sender.arena.slice(1, 0)))
     for stream, first in (("s", 4), ("t", 8)):
@@ -166,8 +166,8 @@ def test_a_first_send_gives_both_sides_the_checksums(pair: tuple[Node, Node]) ->
 def test_slices_are_missing_if_the_sender_hung_up_while_they_were_copied(
     monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Without checksums, a reuse of the sender's blocks could not be detected. With checksums, the
-    reused bytes are reported as damage, although no data was damaged."""
+    """Without checksums, the receiver could not detect that the sender reused its blocks. With
+    checksums, the receiver would report the new bytes as damage, although no data was damaged."""
     sender, receiver = Node("sender", "shm"), Node("receiver", "shm")
     monkeypatch.setattr(ShmConnection, "defers_checksums", not named)
     if named:
@@ -241,7 +241,8 @@ def test_nothing_to_send_is_a_complete_stream(pair: tuple[Node, Node]) -> None:
 
 
 def test_many_streams_and_fetches_at_once(make_node: MakeNode) -> None:
-    layout = make_layout(head_dim=1024)  # 32 KiB slices: sockets fill up, and sends are partial
+    # slices of 32 KiB, which fill the sockets, so that sends are partial
+    layout = make_layout(head_dim=1024)
     left, right = make_node("left", layout=layout), make_node("right", layout=layout)
     left.fill(3)
     per_stream, streams = 2, NUM_BLOCKS // 4
@@ -312,10 +313,12 @@ def test_two_hundred_streams_leave_no_descriptor_and_no_thread(pair: tuple[Node,
 
 def test_send_returns_though_the_stream_is_parked(pair: tuple[Node, Node]) -> None:
     sender, receiver = pair
-    sender.messenger.open_stream("s", receiver.address, 120.0)  # parked, as nobody expects it
+    # The stream is parked, because nobody expects it yet.
+    sender.messenger.open_stream("s", receiver.address, 120.0)
     slices = all_slices(sender, 32)
     for _ in range(20):
         sender.messenger.send("s", slices[:1])
-    assert sender.events.empty()  # so no call waited for the end of the stream
+    # no event has come, so no call has waited for the end of the stream
+    assert sender.events.empty()
     sender.messenger.abort_stream("s")
     assert sender.expect_event(SendEnded).error

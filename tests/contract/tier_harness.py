@@ -65,8 +65,8 @@ class Bench:
     def get_by_layer(
         self, keys: list[BlockKey], gate: LayerGate, first_slot: int = 0, right: bool = True
     ) -> tuple[LoadEnded, list[LoadProgress]]:
-        """Does the same, and returns the progress events too. Unless `right`, the contents are not
-        checked."""
+        """Loads like `get`, and also returns the progress events. Without `right`, the contents are
+        not checked."""
         return self._get(keys, first_slot, gate, right)
 
     def _get(

@@ -1,8 +1,8 @@
 """Starts the pods of rendered objects as processes of this machine, as a kubelet would.
 
-It follows each container's command, arguments with their variables, environment, mounted ConfigMaps
-and Secrets, probes, order of start and end, and time to end. Folders and ports belong to the test.
-A Service's name becomes the address of a container that it selects.
+The module follows each container's command, arguments with their variables, environment, mounted
+ConfigMaps and Secrets, probes, order of start and end, and time to end. Folders and ports belong to
+the test. A Service's name becomes the address of a container that it selects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Container:
 
     @property
     def stays_beside(self) -> bool:
-        """An init container that keeps running: it ends after the others."""
+        """Whether this is an init container that keeps running. Such a container ends after the
+        others."""
         return self.spec.get("restartPolicy") == "Always"
 
     def said(self) -> str:
@@ -63,7 +64,8 @@ class Pod:
     labels: dict[str, str]
     spec: Manifest
     folder: Path
-    ports: dict[str, int] = field(default_factory=dict)  # of containers, by name and number
+    # the port here of each port of a container, by name and by number
+    ports: dict[str, int] = field(default_factory=dict)
     containers: list[Container] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -175,7 +177,7 @@ class Loopback:
             name = mount["name"]
             folder = container.pod.folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            volume = volumes.get(name, {})  # absent if the volume is a claim of a StatefulSet
+            volume = volumes.get(name, {})  # empty if the volume is a claim of a StatefulSet
             found[mount["mountPath"]] = folder / mount.get("subPath", "")
             for key, data in self._files(volume).items():
                 (folder / key).write_bytes(data)
@@ -193,7 +195,7 @@ class Loopback:
         return {}
 
     def _local(self, pod: Pod | None, word: str, places: dict[str, Path]) -> str:
-        """Returns a word of a container's command in its form for this machine."""
+        """Returns a word of a container's command with paths and names of this machine."""
         if places:
             names = "|".join(map(re.escape, sorted(places, key=len, reverse=True)))
             word = re.sub(rf"(?<![\w/])({names})(?![\w.-])", lambda m: str(places[m[1]]), word)
@@ -234,7 +236,7 @@ class Loopback:
         get = probe["httpGet"]
         scheme = get.get("scheme", "HTTP").lower()
         url = f"{scheme}://127.0.0.1:{ports[get['port']]}{get['path']}"
-        try:  # like the kubelet: at the pod's address, without checking the certificate
+        try:  # Like the kubelet, calls the pod's address and does not check the certificate.
             return str(httpx.get(url, timeout=5, verify=unchecked()).status_code)
         except httpx.TransportError as error:
             return repr(error)

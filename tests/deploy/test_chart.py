@@ -1,5 +1,5 @@
-"""Tests the Helm chart: for each file of values, the API accepts its objects, and the objects fit
-together."""
+"""Tests the Helm chart: for each file of values, the Kubernetes API accepts the objects, and the
+objects fit together."""
 
 from __future__ import annotations
 
@@ -249,8 +249,8 @@ def test_prometheus_reaches_the_metrics_of_head_and_picker() -> None:
 
 
 def test_metrics_of_a_closed_head_are_not_opened_to_all() -> None:
-    """Whether a peer must be named: without a peer, only clients reach the port that the API also
-    has."""
+    """Without a peer that may read metrics (`podMonitor.from`), no policy opens them: only clients
+    reach the port, which the API shares."""
     policies = of_kind(render({"podMonitor": {"enabled": True}}), "NetworkPolicy")
     assert not [each for each in policies if each["metadata"]["name"].endswith("-metrics")]
 

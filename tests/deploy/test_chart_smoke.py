@@ -19,10 +19,10 @@ QUICK = "default-values.yaml"
 
 
 def here(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the same values for this machine, which has another model and no GPU."""
+    """Returns the values, changed for this machine, which has another model and no GPU."""
     if values.get("engine") != "vllm":
         return values
-    vllm = {"kvEvents": False} | values.get("vllm", {})  # the stub publishes no events
+    vllm = {"kvEvents": False} | values.get("vllm", {})  # because the stub publishes no events
     return values | {"model": os.environ.get("MOONPOOL_TEST_MODEL", MODEL), "vllm": vllm}
 
 
@@ -42,15 +42,15 @@ def existing_secrets(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 def is_picker(container: Container) -> bool:
-    """Whether all pods but the picker run. The picker reads the API of a cluster, and has a test of
-    its own below."""
+    """Whether this is a pod of the picker. Pods of the picker have a test of their own below,
+    because the picker reads the API of a cluster."""
     return bool(container.spec["name"] == "epp")
 
 
 def asked(
     place: Loopback, values: dict[str, Any], more: dict[str, str] | None = None, **body: Any
 ) -> httpx.Response:
-    """Sends a call like a client: by the Service, with a key of the Secret. `more` holds further
+    """Sends a call to the Service like a client, with a key of the Secret. `more` has further
     headers."""
     port = values.get("head", {}).get("service", {}).get("port", 8000)
     scheme = "https" if values.get("tls", {}).get("httpSecret") else "http"
@@ -125,7 +125,8 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
         values = here(values_of(CHART / "ci" / "gateway-values.yaml"))
         values["pool"] = {"enabled": False}
         values["epp"] = {"enabled": True, "extraArgs": [f"--kube-url={api.url}"]}
-        values["vllm"]["mixed"] = {"replicas": 1}  # the pool has one port, and this machine too
+        # one replica, because the pool has one port for all pods, and so has this machine
+        values["vllm"]["mixed"] = {"replicas": 1}
         manifests = render(values)
         with loopback(manifests, tmp_path / "pods") as place:
             (server,) = [pod for pod in place.pods if "moonpool.dev/vllm" in pod.labels]
@@ -141,7 +142,7 @@ def test_the_picker_finds_the_pods_of_its_pool(tmp_path: Path) -> None:
                 body = {"model": values["model"], "prompt": list(range(40, 140)), "max_tokens": 4}
                 headers = {"x-request-id": "mine", "x-slo-class": "chat"}
                 until_s = time.monotonic() + 120
-                while True:  # a server that was just listed is asked what it serves first
+                while True:  # The picker first asks a server that was just listed what it serves.
                     url = f"{gateway}/v1/completions"
                     answer = httpx.post(url, json=body, headers=headers, timeout=120)
                     if answer.status_code == 200 or time.monotonic() > until_s:

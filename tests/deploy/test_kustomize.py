@@ -21,7 +21,8 @@ def test_the_base_is_what_the_chart_renders() -> None:
 
 
 def typed() -> str:
-    """Runs the lines of the page, but prints the objects."""
+    """Runs the lines of the page, with a command that prints the objects in place of the one that
+    applies them."""
     page = (ROOT / "docs" / "cluster.md").read_text()
     lines = page[page.index("cd deploy/kustomize/example") :].partition("\n```")[0].splitlines()
     assert "kubectl apply -k ." in lines, "the last but one that a reader types"

@@ -42,7 +42,7 @@ YARN = {
 
 @dataclass(frozen=True)
 class Case:
-    family: str  # spelled like transformers' class names
+    family: str  # the family's name, spelled like transformers' class names
     changes: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
 
@@ -398,11 +398,12 @@ CASES = {
 
 
 def save(case: Case, folder: Path) -> Any:
-    """Writes a random checkpoint, biases and norms random too; returns transformers' model."""
+    """Writes a random checkpoint, in which biases and norms are random, too. Returns transformers'
+    model."""
     config = getattr(transformers, f"{case.family}Config")(**{**SIZE, **case.changes})
     torch.manual_seed(0)
-    config._attn_implementation = "eager"  # only this family has caps and sinks
-    config._experts_implementation = "eager"  # only this family is served at any size
+    config._attn_implementation = "eager"  # only the eager implementation has caps and sinks
+    config._experts_implementation = "eager"  # only the eager implementation works at any size
     name = case.family.removesuffix("Text")
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():

@@ -69,8 +69,8 @@ class Outcome:
 
 
 class Liar:
-    """A checksum that is wrong for one slice in seven, so that the receiver considers these bytes
-    damaged."""
+    """A checksum function that is wrong for one slice in seven, so that the receiver considers
+    these slices damaged."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -81,7 +81,7 @@ class Liar:
 
 
 class Leaver:
-    """A checksum whose n-th call ends the messenger, as if its process had died."""
+    """A checksum function whose n-th call ends the messenger, as if its process had died."""
 
     def __init__(self, node: Node, after: int) -> None:
         self._node, self._left = node, after
@@ -90,7 +90,8 @@ class Leaver:
         self._left -= 1
         if self._left == 0:
             threading.Thread(target=self._node.messenger.close).start()
-            time.sleep(0.3)  # until no request can come any more, and this read broke off
+            # The pause lets this read break off, and no further request can come after it.
+            time.sleep(0.3)
         return checksum_slice(data)
 
 
@@ -112,7 +113,7 @@ class Node:
         flat.fill_(float("nan"))
         shape = (256, self.layout.num_layers, self.layout.slice_elements)
         arena = KvCache(flat.view(shape), self.layout)
-        if self.layout.inner == ROWS_INNER:  # a GPU, which has separate blocks
+        if self.layout.inner == ROWS_INNER:  # the layout of a GPU, which has separate blocks
             cache = empty_cache(self.layout, 256, ops.device)
             cache.blocks.fill_(float("nan"))
             self.engine = Engine(model, ops, cache, HostGpuSync(cache, arena.blocks))
@@ -160,7 +161,7 @@ class Node:
 
 
 class MiniCluster:
-    """Holds nodes by name, and the loop that drives them. Plays the Conductor's part by hand."""
+    """Holds nodes by name, runs the loop that drives them, and takes the place of the Conductor."""
 
     def __init__(self, roles: dict[str, Role], dtype: str, ops: Ops, **options: Any) -> None:
         self.inbox: queue.Queue[tuple[Node, Any]] = queue.Queue()
@@ -170,7 +171,7 @@ class MiniCluster:
         for node in self.nodes.values():
             node.driver = self._drive(node)
         self.outcomes: dict[str, Outcome] = {}
-        self.corrupt_slices = 0  # errors of streams
+        self.corrupt_slices = 0  # counts the slices that ended streams found damaged
         self.missed_steps = 0
         self.after_step: Callable[[], None] = lambda: None
         self._decode_of: dict[str, Node] = {}

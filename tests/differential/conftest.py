@@ -10,14 +10,14 @@ import torch
 from tests.differential.plans import EXACT_OPS, OPS_NAMES, usable_ops
 
 MOST_TELLING = ("in_a_crowd[native-float32-7]", "in_a_crowd[native-int8-bfloat16-7]", "own_cache")
-"""Lists ways of a request that are tested each time in each dtype."""
+"""Lists the ways of a request that `make test` covers in each dtype."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The kernels are tested each time. The plain operations, their slow reference, are tested in
-    the long run. Ways of a request are tested each time in bfloat16. In the other dtypes they are
-    tested in the long run, except for the ways that tell dtypes apart most.
+    """Chooses the tests of `make test`. The kernels are always tested; the plain operations, their
+    slow reference, are tested in the long run. Ways of a request are always tested in bfloat16. The
+    other dtypes are tested in the long run, except on the ways in MOST_TELLING.
     """
     for item in list(items):
         if "differential" not in item.path.parts:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if "in_a_crowd" not in item.name:
                 item.add_marker(pytest.mark.long)
         elif path and "-many" not in item.name and not any(p in item.name for p in MOST_TELLING):
-            items.remove(item)  # the long run has this test with many prompts
+            items.remove(item)  # because the long run has this test with many prompts
 
 
 @pytest.fixture(autouse=True)

@@ -255,7 +255,7 @@ def _renamed(
 def _with_linear_attention(
     found: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Writes q and its gate in turns by head, and value heads in turns by key head."""
+    """Writes q and its gate alternately, head by head, and value heads alternately by key head."""
     keys, group = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group //= keys
     before_v = 2 * keys * config["linear_key_head_dim"]

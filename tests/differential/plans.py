@@ -1,4 +1,5 @@
-"""Makes random ways to compute the same sequences: chunked, mixed with others, in any blocks.
+"""Makes random plans to compute the same sequences: in chunks, mixed with other sequences, in any
+blocks.
 
 Baseline and plans return the logits that follow chosen positions, so that tests can ask for
 equality bit by bit.

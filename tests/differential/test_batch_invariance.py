@@ -1,4 +1,4 @@
-"""Equal tokens give equal bits, in all chunks, batches, blocks and numbers of threads."""
+"""Tests that equal tokens give equal bits, whatever the chunks, batches, blocks and threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moonpool_engine.engine.builtin import open_model
 from tests.differential.plans import OPS_NAMES, Lab, make_ops, random_prompts, usable_ops
 
 TINY = "random:hidden=96,layers=3,heads=6,kv_heads=2,head_dim=16,inter=112,vocab=300,context=400"
-REAL = "random:m30,layers=2,vocab=512,context=600"  # shapes of the linears of a real model
+REAL = "random:m30,layers=2,vocab=512,context=600"  # has the shapes of the linears of a real model
 PLANS = {"reference": 20, "native": 30, "native-int8": 15}
 PROMPTS = 8
 
@@ -25,7 +25,8 @@ def _check(ops_name: str, name: str, dtype: str, plans: int, prompts: int, longe
     rng = random.Random(f"{name}{dtype}")
     model = open_model(name, dtype)
     texts = random_prompts(rng, prompts, model.spec.vocab_size, longest)
-    # The points are the prompt's end, and three tokens "decoded" after it.
+    # The logits are compared at the prompt's end, and after three tokens that are "decoded" after
+    # it.
     marks = [{n for n in range(len(t) - 3, len(t) + 1) if n > 0} for t in texts]
     total = sum(map(len, texts))
     alone = Lab(model, make_ops(ops_name), 16, total)
@@ -60,7 +61,8 @@ def test_thread_count_does_not_change_bits(ops_name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_copied_prefix_gives_the_bits_of_a_computed_one(ops_name: str, dtype: str) -> None:
-    """Uses a remote cache hit: another engine's blocks, copied byte by byte, then the rest."""
+    """Copies another engine's blocks byte by byte, like a remote cache hit, and computes the
+    rest."""
     model = open_model(TINY, dtype)
     prompt = random_prompts(random.Random(5), 1, 300, 1)[0] * 3 + list(range(130))
     source = Lab(model, make_ops(ops_name), 32, 300, seed=1)

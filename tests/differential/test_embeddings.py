@@ -1,4 +1,5 @@
-"""Compares embeddings with `transformers` in float32, and with moonpool's own in chunks."""
+"""Compares embeddings with those of `transformers` in float32, and with moonpool's own embeddings
+of prompts in chunks."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def embed(lab: Lab, prompt: list[int], way: Way, cuts: list[int]) -> NDArray[np.
             pooling=way if last or way == "mean" else "none",
             pooled=carried,
         )
-        # A request that draws a token shares the step.
+        # Another request, which draws a token, shares the step.
         drawing = StepEntry(AttemptId("draw"), prompt[:9], 0, lab.take_blocks(9), SamplingParams())
         done = lab.engine.step([drawing, entry])
         assert done.tokens[0] is not None and not done.tokens[0].payload
@@ -93,8 +94,8 @@ def save_bare(folder: Path) -> Any:
 @pytest.mark.parametrize("way", ["last", "mean"])
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_a_checkpoint_of_bare_names(num_shards: int, way: Way, tmp_path: Path) -> None:
-    """Whether the embeddings are equal if the prompt is computed in one part and in shards, whole
-    and in chunks."""
+    """The embeddings must be equal to transformers', in one process and in shards, with whole
+    prompts and with chunks."""
     model = save_bare(tmp_path)
     ours = open_model(str(tmp_path), "float32")
     assert ours.spec.prefix == "" and ours.spec.tie_embeddings

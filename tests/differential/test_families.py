@@ -21,7 +21,7 @@ from tests.differential.cluster import MiniCluster
 from tests.differential.plans import Lab, make_ops, random_prompts
 from tests.differential.test_paths import assert_same, work
 
-# Each special part has a case: norms, windows, caps, RoPE by layer, factors.
+# The cases cover each special part: norms, windows, caps, RoPE by layer, factors.
 FAMILIES = (
     "mistral-window",
     "smollm3-window",
@@ -39,7 +39,7 @@ FAMILIES = (
     "qwen3.5",
     "qwen3-next",
 )
-LINEAR = ("qwen3.5", "qwen3-next")  # layers with one state per sequence
+LINEAR = ("qwen3.5", "qwen3-next")  # families with layers that keep one state per sequence
 SHARDED = tuple(name for name in FAMILIES if name not in ("olmo2", *LINEAR))
 VARIANTS = [
     ("native", "float32"),
@@ -126,7 +126,8 @@ def test_stages_give_the_bits_of_the_whole_model(folders: dict[str, Path], name:
     with torch.inference_mode():
         state: Any = stages[0].embed(rows.token_ids)
         for stage in stages:
-            state = (state[0].clone(), state[1].clone())  # as if sent over a wire
+            # the state is copied, as if it had been sent over a wire
+            state = (state[0].clone(), state[1].clone())
             state = stage.advance(*state, lab.cache, rows.meta, torch.from_numpy(rows.last))
         assert torch.equal(stages[-1].logits(state[1])[0], whole)
 

@@ -1,4 +1,4 @@
-"""The table of `docs/models.md` says which families are served on which ways, and is right."""
+"""Tests that the table in `docs/models.md` of the families and the ways to serve them is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.live.family_checkpoints import CASE_OF, refusal, write
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LATE: dict[str, Any] = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
 MORE = (Case("Qwen3", LATE), Case("Qwen3Moe", {**CASES["qwen3-moe"].changes, **LATE}))
-"""Lists windows that families may have, without a separate case."""
+"""Lists properties that families may have in addition, such as windows, without a case of their
+own."""
 
 
 def table() -> dict[str, dict[str, str]]:

@@ -1,4 +1,5 @@
-"""Tests KVCache in fp8: it is near the model's own, with the same bits in every batch and chunk."""
+"""Tests KVCache in fp8: the results are near those of a KVCache in the model's dtype, with the same
+bits in every batch and chunk."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_kernels_agree_and_are_near_the_models_own(case: str, tmp_path: Path) ->
     exact, ours = found["native", "auto"], found["native", "fp8"]
     size = exact.abs().max()
     assert 0 < (ours - exact).abs().max() < 0.15 * size
-    # Few elements near the middle between two e4m3 values round differently in the two.
+    # A few elements near the middle between two e4m3 values may be rounded differently by the two.
     assert (ours - found["reference", "fp8"]).abs().max() < 0.05 * size
 
 
@@ -71,4 +72,4 @@ def test_rounding_keeps_every_size() -> None:
     assert ((k - rows).abs() <= torch.maximum(rows.abs() / 16, largest * 2.0**-17)).all()
     assert torch.equal(v, -k)
     data, _ = to_fp8(rows)
-    assert (data & 0x7F != 0x7F).all()  # there is no NaN
+    assert (data & 0x7F != 0x7F).all()  # no byte is the NaN of e4m3

@@ -1,5 +1,5 @@
 """Tests models in GGUF files: their logits are near those of the same weights in safetensors, and
-equal on every way."""
+equal on every way of computing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_logits_are_those_of_the_dequantized_weights(
     exact = logits(str(tmp_path / "tiny"), ops_name)
     found = logits(str(gguf), ops_name)
     assert (found - exact).abs().max() < 5e-3 * exact.abs().max()
-    # Rows of q and k that stay in their stored order would rotate wrongly.
+    # If rows of q and k stayed in their stored order, RoPE would rotate the wrong pairs.
     transformers = pytest.importorskip("transformers")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tiny")
     with torch.no_grad():
@@ -102,8 +102,8 @@ def test_any_plan_gives_the_bits_of_the_whole_prompt_alone(
 def test_shards_give_nearly_the_same_also_where_they_cut_within_groups(
     tmp_path: Path, ops_name: str
 ) -> None:
-    """Whether that matrix becomes plain, because half of 96 columns is not a border of groups of
-    32."""
+    """With two shards, the matrix of 96 columns is not quantized, because its half is no border of
+    groups of 32."""
     gguf = str(tiny_llama(MIXED, inter=96).write(tmp_path / "t.gguf"))
     one, two = (logits(gguf, ops_name, shards) for shards in (1, 2))
     assert (one - two).abs().max() < 5e-3 * one.abs().max()
@@ -145,7 +145,8 @@ def test_doubled_tokens_and_merges_of_no_tokens_are_left_out(tmp_path: Path) -> 
     draft = tiny_llama(MIXED)
     words = draft.metadata["tokenizer.ggml.tokens"]
     draft.metadata["tokenizer.ggml.tokens"] = [*words[:257], "ab", *words[258:]]
-    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]  # only the last is of tokens
+    # only the last merge joins two tokens of the vocabulary
+    merges = ["b c", "a  b", "ab", "a b c", "c zz", " a", "a b"]
     draft.metadata["tokenizer.ggml.merges"] = merges
     tokenizer = open_tokenizer(str(draft.write(tmp_path / "t.gguf")), 260)
     assert tokenizer.encode("abc") == [256, 99]
@@ -165,7 +166,8 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path: Path) -> None:
     draft = tiny_llama(MIXED)
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c"]
     words += ["ab", "bc", "▁a", "▁ab", "abc"]
-    scores = [0.0] * 263 + [-4.0, -3.0, -2.0, -5.0, -6.0]  # "bc" before "ab", "▁a" before both
+    # "bc" is joined before "ab", and "▁a" before both
+    scores = [0.0] * 263 + [-4.0, -3.0, -2.0, -5.0, -6.0]
     draft.metadata |= {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": words,

@@ -26,7 +26,8 @@ PROMPT = [random.Random(4).randrange(300) for _ in range(90)]
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 6}
 LINEAR = {
     **DELTA, "layer_types": None, "num_hidden_layers": 4,
-    "linear_value_head_dim": 32,  # llama.cpp has one size for keys and values
+    # equal to the key's, because llama.cpp has one size for keys and values
+    "linear_value_head_dim": 32,
 }  # fmt: skip
 FILES: dict[str, tuple[str, Case]] = {
     "mixtral": (
@@ -83,7 +84,7 @@ FILES: dict[str, tuple[str, Case]] = {
     ),
 }  # fmt: skip
 for _name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "kimi-k2"):
-    # The files do not tell: biases, and a rotation of halves.
+    # GGUF files do not state these two: biases, and a rotation of halves.
     _told = {"attention_bias": False, "rope_interleave": True}
     _changes = CASES[_name].changes
     _changes = {key: _told.get(key, value) for key, value in _changes.items()}
@@ -121,7 +122,7 @@ def test_logits_are_those_of_transformers(opened: Opened, name: str) -> None:
         expected = theirs(torch.tensor([PROMPT])).logits[0, -1]
     found = logits(file)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
-    # Weights of norms to which the converter added 1 were rounded once more.
+    # The converter added 1 to the weights of these norms, which rounded them once more.
     if not ARCHITECTURES[FILES[name][0]].baked_norms:
         assert torch.equal(found, logits(folder))
 

@@ -59,7 +59,8 @@ def test_files_of_before_april_2025_give_the_same_bits(folder: Path, tmp_path: P
     own["deepseek2.attention.key_length"] = own.pop("deepseek2.attention.key_length_mla")
     own["deepseek2.attention.value_length"] = own.pop("deepseek2.attention.value_length_mla")
     own["deepseek2.attention.head_count_kv"] = 4
-    del own["deepseek2.expert_gating_func"]  # there is a correction
+    # the gating follows from the correction that the file has
+    del own["deepseek2.expert_gating_func"]
     assert torch.equal(logits(draft.write(tmp_path / "old.gguf")), logits(folder))
 
 
@@ -142,8 +143,8 @@ def test_half_an_up_projection_is_refused(folder: Path, tmp_path: Path, half: st
 
 
 def test_the_folder_has_what_files_must_tell(folder: Path) -> None:
-    """Uses values that differ from the defaults: for values that are also defaults, the cases above
-    would prove little."""
+    """Uses values that differ from the defaults, because a reader that ignored a field would pass
+    with the default value."""
     config = json.loads((folder / "config.json").read_text())
     assert (config["n_group"], config["topk_group"]) == (2, 1)
     assert config["routed_scaling_factor"] == 2.5

@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file gives the token ids of the model's own `tokenizer.json`, and chat
 templates give transformers' texts, on 10,000 random texts.
 
-One vocabulary is trained here. With MOONPOOL_TOKENIZERS=qwen2=FOLDER,llama-bpe=FOLDER,spm=FOLDER
-the published ones in these folders are compared too; the names are those of `tokenizer.ggml.pre`.
+One vocabulary is trained here. With MOONPOOL_TOKENIZERS=qwen2=FOLDER,llama-bpe=FOLDER,spm=FOLDER,
+the published tokenizers in these folders are compared, too. The names are those of
+`tokenizer.ggml.pre`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WORDS = [
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # as in the tokenizer.json of Qwen2
+)  # the pattern in the tokenizer.json of Qwen2
 
 
 def corpus() -> str:
@@ -60,8 +61,8 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 
 def _random_text(rng: random.Random, text: str) -> str:
-    """Returns a piece of prose or code, one script, several, words that split oddly, or a
-    mixture."""
+    """Returns a random text: prose or code, in one script or several, words that are split oddly,
+    or a mixture."""
     kind, at = rng.randrange(5), rng.randrange(len(text))
     if kind == 0:
         return text[at : at + rng.randrange(1, 300)]
@@ -162,7 +163,8 @@ def check(folder: Path, way: str, path: Path) -> None:
 
 
 def check_vocabulary(path: Path) -> None:
-    """Whether the vocabulary that is read without the merges has the whole tokenizer's tokens."""
+    """Checks that the vocabulary that is read without the merges has the tokens of the whole
+    tokenizer."""
     whole, vocabulary = gguf_tokenizer(path), GgufVocabulary(path)
     assert vocabulary.special_token_ids == whole.special_token_ids
     for token_id in range(whole.vocab_size + 2):

@@ -1,5 +1,6 @@
-"""If all layers have a window, blocks that no later token sees are not held any more. The bits are
-those of requests that hold all blocks; unwritten blocks are full of NaN here."""
+"""Tests that blocks that no later token sees are released if all layers have a window. The logits
+have the bits of requests that hold all blocks. Unwritten blocks are full of NaN, so that a read is
+noticed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.differential.plans import make_ops
 
 PROMPTS = [[(7 * i * i + n * i + 11) % 300 for i in range(n)] for n in (3, 60, 64, 90)]
 NUM_TOKENS = 120
-WINDOW_BLOCKS = 3  # 20 tokens of 16 in a block, and the block under way
+# a window of 20 tokens touches at most 3 blocks of 16, including the block under way
+WINDOW_BLOCKS = 3
 
 
 def work(number: int, prompt: list[int], num_tokens: int = NUM_TOKENS) -> AttemptSpec:
@@ -35,7 +37,8 @@ class Ways:
     def outcomes(
         self, roles: dict[str, Role], decode: str | None = None, **options: object
     ) -> tuple[list[Outcome], list[int]]:
-        """Also returns the number of held blocks of the decoding instance after each step."""
+        """Returns the outcomes, and the number of blocks that the decoding instance held after each
+        step."""
         cluster = MiniCluster(roles, "float32", self._ops, **self._options, **options)
         try:
             held: list[int] = []
@@ -77,8 +80,8 @@ def test_held_blocks_stay_few_and_bits_stay_equal(ops_name: str, tmp_path: Path)
 
 
 def test_a_prefix_whose_blocks_were_released_is_found_while_it_is_cached(tmp_path: Path) -> None:
-    """Whether a second request with the first request's tokens uses all or the first of its cached
-    blocks, and gets the same bits."""
+    """Whether a second request with the same tokens uses all, or the first, of the cached blocks of
+    the first request, and gets the same bits."""
     save(CASES["mistral-window"], tmp_path)
     ops = make_ops("native")
     first = work(0, PROMPTS[3])

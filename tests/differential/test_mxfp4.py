@@ -1,4 +1,5 @@
-"""Compares gpt-oss as OpenAI publishes it, with experts in MXFP4, with `transformers`."""
+"""Compares gpt-oss in the form that OpenAI publishes, with experts in MXFP4, with
+`transformers`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 def write(folder: Path, num_kv_heads: int = 2) -> torch.nn.Module:
     """Rounds the experts to random MXFP4 blocks; returns transformers' model with their values."""
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")  # the test takes seconds
+    # imported here, because the import takes seconds
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     model = save(Case(CASE.family, {**CASE.changes, "num_key_value_heads": num_kv_heads}), folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(5)

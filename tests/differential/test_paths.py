@@ -25,9 +25,10 @@ from tests.differential.checkpoints import CASES, save
 from tests.differential.cluster import MiniCluster, Outcome
 
 FEW_PROMPTS = 20
-"""Lists all lengths around block and chunk bounds, and some more."""
+"""The number of prompts in `make test`: all lengths around block and chunk bounds, and some
+more."""
 NUM_PROMPTS = {"native": 60, "native-int8": 30}
-"""Holds the prompts of the long run."""
+"""The number of prompts in the long run, by operations."""
 NUM_TOKENS = 6
 
 
@@ -68,7 +69,7 @@ class Lab:
     dtype: str
     prompts: list[list[int]]
     clusters: list[MiniCluster]
-    model: dict[str, str]  # as an option; empty means the options of the clusters
+    model: dict[str, str]  # the option `--model`; empty means the options of the clusters
 
     def __call__(self, roles: dict[str, Role], **options: object) -> MiniCluster:
         options = self.model | options
@@ -94,7 +95,7 @@ VARIANTS += [
         (*kind, NUM_PROMPTS[kind[0]], ""), id="-".join((*kind, "many")), marks=pytest.mark.long
     )
     for kind in KINDS
-    if kind[0] in NUM_PROMPTS  # the reference is slow
+    if kind[0] in NUM_PROMPTS  # fewer prompts for the reference operations, which are slow
 ]
 
 
@@ -202,7 +203,7 @@ def test_damaged_slices_are_computed_again(
 ) -> None:
     monkeypatch.setattr(
         ShmConnection, "defers_checksums", False
-    )  # a source with wrong checksums then names all blocks that it sends
+    )  # A source with wrong checksums then reports all blocks that it sends as damaged.
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, shared_memory=shared_memory, liars={"p"})
     for i, prompt in enumerate(build.prompts):
@@ -247,7 +248,8 @@ def test_computed_while_the_prefix_arrives(
 def test_damaged_while_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether no token is wrong if a slice is wrong now and then and some steps are repeated."""
+    """Damages slices now and then while a step reads them, so that steps are repeated; no token may
+    be wrong."""
     monkeypatch.setattr(ShmConnection, "defers_checksums", False)
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE, "e": Role.DECODE}
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
@@ -267,8 +269,8 @@ def test_damaged_while_computed_with(
 def test_the_source_goes_while_it_is_computed_with(
     build: Lab, alone: list[Outcome], shared_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source's messenger ends after a few slices, with a step waiting for the rest."""
-    monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # each slice leaves alone
+    """The source's messenger ends after a few slices, while a step waits for the rest."""
+    monkeypatch.setattr(transfer_context, "FRAME_BYTES", 1)  # makes each slice a message of its own
     options = {"shared_memory": shared_memory, "cost": EAGER, "layer_wise_load": True}
     longest = max(range(len(build.prompts)), key=lambda i: len(build.prompts[i]))
     prompt = build.prompts[longest]

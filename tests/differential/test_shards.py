@@ -26,7 +26,7 @@ from tests.differential.test_transformers import (
 
 transformers = pytest.importorskip("transformers")
 
-# The model has every part that is sharded in its own way: biases, norms per head, heads wider than
+# The model has every part that has a sharding of its own: biases, norms per head, heads wider than
 # hidden / heads, norms over all heads.
 SHARDED = {
     "llama-biases": 2,
@@ -54,8 +54,8 @@ def test_float32_agrees_with_transformers(name: str, ops_name: str, tmp_path: Pa
 def test_bfloat16_rounds_a_little_more_than_one_process(
     name: str, ops_name: str, tmp_path: Path
 ) -> None:
-    """A sum of shards is rounded at each `+`, where one process rounds once. Of two tokens, the
-    likelier stays the likelier if their logits differ by more than that."""
+    """A sum of shards is rounded at each `+`, where one process rounds once. If the logits of two
+    tokens differ by more than that, the same token stays the likelier one."""
     exact = their_logits(save(CASES[name], tmp_path))
     one = our_logits(tmp_path, "bfloat16", ops_name)[1]
     several = our_logits(tmp_path, "bfloat16", ops_name, SHARDED[name])[1]

@@ -38,7 +38,8 @@ ALL_TOKENS = SpeculativeConfig(method="ngram", prompt_lookup_min=1, num_speculat
 
 
 def works() -> list[AttemptSpec]:
-    """Makes prompts that repeat themselves; a random model then often repeats itself, too."""
+    """Makes prompts with repetitions. After such a prompt, a random model often repeats itself,
+    too."""
     rng = random.Random(11)
     made: list[AttemptSpec] = []
     for number in range(21):
@@ -124,7 +125,7 @@ def test_split_into_prefill_and_decode(lab: SpeculationLab, plain: MiniCluster) 
 
 
 def test_by_what_cached_blocks_say(lab: SpeculationLab, plain: MiniCluster) -> None:
-    """Has no repeated run of 32 tokens, so only cached blocks can say what comes next."""
+    """The prompt has no repeated run of 32 tokens, so drafts can only come from cached blocks."""
     long = SpeculativeConfig(method="ngram", prompt_lookup_min=32, prompt_lookup_max=32)
     cluster = lab({"one": Role.MIXED}, speculative=long)
     rng = random.Random(5)
@@ -163,7 +164,8 @@ CHEAP_DRAFTS = FittedCost(prefill=(0.0, 1e-6, 0.0, 0.0), decode=(1e-4, 1e-6, 0.0
 def test_by_a_draft_model_that_is_the_model(
     lab: SpeculationLab, plain: MiniCluster, roles: dict[str, Role], draft_blocks: int
 ) -> None:
-    """Whether requests with few blocks take them from each other, or go without drafts."""
+    """With few blocks for the draft model, requests must take blocks from each other, or decode
+    without drafts."""
     cluster = lab(
         roles,
         speculative=BY_MODEL,
@@ -182,11 +184,13 @@ def test_by_a_draft_model_that_is_the_model(
 
 
 def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -> None:
-    """Whether the draft model's separate KVCache is right: a mistake in it would show only here."""
+    """Shows that the draft model's own KVCache is right, because a mistake in it makes drafts
+    wrong, which no other test would notice."""
     cluster = lab(
         {"one": Role.MIXED},
         speculative=msgspec.structs.replace(BY_MODEL, prompt_lookup_min=32, prompt_lookup_max=32),
-        prefix_caching=False,  # disables lookups, so all drafts come from the model
+        # disables lookups in cached blocks, so all drafts come from the model
+        prefix_caching=False,
         draft_model=MODEL,
         draft_blocks=400,
         draft_cost=CHEAP_DRAFTS,

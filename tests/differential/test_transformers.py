@@ -2,8 +2,8 @@
 family.
 
 fp32: 1e-4 relative to the largest logit, and the same greedy tokens. bf16: both are compared with
-the fp32 result on the same (bf16) weights; moonpool's error may be at most transformers' own bf16
-error with a quarter to spare, since both round every activation to 8 bits, in a different order.
+the fp32 result on the same (bf16) weights; moonpool's error may be at most 1.25 times transformers'
+own bf16 error, because both round every activation to 8 bits, but in a different order.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     their_error = their_logits(rounded.eval()) - exact
     our_error = our_logits(folder, "bfloat16", ops_name)[1] - exact
     if "num_experts_per_tok" in CASES[name].changes:  # a mixture of experts
-        # Rounding sends some rows to other experts if two scores are near: these rows are not
-        # equal.
+        # If the scores of two experts are nearly equal, rounding may send a row to another expert.
+        # Such rows are not compared.
         kept = our_error.abs().amax(1).argsort()[: len(LENGTHS) // 2]
         our_error, their_error = our_error[kept], their_error[kept]
     assert our_error.square().mean() <= 1.25**2 * their_error.square().mean()
@@ -121,7 +121,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
 
 
 def test_an_exported_model_is_the_same_to_transformers(tmp_path: Path) -> None:
-    """Whether other engines can serve the same weights, as benchmarks need."""
+    """Benchmarks export a model, so that other engines can serve the same weights."""
     name = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=256"
     built_in = open_model(name, "float32")
     export_checkpoint(built_in, tmp_path)

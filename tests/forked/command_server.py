@@ -1,4 +1,4 @@
-"""The process that forks commands. `tests.forked.commands` runs it."""
+"""Runs the process that forks commands, which `tests.forked.commands` starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CommandServer:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
-        with contextlib.suppress(OSError):  # the test has ended
+        with contextlib.suppress(OSError):  # fails if the test has ended
             link.send(f"{os.waitstatus_to_exitcode(status)}\n".encode())
         link.close()
 
@@ -103,11 +103,12 @@ def run(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    setproctitle.getproctitle()  # reads the command line, which fails once variables moved
+    # makes setproctitle read the command line now, because that fails once variables have moved
+    setproctitle.getproctitle()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import_for("own")
     gc.collect()
-    gc.freeze()  # a collection would copy all pages
+    gc.freeze()  # because a garbage collection would copy all pages
     found = CommandServer(socket.socket(fileno=int(sys.argv[1]))).serve()
     if found is not None:
         run(found)

@@ -60,8 +60,9 @@ class ForkedCommand:
         passed: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        """`arguments` are the words after `moonpool`. A `script` runs instead of moonpool. `passed`
-        is a file descriptor, whose number becomes the last word. `folder` is the working directory.
+        """`arguments` are the words after `moonpool`. If there is a `script`, it runs instead of
+        moonpool. `passed` is a file descriptor, whose number becomes the last word. `folder` is the
+        working directory.
         """
         self.args = ["moonpool", *arguments]
         self.returncode: int | None = None

@@ -1,9 +1,9 @@
 """`python -m tests.fuzz --inputs N [--seconds S] [--json FILE]`: fuzzes readers of outside bytes.
 
-Inputs and seconds are shared out evenly: a slow reader gets fewer inputs. Prints a line per reader,
-and writes the input of each finding to a file. With `--json`, the counts are added to those in
-FILE, and inputs of earlier runs are not drawn again, so several short runs are equivalent to a long
-one. Ends with status 1 if there is a finding.
+Each reader gets the same number of inputs and of seconds, so a slow reader gets fewer inputs.
+Prints a line per reader, and writes the input of each finding to a file. With `--json`, the counts
+are added to those in FILE, and inputs of earlier runs are not drawn again, so several short runs
+are equivalent to a long one. Ends with status 1 if there is a finding.
 """
 
 from __future__ import annotations

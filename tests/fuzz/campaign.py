@@ -1,7 +1,7 @@
-"""Runs readers in processes of their own, so that a crash is a finding and ends no campaign.
+"""Runs readers in separate processes, so that a crash is a finding and does not end the campaign.
 
-All are forked from one process that has imported the readers, which takes longer than thousands of
-inputs do.
+All processes are forked from one process that has imported the readers, because the import takes
+longer than thousands of inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _forks.set_forkserver_preload([_READERS])
 
 
 def run_apart(reader: str, num_inputs: int, seed: int) -> list[Finding]:
-    """Fuzzes one reader in a process. Its death is a finding with the input that it had."""
+    """Fuzzes one reader in a process. If the process dies, the finding has the last input."""
     with tempfile.TemporaryDirectory(prefix="moonpool-fuzz-") as name:
         folder = Path(name)
         child = _forks.Process(

@@ -1,4 +1,4 @@
-"""Counts of what fuzzing found, by reader, in a file that runs add to."""
+"""Keeps the counts of findings by reader in a file, to which each run adds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Feeds one reader with mutated samples, and reports its faults.
 
 A finding is an exception that the reader does not document, more than a second of CPU time, or too
-much memory during an input or after it. A dead process is a finding too, which `campaign.py`
-reports.
+much memory during an input or after it. The death of the process is a finding, too, which
+`campaign.py` reports.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_GROWTH = 48 << 20
 WARM_UP_SHARE = 0.3
 MAX_FINDINGS = 10
 BATCH_INPUTS = 64
-"""The number of inputs for which the peak of memory is read once, because a read takes longer
-than most inputs."""
+"""The number of inputs after which the peak of memory is read, because a read takes longer than
+most inputs."""
 
 
 class _HangError(BaseException):
@@ -69,7 +69,8 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
     made = FieldMutator if reader.by_field else Mutator
     mutator: Mutator | FieldMutator = made(reader.samples(), seed)
     for sample in reader.samples():
-        reader.read(sample, folder)  # a refused sample would make a blind test
+        # raises if the reader refuses a sample, because such a test would find nothing
+        reader.read(sample, folder)
     last = LastInput(folder / "last-input")
     findings: list[Finding] = []
     kinds: set[str] = set()
@@ -82,7 +83,7 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
         count = min(BATCH_INPUTS, num_inputs - first)
         for data, what in _run_batch(reader, mutator, count, folder, last):
             kind = re.sub(r"\d|0x[0-9a-f]+|'.*?'", "", what)
-            if what and kind not in kinds:  # one example of each is enough
+            if what and kind not in kinds:  # reports one example of each kind of finding
                 kinds.add(kind)
                 findings.append(Finding(reader.name, what, data))
                 if len(findings) == MAX_FINDINGS:
@@ -97,8 +98,8 @@ def fuzz(reader: Reader, num_inputs: int, seed: int, folder: Path) -> list[Findi
 def _run_batch(
     reader: Reader, mutator: Mutator | FieldMutator, count: int, folder: Path, last: LastInput
 ) -> list[tuple[bytes, str]]:
-    """Holds inputs, and what each did wrong. A batch that took much memory runs again, input by
-    input."""
+    """Runs a batch of inputs, and returns each input with its fault, or with "" if it has none. A
+    batch that took much memory runs again, input by input."""
     bytes_before = _forget_peak()
     found: list[tuple[bytes, str]] = []
     for _ in range(count):
@@ -120,8 +121,9 @@ def _memory_of(reader: Reader, data: bytes, folder: Path, last: LastInput) -> st
 
 
 def _run(reader: Reader, data: bytes, folder: Path) -> str:
-    """Runs one input; returns what the input does wrong. Too long a time counts only if it occurs
-    twice: the first time, modules may have been imported, or other processes have shared the core.
+    """Runs one input; returns what the input does wrong. An input that takes too long counts only
+    if the same happens again, because modules may have been imported the first time, or other
+    processes may have used the core.
     """
     what = _run_once(reader, data, folder)
     return _run_once(reader, data, folder) if what.endswith(CPU_TIME) else what
@@ -154,7 +156,7 @@ def _on_hang(number: int, frame: FrameType | None) -> None:
 
 
 def _forget_peak() -> int:
-    """Sets the peak of resident memory to the present resident memory, and returns that."""
+    """Sets the peak of resident memory to the present resident memory, and returns it."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
 

@@ -13,7 +13,7 @@ import httpx
 from moonpool.api.app import make_app
 from tests.unit.api.scripted_head import ScriptedHead
 
-MAX_BODY_BYTES = 48 << 10  # larger bodies go to separate processes
+MAX_BODY_BYTES = 48 << 10  # keeps bodies so small that no separate process reads them
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -45,7 +45,7 @@ BODIES: tuple[dict[str, Any], ...] = (
 
 
 class ServerFailedError(Exception):
-    """Is raised if the server blamed itself for a request."""
+    """Is raised if the server answered a request with a 5xx."""
 
 
 @cache
@@ -77,7 +77,7 @@ def ask(data: bytes, folder: Path) -> int:
     try:
         request = client.build_request(verb, text, content=body[:MAX_BODY_BYTES], headers=headers)
     except httpx.InvalidURL:
-        return 0  # no client can send such a request
+        return 0  # an input that no client can send
     response = runner.run(client.send(request))
     for record in (head.requests, head.delivered, head.kept, head.aborted, head.drained):
         record.clear()

@@ -21,11 +21,11 @@ VALUES: tuple[Any, ...] = (
     *({}, {"": None}, {"a": {"b": []}}, {"type": "Sequence"}, {"Regex": "(a+)+$"}, {"String": ""}),
 )
 RAW_SHARE = 0.05
-"""The share of inputs whose bytes are mutated, so that some are not JSON."""
+"""The share of inputs whose bytes are mutated, so that some inputs are not JSON."""
 
 
 class FieldMutator:
-    """Draws JSON near the samples. The same seed draws the same inputs."""
+    """Draws JSON that differs little from the samples. The same seed draws the same inputs."""
 
     def __init__(self, samples: Sequence[bytes], seed: int) -> None:
         self._samples = [json.loads(sample) for sample in samples]

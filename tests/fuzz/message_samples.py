@@ -1,4 +1,5 @@
-"""Draws valid msgpack messages of any msgspec type: what the readers of frames are fuzzed from."""
+"""Draws valid msgpack messages of any msgspec type, from which the inputs of the readers of frames
+are made."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class _Draw:
         fields = {
             field.encode_name: self.value(field.type)
             for field in info.fields
-            if field.required or self._depth < MAX_DEPTH  # a struct may contain its own type
+            # limits the depth, because a struct may contain its own type
+            if field.required or self._depth < MAX_DEPTH
         }
         self._depth -= 1
         if info.array_like:
@@ -66,7 +68,7 @@ class _Draw:
 
     def _plain(self, info: inspect.Type) -> Any:
         rng = self._rng
-        if isinstance(info, inspect.Metadata):  # a type with a description
+        if isinstance(info, inspect.Metadata):  # a type that has a description
             return self.value(info.type)
         if isinstance(info, inspect.BoolType):
             return rng.random() < 0.5

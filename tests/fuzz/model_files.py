@@ -1,7 +1,7 @@
 """Fuzzes the files of a model as one JSON object: its files by name, or a GGUF file's metadata.
 
-Tensors are not mutated here; the readers of bytes do that. A file that opens is then used as a
-server uses it.
+Tensors are not mutated here; the readers of bytes do that. If a file can be opened, it is then used
+like a server would use it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_TABLE_POSITIONS = 256
 
 @functools.cache
 def _folder(case: str) -> Path:
-    """Makes a checkpoint with all files that are read. "" means two shards with an adapter; another
-    name means quantized in the way of that name."""
+    """Makes a checkpoint with all files that are read. The name "" means two shards with an
+    adapter; any other name means that quantization."""
     folder = Path(tempfile.mkdtemp(prefix="moonpool-fuzz-model-"))
     if case:
         quantized.write(folder, case)
@@ -131,7 +131,8 @@ def read_model_files(data: bytes, folder: Path) -> None:
 
 
 def use_spec(spec: ModelSpec) -> None:
-    """Computes what an engine derives from the numbers before it reads weights."""
+    """Makes the computations that an engine makes from the numbers of a spec before it reads
+    weights."""
     positions = min(spec.max_positions, MAX_TABLE_POSITIONS)
     rope_table(spec.rope, spec.head_dim, positions)
     if spec.local_rope is not None:

@@ -33,7 +33,7 @@ WORDS = (
 
 
 class Mutator:
-    """Draws inputs near the samples. The same seed draws the same inputs."""
+    """Draws inputs that differ little from the samples. The same seed draws the same inputs."""
 
     def __init__(self, samples: Sequence[bytes], seed: int) -> None:
         assert samples

@@ -132,7 +132,7 @@ ENDPOINTS = b"""endpoints:
     address: fd00::1
     port: 8001
 """
-SRV = bytes.fromhex(  # two records of "_a._tcp", after the question
+SRV = bytes.fromhex(  # an answer with two records of "_a._tcp", after the question
     "123481800001000200000000025f61045f7463700000210001c00c0021000100"
     "0000010009000000001f40016100c00c00210001000000010009000000001f41"
     "016200"
@@ -142,14 +142,14 @@ KEYS = b"# key tenant share\nsk-abc123 acme 2.5\nsk-def456 other\nsk-0\n"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """`read` must end in a value or in one of `errors`, whatever it is given."""
+    """`read` must return a value or raise one of `errors`, whatever its input."""
 
     name: str
     samples: Callable[[], list[bytes]]
     read: Callable[[bytes, Path], object]
     """Takes (input, a folder for files)."""
     errors: tuple[type[Exception], ...]
-    by_field: bool = False  # samples are JSON, and mutations change a field
+    by_field: bool = False  # whether samples are JSON, of which mutations change a field
 
 
 def _message(name: str, kind: Any) -> Reader:
@@ -184,7 +184,7 @@ def _handshake_samples() -> list[bytes]:
 
 
 def _handshakes(data: bytes, folder: Path) -> None:
-    """Gives both sides the bytes at the beginning and in the middle."""
+    """Gives the bytes to both sides, at the beginning and in the middle of a handshake."""
     for begun in (False, True):
         server = ServerHandshake(b"s", _identity("s"))
         client = ClientHandshake(b"s", _identity("c"))
@@ -219,7 +219,7 @@ def _read_index(data: bytes, folder: Path) -> None:
 
 
 def _read_slot(data: bytes, folder: Path) -> None:
-    """Also reads the input with a right checksum, which an attacker could compute."""
+    """Reads the input as it is, and with a right checksum, which an attacker could compute."""
     for each in (data, _resealed(data)):
         try:
             decode_header(each)

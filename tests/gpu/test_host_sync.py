@@ -63,7 +63,7 @@ def test_layers_are_announced_with_their_slices_in_the_arena(pair: Pair) -> None
 
     def on_layer(layer: int) -> None:
         now = [torch.equal(pair.arena[b, layer], pair.cache.blocks[b, layer].cpu()) for b in (5, 2)]
-        rows = pair.arena[2, layer].view(2, SIZE, -1)  # the block's K and V of the last 4 tokens
+        rows = pair.arena[2, layer].view(2, SIZE, -1)  # K and V of the block's last 4 tokens
         seen.append((layer, now[0], bool(torch.isfinite(rows[:, :4]).all())))
 
     pair.run(prompt_of(20), 0, [5, 2], on_layer)
@@ -74,7 +74,8 @@ def test_what_arrived_is_loaded_before_it_is_read(pair: Pair) -> None:
     prompt = prompt_of(50)
     expected = pair.run(prompt, 0, [0, 1, 2, 3])
     moved = {4: 0, 5: 1, 6: 2, 7: 3}
-    pair.run(prompt[:49], 0, [0, 1, 2, 3], lambda layer: None)  # the tail too, as for a stream
+    # The tail is copied, too, as for a stream.
+    pair.run(prompt[:49], 0, [0, 1, 2, 3], lambda layer: None)
     pair.host_sync.arriving(moved)
     for target, source in moved.items():
         pair.arena[target] = pair.arena[source]
@@ -90,7 +91,7 @@ def test_a_block_is_loaded_once_and_not_over_what_is_newer(pair: Pair) -> None:
     expected = pair.run(prompt, 0, [0, 1, 2])
     pair.host_sync.arriving(
         [4, 5, 6]
-    )  # a fetch that brought no block: the blocks go to a new request
+    )  # The fetch brought no block, so the blocks go to a new request.
     for start in (0, 10, 20, 30):
         logits = pair.run(prompt[start : start + 10], start, [4, 5, 6])
     assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-5)

@@ -51,7 +51,7 @@ def answers(arguments: list[str]) -> list[Any]:
 
 def test_disaggregated_and_cached_equals_one_instance_without_cache() -> None:
     alone = answers(["--mixed", "1", "--no-enable-prefix-caching", "--dtype", "bfloat16"])
-    split = answers(["--prefill", "2", "--decode", "2"])  # bfloat16 is a GPU's default
+    split = answers(["--prefill", "2", "--decode", "2"])  # uses bfloat16, the default on a GPU
     assert split == alone
     stages = ["--pipeline-parallel-size", "2", "--decode-pipeline-parallel-size", "2"]
     assert answers(["--prefill", "1", "--decode", "1", *stages]) == alone

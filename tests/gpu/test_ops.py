@@ -51,7 +51,8 @@ def test_logits_are_the_reference_s(backend: str, dtype: str, name: str) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decode_sees_its_own_context_only(backend: str, dtype: str) -> None:
-    """Blocks hold NaN beyond every context: lengths differ, so padding would be read."""
+    """Blocks hold NaN beyond every context, so that a read of the padding would show, because
+    lengths differ."""
     ops = make_ops(backend)
     lab = Bench.of(open_model(TINY, dtype), ops, 4000)
     prompts = [prompt_of(n, seed=2) for n in (2, 16, 17, 33, 250)]
@@ -87,7 +88,7 @@ def test_own_kernels_give_the_same_bits_in_any_company(name: str, dtype: str) ->
 
 
 def test_long_contexts_are_split_without_a_trace() -> None:
-    """Whether logits are equal for a single sequence, which many programs compute in runs of keys,
+    """The logits must be equal for a single sequence, which many programs compute in runs of keys,
     and in a large batch, where each sequence has one program."""
     ops = make_ops("triton-cuda")
     lab = Bench.of(open_model(WIDE, "bfloat16"), ops, 1_400_000, block_tokens=64)

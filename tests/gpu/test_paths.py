@@ -1,7 +1,7 @@
 """On every way of a request between instances on a GPU, the logits of its tokens equal those of one
 instance without a cache: bit by bit with moonpool's kernels, up to rounding with torch's.
 
-The copies between GPU and arena are the same with torch's operations on the CPU, so they run
+torch's operations on the CPU make the same copies between device and arena, so these tests run
 everywhere.
 """
 
@@ -122,7 +122,7 @@ def test_damaged_slices_are_computed_again(
 ) -> None:
     monkeypatch.setattr(
         ShmConnection, "defers_checksums", False
-    )  # a source with wrong checksums then names all blocks that it sends
+    )  # A source with wrong checksums then reports all blocks that it sends as damaged.
     roles = {"p": Role.PREFILL, "q": Role.PREFILL, "d": Role.DECODE}
     cluster = build(roles, liars={"p"})
     for i, prompt in enumerate(PROMPTS):

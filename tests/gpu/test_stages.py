@@ -26,7 +26,7 @@ from tests.unit.engine.test_stages import MODEL, NUM_BLOCKS, SAMPLED, steps_of
 
 NUM_STAGES = 3
 NUM_LAYERS = 5
-DEVICES = ("cpu:0", "cuda")  # not "cpu": stages on that device use the arena itself
+DEVICES = ("cpu:0", "cuda")  # "cpu:0" and not "cpu", because stages on "cpu" use the arena itself
 GREEDY = SamplingParams(temperature=0.0, logprobs=1)
 
 
@@ -102,7 +102,8 @@ def test_a_layer_is_in_the_arena_when_it_is_announced(pair: Pair) -> None:
     seen: list[tuple[int, bool, bool]] = []
 
     def on_layer(layer: int) -> None:
-        tail = pair.blocks[82, layer].view(2, 16, -1)[:, :8]  # K and V of its eight tokens
+        # K and V of the eight tokens in the block
+        tail = pair.blocks[82, layer].view(2, 16, -1)[:, :8]
         seen.append((layer, pair.same(80, layer), bool(torch.isfinite(tail).all())))
 
     assert pair.stages.step(step, on_layer).tokens == expected

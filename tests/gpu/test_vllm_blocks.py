@@ -39,7 +39,7 @@ def test_blocks_leave_and_come_back(device: str) -> None:
     sources, targets = order[:15], order[15:30]
     places = start + order[:15] * block_bytes
 
-    for tensor in tensors.values():  # computed when the store begins, or still under way
+    for tensor in tensors.values():  # changed while the store begins or is still under way
         tensor.mul_(2)
     expected = {name: tensor[sources.tolist()].cpu() for name, tensor in tensors.items()}
     copier.mark()

@@ -225,7 +225,7 @@ class Engine:
         return ids
 
     def ids_of(self, ids: list[int], group: int) -> list[int]:
-        """Each group has blocks of its own."""
+        """Returns the block ids of a group, which differ between groups."""
         return [1 + (block - 1 + 7 * group) % (NUM_BLOCKS - 1) for block in ids]
 
     def run_step(self, step: StepTransfers) -> None:

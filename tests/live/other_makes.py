@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.encode
 
 class ServerStub:
     """Serves on a port of its own. `calls` lists the path and the body of each call in order of
-    arrival. If `dead` is set, the stub closes each connection before an answer."""
+    arrival. If `is_dead` is set, the stub closes each connection before an answer."""
 
     documents: ClassVar[dict[str, Any]] = {}
     """Maps each path to the stub's answer to GET."""
@@ -77,7 +77,7 @@ class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        with suppress(OSError):  # the client has left
+        with suppress(OSError):  # fails if the client has left
             super().handle()
 
     def do_GET(self) -> None:

@@ -28,10 +28,12 @@ SETTINGS = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_gcs_storage": "rocksdb",  # Ray's state outlives it, as in a cluster that lasts
+    # keeps Ray's state on disk, so that it outlives the process, as in a cluster that lasts
+    "RAY_gcs_storage": "rocksdb",
     "RAY_DEDUP_LOGS": "0",
     "RAY_raylet_start_wait_time_s": "120",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the machine may be busy
+    # longer than the default, because the machine may be busy
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 NODE = {"object_store_memory": 80_000_000, "include_dashboard": False}
 AGENT_PORTS = ("metrics_agent", "metrics_export", "dashboard_agent_listen", "runtime_env_agent")
@@ -73,14 +75,17 @@ class RayNodes:
 
     def add_node(self, **more: Any) -> Any:
         """`more`: settings of this node that add to or replace the common settings."""
-        for _ in range(MOST_STARTS):  # Ray gives a raylet 30 s, which a busy machine may exceed
-            if self.cluster.head_node is None:  # this one will be it, with state of its own
+        # tries again, because Ray gives a raylet 30 s, which a busy machine may exceed
+        for _ in range(MOST_STARTS):
+            # The node that starts now becomes the head node, with state of its own.
+            if self.cluster.head_node is None:
                 store = tempfile.mkdtemp(dir=self._folder.name)
                 os.environ.update({"RAY_gcs_storage_path": store})
             before = descendants_of(os.getpid())
             try:
                 return self.cluster.add_node(**self._node | agent_ports() | more)
-            except Exception:  # Ray leaves what it has started of the node
+            # Ray does not end the processes of the node that it has started already.
+            except Exception:
                 kill_all(set(descendants_of(os.getpid())).difference(before))
         raise AssertionError("Ray cannot start a raylet")
 
@@ -388,7 +393,7 @@ def processes_of(nodes: RayNodes, words: str) -> list[int]:
     raylets = [nodes.raylet_of(n) for n in [nodes.cluster.head_node, *nodes.cluster.worker_nodes]]
     found = []
     for pid in [pid for raylet in raylets for pid in descendants_of(raylet)]:
-        with contextlib.suppress(OSError):  # the process has just ended
+        with contextlib.suppress(OSError):  # fails if the process has just ended
             if words in command_of(pid):
                 found.append(pid)
     return found

@@ -62,7 +62,7 @@ WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 def test_disaggregated_and_cached_equals_one_instance_without_cache(
     http: httpx.Client, expected: dict[str, list[Any]], way: str
 ) -> None:
-    for _ in range(2):  # the second round hits the cache
+    for _ in range(2):  # in the second round, prompts are cached
         with ThreadPoolExecutor(4) as pool:
             got = list(pool.map(lambda p: complete(http, p, WAYS[way]), prompts(12, seed=3)))
         assert got == expected[way]
@@ -93,7 +93,7 @@ def test_over_tcp_the_answers_are_the_same(tmp_path: Any, expected: dict[str, li
             )
             return {name: float(count) for name, count in found}
 
-        wait_until(lambda: received().get("tcp"))  # a heartbeat brings the count
+        wait_until(lambda: received().get("tcp"))  # until a heartbeat brings the count
         assert {name for name, count in received().items() if count} == {"tcp"}
 
 
@@ -175,7 +175,8 @@ def test_an_slo_that_cannot_be_met_is_refused_before_any_work(http: httpx.Client
     headers = {"x-slo-ttft-ms": "0.001", "X-Request-Id": "too-late"}
     refused = http.post("/v1/completions", json=body, headers=headers)
     assert refused.status_code == 422
-    assert "retry-after" not in refused.headers  # even an idle cluster could not
+    # because not even an idle cluster could serve it, waiting does not help
+    assert "retry-after" not in refused.headers
     error = refused.json()["error"]
     assert error["code"] == "ttft_slo"
     assert "SLO" in error["message"]
@@ -192,8 +193,8 @@ def test_many_choices_of_many_prompts(http: httpx.Client) -> None:
     body = {"prompt": prompts, "n": 2, **SAMPLED}
     choices = http.post("/v1/completions", json=body).json()["choices"]
     assert [c["index"] for c in choices] == list(range(6))
-    assert choices[0]["text"] == choices[4]["text"]  # the same prompt and seed
-    assert choices[0]["text"] != choices[1]["text"]  # the next seed
+    assert choices[0]["text"] == choices[4]["text"]  # has the same prompt and seed
+    assert choices[0]["text"] != choices[1]["text"]  # has the next seed
     alone = http.post("/v1/completions", json={"prompt": prompts[1], **SAMPLED}).json()
     assert alone["choices"][0]["text"] == choices[2]["text"]
 

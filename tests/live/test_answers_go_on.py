@@ -94,7 +94,7 @@ def kill_first_once_copied(pair: Pair, readers: Sequence[Got]) -> None:
     os.kill(decode, signal.SIGSTOP)
     try:
         while have != (have := [len(reader.tokens) for reader in readers]):
-            time.sleep(1.0)  # many times the lag that copies may have
+            time.sleep(1.0)  # many times as long as copies may lag behind
         pair.kill_first()
     finally:
         os.kill(decode, signal.SIGCONT)
@@ -205,7 +205,7 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
     threads = [threading.Thread(target=ask), threading.Thread(target=follow)]
     for thread in threads:
         thread.start()
-    clock = Reader()  # this client gets as many tokens as the other client
+    clock = Reader()  # This client must get as many tokens as the other client.
     clock.start(f"{pair.url}/v1/completions", DRAWN, "clock")
     wait_until(lambda: len(clock.tokens) > 200)
     kill_first_once_copied(pair, [clock])
@@ -227,7 +227,8 @@ def test_the_retries_of_openais_client_reach_the_standby_and_lose_nothing(pair: 
 @pytest.mark.long
 def test_a_cut_answer_goes_on_at_the_head_that_was_started_again(pair: Pair) -> None:
     url = f"{pair.url}/v1/completions"
-    for name in ("cut", "cut-again", "cut-once-more"):  # a slow reader may get all tokens at once
+    # Repeats the cut, because a slow reader may get all tokens at once.
+    for name in ("cut", "cut-again", "cut-once-more"):
         got = Got()
         got.read(url, DRAWN, name, 20)
         if got.finish is None:

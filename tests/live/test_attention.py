@@ -86,7 +86,7 @@ def test_answers_are_those_without_attention_workers(count: int, medium: list[st
         client = httpx.Client(base_url=server.url, timeout=60)
         bodies = [MEDIUM, SHORT, MEDIUM | {"prompt": [3] * 200}, SHORT]
         assert ask(client, MEDIUM) == medium[0]
-        assert ask(client, MEDIUM) == medium[0]  # read from cached blocks
+        assert ask(client, MEDIUM) == medium[0]  # the second answer reads cached blocks
         together = ask_together(client, bodies)
         assert [together[i] for i in (0, 1, 3)] == [medium[0], medium[1], medium[1]]
         assert len(attention_pids(server)) == count
@@ -156,7 +156,7 @@ def test_killed_attention_workers_cost_no_answer(expected: list[str]) -> None:
         assert while_answering(client, LONG, kill_one) == [expected[0]] * 2
         assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
         assert restarted(server, before, "attention-0")
-        wait_until_idle(client)  # the owner has the KVCache back
+        wait_until_idle(client)  # The owner has the KVCache back.
         os.kill(attention_pids(server)["attention-1"], signal.SIGKILL)
         assert ask_together(client, [LONG, SHORT]) == expected
 

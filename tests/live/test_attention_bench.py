@@ -22,7 +22,8 @@ def test_segments_alternate_between_workers_and_share_no_block() -> None:
     segment, each = SEGMENT // BLOCK, 200
     decodes = Decodes(2, 2 * SEGMENT, (each, each), BLOCK, segment)
     found = [[block // each for block in entry.block_ids] for entry in decodes.entries]
-    assert found[0] == [0] * segment + [1] * segment + [0]  # of the new token
+    # has the block of the new token at the end
+    assert found[0] == [0] * segment + [1] * segment + [0]
     assert found[1] == [1] * segment + [0] * segment + [1]
     blocks = [block for entry in decodes.entries for block in entry.block_ids]
     assert len(set(blocks)) == len(blocks)

@@ -58,7 +58,8 @@ def test_the_first_request_needs_no_attention_worker(
     finally:
         os.kill(worker, signal.SIGCONT)
     assert ask_together(client, [LONG, SHORT, SHORT]) == [expected[0], *expected[1:2] * 2]
-    assert ask_together(client, [LONG, SHORT]) == expected[:2]  # read from cached blocks
+    # the second answers read cached blocks
+    assert ask_together(client, [LONG, SHORT]) == expected[:2]
 
 
 @pytest.mark.long
@@ -72,7 +73,7 @@ def test_either_memory_may_be_lost(server: LocalServer, expected: list[str]) -> 
     assert while_answering(client, LONG, kill_worker) == [expected[0]] * 2
     assert counters_of_soon(client, "decode-0", "lost_arenas") == 1
     assert restarted(server, before, "attention-0")
-    wait_until_idle(client)  # the owner has the KVCache back
+    wait_until_idle(client)  # The owner has the KVCache back.
 
     # Of two other requests, one lies in the instance's own memory and is lost with it; the other
     # lies at the worker.

@@ -43,7 +43,7 @@ def test_answers_are_those_without(partition: str, count: int, expected: list[st
     with LocalServer([*BASE, *arguments]) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         assert ask_together(client, [LONG, SHORT]) == expected
-        assert ask(client, LONG) == expected[0]  # read from cached blocks
+        assert ask(client, LONG) == expected[0]  # the second answer reads cached blocks
 
         def kill_one() -> None:
             os.kill(attention_pids(server)[f"attention-{count - 1}"], signal.SIGKILL)

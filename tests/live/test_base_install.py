@@ -15,7 +15,7 @@ import pytest
 from moonpool.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-MAX_MB = 145  # without byte code, which some installers do not write
+MAX_MB = 145  # of the installed files, without byte code, which some installers do not write
 
 pytestmark = [pytest.mark.live, pytest.mark.long, pytest.mark.timeout(1800)]
 

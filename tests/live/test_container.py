@@ -38,7 +38,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     try:
         images.build(images.debian(), None, __version__)
         yield images
-    finally:  # the image has several GB
+    finally:  # deletes the image, which has several GB
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -94,7 +94,8 @@ def test_its_doctor_finds_nothing_amiss_with_the_installation(
     library = open_library()
     assert library is not None
     kernels = f"built, for {', '.join(usable_isas(library))}"
-    assert __version__ in said and kernels in said.splitlines()[-2]  # no advice follows
+    # the last line says what is installed, and no advice follows it
+    assert __version__ in said and kernels in said.splitlines()[-2]
 
 
 def test_its_parts_are_listed_and_its_byte_code_holds_no_time(
@@ -105,7 +106,8 @@ def test_its_parts_are_listed_and_its_byte_code_holds_no_time(
     assert {"libc6", "python3"} <= {*debian} and "g++" not in debian
     assert python["torch"] == "2.13.0+cpu" and python["moonpool"] == __version__
     (compiled,) = root.glob("usr/local/lib/python3.*/*-packages/moonpool/__pycache__/types.*.pyc")
-    assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"  # named by hash, which nobody checks
+    # such byte code names its source by a hash that Python does not check
+    assert compiled.read_bytes()[4:8] == b"\x01\0\0\0"
     assert not (root / "source").exists() and not [*root.glob("media/*")]
 
 

@@ -88,7 +88,7 @@ def leave(client: httpx.Client, url: str, number: int, state: str) -> bool:
         if now == state or now == "ended":
             break
     gone.set()
-    sock["own"].close()  # whatever the request waits for
+    sock["own"].close()  # ends the request whatever it waits for
     thread.join(60)
     while state_of(client, name) not in ("ended", "unknown"):
         assert time.monotonic() < deadline, "it goes on without its client"
@@ -110,7 +110,7 @@ def test_clients_that_leave_and_answers_that_stop(cluster: LocalServer, http: ht
     assert stopped["choices"][0]["finish_reason"] == "stop"
     num_asked = len(states) + 3
     wait_until(lambda: sum(grown(before, counters(http)).values()) >= num_asked)
-    time.sleep(BEATS_S)  # the existing damage has been reported
+    time.sleep(BEATS_S)  # waits until the damage so far has been reported
     after = counters(http)
     assert after[CORRUPT] == before[CORRUPT] == 0, "a departed client damages no memory"
     found = grown(before, after)

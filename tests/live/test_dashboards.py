@@ -103,7 +103,7 @@ def test_promtool_accepts_the_queries_of_the_dashboard(tmp_path: Path) -> None:
             query = query.replace(name, value)
         rules.append({"record": f"panel:{number}", "expr": query})
     assert len(rules) >= 40
-    path = tmp_path / "queries.yml"  # JSON is YAML
+    path = tmp_path / "queries.yml"  # a YAML file may contain JSON
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     check_rules(path)
 

@@ -160,7 +160,8 @@ def test_a_preemption_waits_for_no_answer(pool: Pool, monkeypatch: pytest.Monkey
         wait_until(lambda: engine.worker.is_storing)
         engine.worker.preempt([request.request_id])
         assert engine.worker.is_storing  # the client still asks the pool for places
-        for name in engine.names:  # the blocks' next content belongs to another request
+        # stands for the next content of the blocks, which belongs to another request
+        for name in engine.names:
             engine.caches[name].zero_()
     wait_until(lambda: not engine.worker.is_storing)
     assert engine.worker.counts["dropped"] == 4
@@ -189,9 +190,10 @@ def test_a_silent_pool_keeps_no_blocks(pool: Pool, monkeypatch: pytest.MonkeyPat
 
         wait_until(all_done)
         (space,) = engine.worker.spaces
-        assert space.num_reservations == 1  # the other requests did not ask
+        # only one request has reserved: the others have not asked the pool
+        assert space.num_reservations == 1
         assert not engine.worker.takes_stores
-    wait_until(lambda: engine.worker.takes_stores)  # the late answer ends the pause
+    wait_until(lambda: engine.worker.takes_stores)  # until the late answer ends the pause
     engine.close()
 
 
@@ -238,7 +240,8 @@ def test_what_the_pool_does_not_read_is_sent_later(
     monkeypatch.setattr("moonpool_engine.vllm.pool_link.STALL_S", LONG_S)
     heard = Heard(pool)
     with stopped(pool):
-        assert all(heard.find(number) for number in range(200))  # 3.6 MB: no socket takes that
+        # 3.6 MB of messages, which no socket buffer holds
+        assert all(heard.find(number) for number in range(200))
     wait_until(lambda: len(heard.messages) == 200)
     answered = [one.owner for one in heard.messages if isinstance(one, Found)]
     assert answered == [str(number) for number in range(200)]

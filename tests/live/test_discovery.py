@@ -72,11 +72,13 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
             assert complete(server) == tokens_after(PROMPT, 3)
             write(path, first, second)
             wait_for(server, first, second)
-            path.write_text("endpoints: [")  # half a file: the head keeps the servers that it knows
+            # with half a file, the head keeps the servers that it knows
+            path.write_text("endpoints: [")
             time.sleep(2.5)
             assert len(instances(server)) == 2
 
-            first.gap_s = second.gap_s = 0.2  # an answer is under way while its server leaves
+            # slow tokens, so that an answer is under way while its server leaves
+            first.gap_s = second.gap_s = 0.2
             answers: list[list[int]] = []
             ask = threading.Thread(
                 target=lambda: answers.append(complete(server, max_tokens=30)), daemon=True
@@ -93,7 +95,8 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
             assert answers == [tokens_after(PROMPT, 30)]
             assert long_calls(first) + long_calls(second) == 1, "it ended where it began"
             write(path, first, second)
-            wait_for(server, first, second)  # the server is held off for a while, then serves again
+            # until the server, which is held off for a while, serves again
+            wait_for(server, first, second)
             assert complete(server) == tokens_after(PROMPT, 3)
 
 

@@ -102,7 +102,7 @@ def test_instances_leave_and_their_cache_stays(server: LocalServer) -> None:
     assert cluster["drains"]["left"] == 2
     with pytest.raises(AssertionError, match="start another first"):
         desk.pool("drain", desk.names()[0])
-    time.sleep(2.5)  # two heartbeats later, they are still away
+    time.sleep(2.5)  # two heartbeats later, the drained instances are still away
     assert len(desk.names()) == 1
     wait_until(lambda: audit_cluster(desk.cluster()) == [])
 

@@ -46,7 +46,8 @@ def test_a_cached_prefix_changes_no_bit(http: httpx.Client) -> None:
     """The second prompt continues the first, over several blocks and chunks."""
     prompt = random.Random(4).choices(range(256), k=400)
     whole = ask(http, input=prompt, cache_salt="whole")
-    for attempt in range(8):  # on a busy machine, another instance may be faster without the prefix
+    # tries several times: on a busy machine, another instance may be faster without the prefix
+    for attempt in range(8):
         salt = f"parts-{attempt}"
         first = ask(http, input=prompt[:200], cache_salt=salt)
         then = ask(http, input=prompt, cache_salt=salt)

@@ -409,10 +409,10 @@ def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
         for _ in range(4):
             before = found.served()
             assert found.complete(max_tokens=1).status_code == 200
-            assert found.served()[0] == before[0]  # no new call goes to an endpoint that leaves
+            assert found.served()[0] == before[0]  # the endpoint that leaves gets no new call
         for thread in threads:
             thread.join()
-        assert counts == [41] * 4  # and calls that the endpoint has begun are complete
+        assert counts == [41] * 4  # Calls that the endpoint has begun are complete.
         wait_until(lambda: sorted(found.picker.instances()) == ["e1", "e2"])
 
 
@@ -488,7 +488,8 @@ def test_fail_open_and_fail_closed(tmp_path: Path, model: str) -> None:
         def status_of(url: str) -> int:
             return httpx.post(f"{url}/v1/completions", content=asked, timeout=60).status_code
 
-        wait_until(lambda: status_of(opened_url) == 200)  # when Envoy knows that the picker is gone
+        # until Envoy knows that the picker is gone
+        wait_until(lambda: status_of(opened_url) == 200)
         wait_until(lambda: status_of(closed_url) == 200)
         assert status_of(strict_url) == 503
 

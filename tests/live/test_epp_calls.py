@@ -45,7 +45,8 @@ def test_who_pays_is_told_apart_and_shares_what_is_cached(two: Gateway) -> None:
         before = two.served()
         found = two.complete({payer: name, "x-request-id": name[:3]}, prompt=[*prompt, 7])
         assert found.status_code == 200
-        assert two.served()[first] == before[first] + 1  # where the prefix is cached
+        # the call went to the endpoint that caches the prefix
+        assert two.served()[first] == before[first] + 1
     assert two.explain("car")["tenant"] == "carol%2F..%2Falice/"
 
 
@@ -159,7 +160,7 @@ def test_the_gateway_goes_on_to_a_fallback(tmp_path: Path, model: str) -> None:
         assert found.complete({"x-request-id": "a"}, prompt=prompt).status_code == 200
         wait_until(lambda: found.explain("a").get("outcome") == "stop")
         chosen = stubs[int(found.explain("a")["decode_instance"][1:])]
-        chosen.stop()  # and no picker knows the prefix yet
+        chosen.stop()  # stops the endpoint before any picker knows its prefix
         answer = httpx.post(
             f"{url}/v1/completions", json=ASKED | {"prompt": [*prompt, 5]}, timeout=60
         )
@@ -200,7 +201,7 @@ def test_a_rank_is_an_endpoint_and_its_number_goes_along(tmp_path: Path, model: 
         for turn in range(3):
             for number in range(4):
                 prompt = [5 + number] * (96 + 16 * turn)
-                own = {"x-data-parallel-rank": "7"}  # an address that no client may choose
+                own = {"x-data-parallel-rank": "7"}  # names a rank, which no client may choose
                 assert found.complete(own, prompt=prompt).status_code == 200
                 places.setdefault(number, set()).add(stub.headers[-1]["x-data-parallel-rank"])
         assert all(len(ranks) == 1 for ranks in places.values())

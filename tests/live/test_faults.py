@@ -44,7 +44,8 @@ def shared_memory_names() -> set[str]:
 def test_killed_workers_cost_no_answer_and_ctrl_c_leaves_nothing() -> None:
     before = shared_memory_names()
     arguments = [MODEL, "--prefill", "2", "--decode", "2", *SMALL]
-    with local_server.LocalServer(arguments) as server:  # a new interpreter, as in production
+    # starts a new interpreter, as in production
+    with local_server.LocalServer(arguments) as server:
         client = httpx.Client(base_url=server.url, timeout=60)
         expected = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         for role in ("decode", "prefill"):
@@ -125,7 +126,8 @@ def test_ctrl_c_while_starting_leaves_nothing() -> None:
 
 def run_command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     if arguments[0] == "serve" and "--port" not in arguments:
-        arguments = (*arguments, "--port", "0")  # another program may use port 8000
+        # any free port, because another program may use port 8000
+        arguments = (*arguments, "--port", "0")
     return run_forked(*arguments, timeout_s=timeout_s)
 
 

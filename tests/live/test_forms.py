@@ -31,7 +31,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WANTED = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
-NO_SPACE = {"9": -90, "10": -90, "13": -90, "32": -90}  # forms that this model would not leave
+# forbids white space, because this model would not stop writing it
+NO_SPACE = {"9": -90, "10": -90, "13": -90, "32": -90}
 UNSEEN = "Nothing here looks like an answer; "
 PROMPT = 'A pet: {"name": "Ida", "kind": "cat", "ages": [3]}. ' * 20
 

@@ -126,7 +126,8 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str, most: int) -> None
             return fronts_of(server)[number % 2] if whose == "front" else head_of(server)
 
         num_kills = 0
-        while not num_kills:  # on a busy machine, streams may end before all have begun
+        # repeats until a kill has hit: on a busy machine, streams may end before all have begun
+        while not num_kills:
             streams = Streams(server.url, asked)
             num_kills = kill_while(streams, asked, victim, most)
             assert streams.errors == []
@@ -226,7 +227,7 @@ def test_limits_hold_for_all_fronts_together(stub: VllmStub, tmp_path: Path) -> 
             thread.join()
         assert statuses == {200: 1, 429: 15}
         statuses.clear()
-        for _ in range(4):  # a call takes 5 tokens; the bucket gets one in 20 s
+        for _ in range(4):  # four calls of 5 tokens; the bucket gets one token in 20 s
             call("k-tom")
         assert statuses[200] < 4
         assert statuses[429] + statuses[200] == 4
@@ -320,5 +321,6 @@ def test_calls_go_to_both_fronts(stub: VllmStub) -> None:
         lines = [[line[6:] for line in text.splitlines() if '"text":' in line] for text in texts]
         said = {"".join(json.loads(line)["choices"][0]["text"] for line in each) for each in lines}
         assert len(texts) == len(threads)
-        assert len(said) == 1, said  # in as many events as batches of tokens arrived
+        # All clients have the same text, in as many events as batches of tokens arrived.
+        assert len(said) == 1, said
         assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200

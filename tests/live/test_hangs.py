@@ -47,7 +47,8 @@ def parts() -> Iterator[Parts]:
     yield made
     for process in made.processes:
         for stage in stages_of(process.pid):
-            os.kill(stage, signal.SIGKILL)  # a stopped process does not see its worker's end
+            # kills the stage, because a stopped process does not notice the end of its worker
+            os.kill(stage, signal.SIGKILL)
     made.end()
 
 

@@ -128,7 +128,7 @@ def kill_under_streams(
         os.kill(head, signal.SIGKILL)
         num_kills += 1
         next_bytes = streams.num_bytes + drawn.randrange(2_000, 30_000)
-        if num_kills % 2:  # a call arrives while there is no head
+        if num_kills % 2:  # this call arrives while there is no head
             assert ask(server.url, *asked[0]) == expected[0]
         wait_until_gone([head])
     streams.join()
@@ -158,7 +158,8 @@ def test_a_head_that_is_killed_costs_no_answer(
         workers = sorted(server.worker_pids())
         all_pids = children_of(server.pid)
         num_kills = 0
-        while not num_kills:  # on a busy machine, streams may end before all have begun
+        # repeats until a kill has hit: on a busy machine, streams may end before all have begun
+        while not num_kills:
             num_kills, streams = kill_under_streams(server, asked, expected, most_kills)
             assert streams.errors == []
             assert [streams.got[number] for number in range(num_streams)] == expected
@@ -191,14 +192,14 @@ def test_calls_that_arrive_and_embeddings_outlive_a_head() -> None:
         cuts = [20, len(wholes[1]) - 5000, wholes[2].index(b"\r\n\r\n") + 4, len(wholes[3]), 700]
         expected = [RawCall(server.url, whole).send(whole).content() for whole in wholes]
         calls = [RawCall(server.url, whole) for whole in wholes]
-        calls[0].send(wholes[4])  # a connection that has already answered a call
+        calls[0].send(wholes[4])  # uses a connection that has already answered a call
         assert calls[0].content() == expected[4]
         for call, cut in zip(calls, cuts, strict=True):
             call.send(call.whole[:cut])
         assert calls[2].lines.readline() == b"HTTP/1.1 100 Continue\r\n"
         assert calls[2].lines.readline() == b"\r\n"
         for ahead in (100, 100):
-            time.sleep(0.2)  # the head needs time to read the calls
+            time.sleep(0.2)  # gives the head time to read the calls
             head = head_of(server)
             os.kill(head, signal.SIGKILL)
             wait_until_gone([head])
@@ -274,7 +275,7 @@ def test_a_stream_that_goes_on_by_its_last_event_outlives_a_head_too() -> None:
 
 
 def events(url: str, body: Body, last: str) -> Iterator[tuple[str, str]]:
-    """Returns the events of a stream after the event with the id `last`, each with its id."""
+    """Yields the events of a stream after the event with the id `last`, each with its id."""
     headers, found = {"Last-Event-ID": last}, ""
     body = body | {"stream": True}
     with fresh.stream(

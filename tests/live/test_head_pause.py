@@ -17,7 +17,8 @@ from tests.live.test_hangs import ask
 from tests.live.test_parts import Parts
 from tests.live.waiting import WAIT_S
 
-SILENCE_S = 6.0  # longer than the pause that one turn of the loop counts, and than idle heartbeats
+# longer than one turn of the loop may count, and longer than an idle worker's heartbeats
+SILENCE_S = 6.0
 IMPATIENT = f"""
 import sys
 from moonpool.cli.main import main
@@ -56,7 +57,7 @@ def test_a_head_that_stood_still_kills_no_worker_and_cuts_no_answer(parts: Parts
         thread.join(60)
     texts = [answer["choices"][0]["text"] for answer in got.values()]
     assert texts == [expected] * 3
-    time.sleep(1.0)  # the head has ticked more often
+    time.sleep(1.0)  # gives the head time to tick again
     after = [instance["pid"] for instance in client.get("/cluster").json()["instances"]]
     assert after == before
 

@@ -108,7 +108,7 @@ def test_a_changed_block_is_computed_and_forgotten(pool: Pool) -> None:
     found = engine.prefill(again, seed=12)
     assert found == 0
     assert engine.workers[0].counts["wrong"] == 6
-    engine.finish(again)  # the computed blocks were stored again
+    engine.finish(again)  # the blocks that `again` computed were stored again
     third = engine.request(tokens)
     assert engine.prefill(third, seed=13) == 96
     engine.close()
@@ -126,7 +126,8 @@ def test_a_silent_pool_stops_no_step(pool: Pool) -> None:
         engine.scheduler.on_new_request(other)
         longest_s, found = 0.0, None
         while found is None:
-            began_s = time.thread_time()  # CPU time of this thread: the machine may be busy
+            # measures the CPU time of this thread, because the machine may be busy
+            began_s = time.thread_time()
             found = engine.scheduler.matched_tokens(other, 0)
             longest_s = max(longest_s, time.thread_time() - began_s)
         assert found == 0
@@ -148,13 +149,13 @@ def test_preempted_blocks_are_not_read_any_more(pool: Pool) -> None:
     engine.worker.begin_step(step)
     gone = [request.request_id for request in requests]
     engine.worker.preempt(gone)
-    for name in engine.names:  # the test overwrites the blocks at once
+    for name in engine.names:  # overwrites the blocks at once, like their next owner
         engine.caches[name].zero_()
     second = Engine(pool, seed=2)
     for number, request in enumerate(requests):
         again = second.request(request.all_token_ids[:64])
         found = second.prefill(again, seed=99)
-        if found:  # the block was stored before the preemption
+        if found:  # true if the block was stored before the preemption
             ids = second.blocks[again.request_id][0][: found // BLOCK_TOKENS]
             assert all(second.caches[name][ids].abs().sum() > 0 for name in second.names), number
     engine.close()
@@ -170,7 +171,7 @@ def test_no_block_is_read_while_vllm_sleeps(pool: Pool) -> None:
     engine.worker.begin_step(step)
     engine.worker.end_stores()
     counted = dict(engine.worker.counts)
-    for name in engine.names:  # the memory's next content belongs to nobody
+    for name in engine.names:  # overwrites the memory, whose next content belongs to no request
         engine.caches[name].zero_()
     engine.worker.end_stores()
     assert engine.worker.counts == counted
@@ -220,7 +221,8 @@ def test_a_block_comes_from_the_ssd_when_memory_is_short() -> None:
             ids = engine.blocks[request.request_id][0]
             assert same(engine.content(ids), stored[number], found // BLOCK_TOKENS)
             engine.finish(request)
-        assert engine.scheduler.counts["from_ssd"] > 0  # memory has room for 256 of 350 blocks
+        # because memory has room for 256 of the 350 blocks
+        assert engine.scheduler.counts["from_ssd"] > 0
         engine.close()
     finally:
         pool.close()
@@ -288,7 +290,8 @@ def test_a_fetch_brings_blocks_from_another_hosts_pool() -> None:
         engines[1].finish(request)
         keys = tuple(engines[1].keys_of(tokens))
         source = address_of_pool(there)
-        assert fetch(stranger, source, keys).num_blocks == 0  # this client knows another secret
+        # finds nothing, because this client knows another secret
+        assert fetch(stranger, source, keys).num_blocks == 0
         fetched = fetch(here, source, keys)
         assert (fetched.num_blocks, fetched.error) == (6, "")
         again = engines[0].request(tokens)

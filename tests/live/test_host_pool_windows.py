@@ -27,7 +27,7 @@ def run_with_window(engine: Engine, tokens: list[int], seed: int) -> tuple[int, 
     found = engine.prefill(request, seed)
     content = engine.content(engine.blocks[request.request_id][0])
     for name, block in engine.slide(request, len(tokens)):
-        engine.caches[name][block] = 0  # another request has the block now
+        engine.caches[name][block] = 0  # overwrites the block, which another request has now
     engine.finish(request)
     assert not any(engine.users.users)
     return found, content
@@ -70,7 +70,7 @@ def test_a_window_that_is_damaged_costs_the_whole_prefix(pool: Pool) -> None:
             file.write(data)
     again = engine.request(tokens)
     assert engine.prefill(again, seed=12) == 0
-    assert engine.scheduler.matched_tokens(again, 0) == 0  # the load is not tried again
+    assert engine.scheduler.matched_tokens(again, 0) == 0  # the load that failed is not tried again
     engine.finish(again)
     assert run_with_window(engine, tokens, seed=13)[0] == 96
     engine.close()

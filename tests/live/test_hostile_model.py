@@ -69,7 +69,7 @@ def ask(server: LocalServer, content: str) -> httpx.Response:
 def test_a_template_without_end_costs_its_own_call(server: LocalServer, content: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(ask, server, content)
-        time.sleep(0.3)  # so that this field mostly comes first
+        time.sleep(0.3)  # gives this field time to be rendered first
         assert ask(server, "How many waves came in?").status_code == 200
         answer = call.result()
     assert answer.status_code == 400
@@ -115,7 +115,8 @@ def test_a_vllm_server_with_such_a_model_is_turned_away_and_the_head_goes_on(
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     whole["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA//8="}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))  # ends the process that loads it
+    # This file ends the process that loads it.
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     good, other = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     words = ["--admission", "none", "--slo-ttft", "600"]
     with (

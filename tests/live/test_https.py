@@ -149,7 +149,7 @@ def _models(client: httpx.Client, head: ForkedCommand) -> httpx.Response:
     while True:
         try:
             return client.get("/v1/models")
-        except (httpx.ConnectError, httpx.ConnectTimeout):  # the command waits until a head answers
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # tries again until a head answers
             if head.poll() is not None or time.monotonic() > until_s:
                 raise ServerError("the head did not start") from None
             time.sleep(0.1)

@@ -122,7 +122,7 @@ def test_a_model_is_downloaded_once_and_served(name: str, hub: Hub) -> None:
     assert sum(wanted in line for line in loaded) == 1, loaded
     assert len(loaded) == len(set(loaded)) and (":" in name) == (len(loaded) == 1)
     hub.shutdown()
-    hub.server_close()  # later starts do not need a hub
+    hub.server_close()  # stops the hub, which later starts do not need
     assert text_of(name, hub.environment) == expected
 
 

@@ -88,7 +88,7 @@ def test_the_successor_of_a_killed_worker_is_warm(expected: list[str], parts: st
         asker = Asker(server.url)
         assert asker.ask_all() == (expected, 0)
         old = asker.wait_for_blocks()
-        for _ in range(2):  # the successor of the successor, too
+        for _ in range(2):  # kills the successor of the killed worker, too
             os.kill(old, signal.SIGKILL)
             old = asker.wait_for_blocks(but_not=old)
             assert asker.ask_all() == (expected, MOST)

@@ -38,7 +38,7 @@ class Stranger:
         while not self._ends.wait(0.05):
             try:
                 self.seen.add(httpx.get(f"{self._url}/cluster", timeout=1).status_code)
-            except httpx.HTTPError:  # no head runs
+            except httpx.HTTPError:  # fails while no head runs
                 continue
 
     def end(self) -> set[int]:

@@ -59,7 +59,7 @@ def test_events_show_hot_prefixes_and_what_was_handed_over(http: httpx.Client) -
     frame = wait_until(shown)
     hottest = frame["hot"][0]
     names = {one["instance_id"] for one in frame["instances"]}
-    assert hottest["name"].count("-") == 2  # the name that `pool ls` shows
+    assert hottest["name"].count("-") == 2  # `pool ls` shows the same name
     assert hottest["hits"] >= 1 and hottest["tokens"] > 0 and hottest["bytes"] > 0
     assert hottest["dram"] and {*hottest["dram"], *hottest["ssd"]} <= names
     columns = frame["history"]["columns"]

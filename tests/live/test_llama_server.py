@@ -124,11 +124,11 @@ def files(folder: Path) -> list[Path]:
 def num_saved(folder: Path, text: str) -> int:
     """Returns how many slots are saved, as complete files, whose text this is, among the slots of
     which they keep complete blocks."""
-    data = text.encode()  # the model has a token for each, and one for "ab"
+    data = text.encode()  # The model has a token for each letter, and one for "ab".
     assert b"ab" not in data
     tokens, found = array("I", list(data[: len(data) // 64 * 64])).tobytes(), 0
     for note in folder.glob("moonpool-*.note"):
-        with contextlib.suppress(FileNotFoundError):  # a longer prompt took the slot
+        with contextlib.suppress(FileNotFoundError):  # fails if a longer prompt has taken the slot
             found += tokens in note.read_bytes()
     return found
 
@@ -208,7 +208,7 @@ def test_conversations_come_back_after_the_death_of_the_server(
 ) -> None:
     server, front, folder = stage
     expected = [twin.answer(text) for text in TALKS]
-    answers = [said(front, text) for text in TALKS]  # in two slots
+    answers = [said(front, text) for text in TALKS]  # the talks use two slots
     assert answers == expected
     saved(folder, *TALKS)
     server.restart(front)
@@ -249,7 +249,8 @@ def test_tenants_have_slots_of_their_own(stage: Stage, twin: LlamaProcess) -> No
             before = computed(server)
             assert said(front, text, cache_salt=tenant) == expected
             counts.append(computed(server) - before)
-        wait_until(lambda: num_saved(folder, text) == 2)  # one file a slot; no save is under way
+        # until each slot has one file and no save is under way
+        wait_until(lambda: num_saved(folder, text) == 2)
     assert min(counts[:2]) >= len(text) > 10 * max(counts[2:])
 
 

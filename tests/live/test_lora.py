@@ -75,7 +75,9 @@ def test_adapters_answer_as_alone(alone: dict[str, list[str]], modules: list[str
             cached = {}
             for name in NAMES:
                 body = {"model": name, "prompt": PROMPTS[2], "max_tokens": 1}
-                for _ in range(2):  # a busy decode instance may have computed all prompts before
+                # asks twice, because a busy decode instance may have computed all prompts the first
+                # time
+                for _ in range(2):
                     usage = http.post("/v1/completions", json=body).json()["usage"]
                 cached[name] = usage["prompt_tokens_details"]["cached_tokens"]
             assert min(cached.values()) >= 256, cached

@@ -56,13 +56,14 @@ def test_a_cluster_that_starts_later_finds_what_was_computed(cluster: MooncakeCl
     with serve(cluster) as server:
         talk = Talk(server.url)
         assert talk.round() == 0
-        wait_for(talk, ssd_written_blocks=blocks)  # stored when computed, not when evicted
+        # blocks are stored when they are computed, not when they are evicted
+        wait_for(talk, ssd_written_blocks=blocks)
         expected = talk.expected
     with serve(cluster) as server:
         talk = Talk(server.url)
-        talk.expected = expected  # and the answers are the same
+        talk.expected = expected  # The answers must be the same as before.
         assert talk.round() > 0.9 * blocks * BLOCK_TOKENS
         counters = wait_for(talk, loaded_blocks=1, found_blocks=1)
         assert counters["ssd_corrupt_slices"] == counters["ssd_failed_operations"] == 0
         cluster.stop()
-        talk.round()  # which expects the same answers again
+        talk.round()  # expects the same answers again

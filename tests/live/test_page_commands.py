@@ -108,7 +108,8 @@ def test_a_command_ends_well(line: Line, folder: Path, server: LocalServer) -> N
     if "--request" in words:
         words[words.index("--request") + 1] = ASKED_ID
     done = run_command(*words, timeout_s=1400, folder=folder)
-    if line.command == "compare":  # the profile is of another server, so figures may differ
+    # The page's profile is of another server, so the figures may differ.
+    if line.command == "compare":
         assert "hit ratio" in done.stdout and "not comparable" not in done.stderr, done.stderr
         return
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -122,7 +123,8 @@ def test_a_command_ends_well(line: Line, folder: Path, server: LocalServer) -> N
 @pytest.mark.parametrize("line", curl_lines(), ids=lambda line: line.text)
 def test_a_call_by_curl_is_answered(line: Line, server: LocalServer) -> None:
     text = re.sub(r"(http://127.0.0.1|localhost):8000", server.url, line.text)
-    words = shlex.split(text.replace('"model": "poet"', f'"model": "{NAME}"'))  # an adapter's name
+    # uses the name of this server's model in place of an adapter's name
+    words = shlex.split(text.replace('"model": "poet"', f'"model": "{NAME}"'))
     done = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=120)
     answer = json.loads(done.stdout)
     assert "error" not in answer, answer

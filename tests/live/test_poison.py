@@ -100,7 +100,7 @@ def test_the_third_head_refuses_a_call_that_ended_two(server: LocalServer, kind:
     assert restarts(server) == 2
     log = server.last_words(60)
     assert f"request {answer.headers['x-request-id']} has ended 2 heads: it is refused" in log
-    if kind != KILLED:  # a killed head may have been killed by chance
+    if kind != KILLED:  # left out for KILLED, because a killed head may have been killed by chance
         again = fresh.post(f"{server.url}/v1/completions", json=poison(kind), timeout=CLIENT_S)
         assert (again.status_code, again.json()["error"]["code"]) == (500, "head_failed")
         assert restarts(server) == 2
@@ -124,7 +124,7 @@ def test_a_call_whose_client_has_left_goes_to_no_further_head(server: LocalServe
         client.sendall(raw_call("/v1/completions", poison(HANGS)))
         time.sleep(0.5)
     assert restarts(server) == 1, "the loop of the first head hangs until it is replaced"
-    time.sleep(12.0)  # longer than a head may hang
+    time.sleep(12.0)  # longer than a head may hang before it is ended
     assert restarts(server) == 1
 
 

@@ -50,7 +50,7 @@ def test_of_two_that_start_together_one_starts_a_pool_that_outlives_both(folder:
         assert f"started the KVCache pool at {path}" in first
         assert f"`kill {pid}`" in first
         assert f"the KVCache pool at {path} has been started already" in second
-        assert os.getsid(pid) == pid  # a session of its own
+        assert os.getsid(pid) == pid  # the pool leads a session of its own
         pool: Any = SimpleNamespace(socket=path)
         assert b"PoolJoinAccepted" in ask(pool, framed(JoinPool(protocol=PROTOCOL)))
         assert ensure_pool(path, {}) is None

@@ -97,7 +97,7 @@ def test_the_loss_of_rays_own_state_cuts_no_stream(
     def harm(url: str) -> None:
         os.kill(served.actor_of(served.instances(url)["decode-1"]["pid"]), signal.SIGKILL)
 
-    assert stream_while(served, harm) == expected  # and Ray replaces actors again
+    assert stream_while(served, harm) == expected  # harms again, after Ray has replaced the actors
 
 
 def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
@@ -105,7 +105,8 @@ def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
 ) -> None:
     def harm(url: str) -> None:
         head = fresh.get(f"{url}/cluster", timeout=60).json()["head"]["pid"]
-        os.kill(parent_of(parent_of(head)), signal.SIGKILL)  # the actor of the pool's supervisor
+        # kills the actor of the pool's supervisor
+        os.kill(parent_of(parent_of(head)), signal.SIGKILL)
 
     for _ in range(2):
         assert stream_while(served, harm) == expected
@@ -115,7 +116,8 @@ def test_a_lost_head_is_replaced_by_its_standby_and_becomes_the_next_one(
 def test_a_lost_node_cuts_no_stream(
     served: OnRay, nodes: RayNodes, expected: list[str], whole_node: bool
 ) -> None:
-    others = list(nodes.cluster.worker_nodes)  # a node may have no instance just now
+    # all nodes, because a node may have no instance just now
+    others = list(nodes.cluster.worker_nodes)
     lost = max(
         others, key=lambda node: (_has(nodes, node, "--role decode"), _has(nodes, node, "--role"))
     )
@@ -138,10 +140,10 @@ def test_the_end_of_the_command_leaves_nothing(
         second = OnRay(nodes, MODEL, "--config", str(config), "--port", "0", *SMALL)
         second.wait_until_up(2)
         pids = [pid for pid in processes_of(nodes, "moonpool") if pid not in before]
-        assert len(pids) >= 6  # two heads with a supervisor each, and two workers
+        assert len(pids) >= 6  # at least two heads with a supervisor each, and two workers
         second.stop(sign)
         assert wait_until_gone(pids) == []
-    assert served.instances(served.wait_until_up(INSTANCES)[0])  # the first cluster serves on
+    assert served.instances(served.wait_until_up(INSTANCES)[0])  # the first cluster still serves
 
 
 def _has(nodes: RayNodes, node: object, words: str) -> bool:

@@ -83,7 +83,8 @@ def serve(http_port: int) -> Iterator[Any]:
     os.environ.update({key: SETTINGS[key] for key in SETTINGS if "gcs" not in key})
     os.environ.pop("RAY_gcs_storage", None)
     os.environ.pop("RAY_gcs_storage_path", None)
-    for _ in range(MOST_STARTS):  # Ray gives itself 30 s, which a busy machine may exceed
+    # tries again, because Ray gives itself 30 s, which a busy machine may exceed
+    for _ in range(MOST_STARTS):
         try:
             ray.init(address="local", num_cpus=32, **NODE)
             break
@@ -129,13 +130,14 @@ def test_what_would_miss_its_slo_is_refused_over_handles_and_http(
         # Sends a request that only the load keeps from its SLO; an idle replica may be too slow for
         # other requests.
         assert any(each.retry_after_s for each in refused)
-        Deployed(serve, "stricter", ttft_s=1e-4)  # which no replica could meet
+        Deployed(serve, "stricter", ttft_s=1e-4)  # no replica can meet this SLO
 
     run(overload())
     url = f"http://127.0.0.1:{http_port}/stricter"
     deadline = time.monotonic() + WAIT_S
     while (answer := fresh.post(url, json={"prompt": "x"}, timeout=60)).status_code != 429:
-        assert time.monotonic() < deadline  # Ray's proxy has not heard of the replica yet
+        # tries again while Ray's proxy has not heard of the replica
+        assert time.monotonic() < deadline
     assert "ttft_slo: " in answer.text
 
 
@@ -182,7 +184,7 @@ def test_a_deployment_that_changes_changes_its_conductor(serve: Any) -> None:
         deployed = Deployed(serve, "changing")
         await deployed.call("before " * 50)
         life = (await deployed.described())["life"]
-        deployed = Deployed(serve, "changing", ttft_s=1e-4)  # which no replica could meet
+        deployed = Deployed(serve, "changing", ttft_s=1e-4)  # no replica can meet this SLO
         deadline = time.monotonic() + WAIT_S
         while (await deployed.described())["life"] == life:
             assert time.monotonic() < deadline

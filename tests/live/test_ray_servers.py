@@ -110,11 +110,13 @@ def test_pools_leave_no_memory_though_the_heads_are_stuck(nodes: RayNodes, tmp_p
         url = served.wait_until_up(1)[0]
         words = [line_of(pid) for pid in processes_of(nodes, "--memory-folder")]
         folders = [Path(line[line.index("--memory-folder") + 1]) for line in words]
-        for folder in folders:  # as if a vLLM had stored blocks there
+        # writes a file into each folder, as if a vLLM had stored blocks there
+        for folder in folders:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (folder / "blocks").write_bytes(b"blocks")
         head = fresh.get(f"{url}/cluster", timeout=60).json()["head"]["pid"]
-        os.kill(parent_of(parent_of(head)), signal.SIGSTOP)  # its actor answers no more
+        # stops the actor, which answers no more
+        os.kill(parent_of(parent_of(head)), signal.SIGSTOP)
         left = processes_of(nodes, "moonpool") + processes_of(nodes, "stub_server")
     finally:
         assert served.stop() == 0, served.log[-3000:]
@@ -196,7 +198,7 @@ def test_a_lost_actor_of_a_vllm_or_of_a_pool_cuts_no_stream(
 
         for lost in (instance(), pools()[0]):
             actor = parent_of(lost)
-            below = descendants_of(actor)  # also a vLLM's own processes
+            below = descendants_of(actor)  # includes the processes of a vLLM
             assert stream_while(url, GREEDY, actor) == expected
             assert wait_until_gone(below) == []
             wait_until(lambda: instance() and len(pools()) == 2, "none has taken its place")

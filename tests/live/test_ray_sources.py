@@ -68,7 +68,8 @@ time.sleep(3600)
 @pytest.fixture
 def ray_node() -> Iterator[TypedNode]:
     node = TypedNode("--num-cpus", "4")
-    node.environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "1"  # actors have it from their node
+    # set on the node, from which actors inherit it
+    node.environment["RAY_SERVE_ENABLE_DIRECT_INGRESS"] = "1"
     with node:
         yield node
 
@@ -111,7 +112,8 @@ def wait_for(server: LocalServer, *names: str) -> None:
 
 def test_actors_of_ray_join_and_are_drained(ray_node: TypedNode, tmp_path: Path) -> None:
     first, second = VllmStub("m"), VllmStub("m")
-    first.host = second.host = ""  # Ray takes the machine's own address for 127.0.0.1
+    # listens on all addresses, because Ray replaces 127.0.0.1 by the machine's own address
+    first.host = second.host = ""
     source = f"ray://llm/vllm-*?api=http://127.0.0.1:{ray_node.dashboard_port}"
     with stubs(first, second), script(ray_node, tmp_path, ACTORS) as ray:
         tell(ray, f"start vllm-0:{first.port}")

@@ -34,7 +34,8 @@ def test_a_live_log_replays(log_bytes: int, tmp_path: Path) -> None:
                     "max_tokens": 24,
                     "seed": 1,
                 }
-                if number > 18:  # an answer that the API ends is an event, too
+                # ends the stream early, because an answer that the API ends is an event, too
+                if number > 18:
                     body["stop"] = [text[5:6], text[8:9]]
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text

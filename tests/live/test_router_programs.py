@@ -1,6 +1,7 @@
 """Plays programs of agents to routers, as `moonpool bench routers` does.
 
-`MOONPOOL_ROUTER_PYTHON`, the Python of an installation of vllm-router, lets that router be tested.
+With `MOONPOOL_ROUTER_PYTHON`, the Python of an installation of vllm-router, that router is tested,
+too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def programs() -> list[list[Session]]:
 
 
 def play(url: str, *others: str, seconds: float = 0.2) -> list[PlayedTurn]:
-    """Makes programs that begin at the same time; most of their calls come after `seconds`."""
+    """Plays programs that begin at the same time, and of which most calls come after `seconds`."""
     return asyncio.run(play_sessions(url, programs(), LOOSE, seconds, others, GO_ON_S))
 
 

@@ -1,5 +1,5 @@
-"""Tests `moonpool run`: one answer through a pipe, a chat in a terminal, and an end that leaves
-nothing behind."""
+"""Tests `moonpool run`: one answer through a pipe, a chat in a terminal, and that its end leaves no
+process behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Terminal:
     def __init__(self, line: tuple[str, ...], environment: dict[str, str]) -> None:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
+            # resets SIGINT, which background jobs of a shell ignore
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(line[0], line, environment)
         self._seen = ""
 
@@ -108,7 +109,7 @@ class Terminal:
     def _read(self) -> str:
         try:
             return os.read(self._fd, 4096).decode(errors="replace")
-        except OSError:  # the other side has ended
+        except OSError:  # fails if the other side has ended
             return ""
 
 

@@ -1,4 +1,4 @@
-"""The client of SGLang puts pages into the pool of a host, tested on plain memory."""
+"""Tests SGLang's client of the pool of a host, with pages in plain memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_pieces_that_no_copy_moves_are_named(sizes: list[int], tmp_path: Path) -
 
 
 class Memory:
-    """Returns host memory of some pages, at a multiple of 64."""
+    """Host memory of some pages, which begins at a multiple of 64 bytes."""
 
     def __init__(self, seed: int | None = None) -> None:
         raw = np.zeros(PAGES * PIECES * PIECE_BYTES + 64, np.uint8)
@@ -44,7 +44,7 @@ class Memory:
             self.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(self.bytes))
 
     def pieces(self) -> list[list[Piece]]:
-        """Whether the pieces of a page may lie far apart, like pieces of layers."""
+        """Returns the pieces of the pages, which may lie far apart, like the layers of a page."""
         at = self.bytes.ctypes.data
         return [
             [(at + (piece * PAGES + page) * PIECE_BYTES, PIECE_BYTES) for piece in range(PIECES)]
@@ -61,7 +61,8 @@ def test_pages_outlive_the_process_and_the_pool(pool: Pool) -> None:
     stored, first = Memory(seed=1), store(pool)
     assert first.leading("kv", HASHES) == 0
     assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES
-    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES  # the page is there already
+    # a page that is there already counts as stored
+    assert first.put("kv", HASHES, stored.pieces()) == [True] * PAGES
     wait_until(lambda: first.leading("kv", HASHES) == PAGES)
     first.close()
     pool.kill()
@@ -99,8 +100,8 @@ def test_a_pool_that_dies_is_a_miss(pool: Pool) -> None:
 
 
 class InterruptedMover(PlainSliceMover):
-    """A mover whose first copy outlasts the pool: the client uses another pool when the first
-    ends."""
+    """A mover whose first copy takes longer than the pool lives, so that the client uses another
+    pool when the copy ends."""
 
     def __init__(self, pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
         self._pool, self._caplog, self.num_copies = pool, caplog, 0

@@ -47,7 +47,7 @@ def counted(server: AnyServer) -> dict[str, dict[str, float]]:
 
 
 def logged(server: AnyServer, number: int) -> list[dict[str, Any]]:
-    """Waits for this many ended requests in the log."""
+    """Waits until the log has this many ended requests, and returns their lines."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         lines = [json.loads(line) for line in server.log_lines() if line.startswith("{")]

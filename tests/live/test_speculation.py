@@ -58,10 +58,10 @@ def check(url: str, http: httpx.Client) -> None:
         first = answers(http, BODIES[0])[0][0]["text"]
         stopped = BODIES[0] | {"stop": [first[50:53]]}
         for body in (*BODIES, stopped):
-            for _ in range(2):  # the second time, cached blocks say what came next
+            for _ in range(2):  # the second time, drafts come from cached blocks
                 assert answers(client, body) == answers(http, body), body
         name = "vllm:spec_decode_num_accepted_tokens"
-        wait_until(lambda: total(client, name))  # counters come with the heartbeat
+        wait_until(lambda: total(client, name))  # until a heartbeat brings the counters
         text = client.get("/metrics").text
         assert total_in(text, name) <= total_in(text, "vllm:spec_decode_num_draft_tokens")
         assert total(client, "vllm:spec_decode_num_drafts") > 0
@@ -79,7 +79,7 @@ def test_prefill_and_decode(split: LocalServer, http: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def guessed() -> Iterator[LocalServer]:
-    """Uses a draft model of the first layer's shape, beside the lookups."""
+    """Serves with a draft model that has the shape of the first layer, in addition to lookups."""
     arrangement = ["--prefill", "1", "--decode", "1"]
     with LocalServer([MODEL, *arrangement, *SMALL, *BY_MODEL]) as server:
         yield server
@@ -145,8 +145,8 @@ ONLY_BY_MODEL = [
         }
     ),
 ]
-"""Whether only the draft model guesses if the text does not repeat 32 tokens and no block is
-cached."""
+"""A body for which only the draft model makes drafts: its text does not repeat 32 tokens, and no
+block is cached."""
 FRESH = {"prompt": QUOTED, "temperature": 1.0, "seed": 6, "max_tokens": 90, "ignore_eos": True}
 PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
 
@@ -166,8 +166,8 @@ PLAIN_RANKS = ["--mixed", "1", "--tensor-parallel-size", "2"]
 def test_a_draft_model_in_other_arrangements(
     arrangement: list[str], plain: list[str], http: httpx.Client
 ) -> None:
-    """Whether answers are equal in each arrangement. One kills the decode instance during an
-    answer. Ranks are compared with ranks."""
+    """Answers must be equal in each arrangement. In one of them, the decode instance is killed
+    during an answer. Ranks are compared with ranks."""
     with LocalServer([MODEL, *arrangement, *SMALL, *ONLY_BY_MODEL]) as server:
         if plain:
             with (
@@ -185,7 +185,8 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
         assert answers(client, FRESH) == answers(truth, FRESH)
 
         def guessed() -> float:
-            answers(client, FRESH)  # a busy machine's step times may price a guess too high
+            # again, because step times of a busy machine may make a draft seem too dear
+            answers(client, FRESH)
             return total(client, "vllm:spec_decode_num_draft_tokens")
 
         wait_until(guessed, "the draft model has not guessed")
@@ -206,7 +207,8 @@ def check_with_a_kill(server: LocalServer, truth: httpx.Client) -> None:
     ids=lambda line: line[-1],
 )
 def test_other_numbers(model: list[str]) -> None:
-    """Compares with the same model without drafts."""
+    """With other numbers of drafts, the answers must equal those of the same model without
+    drafts."""
     with (
         LocalServer([*model, *SMALL]) as plain,
         LocalServer([*model, *SMALL, *NGRAM]) as server,
@@ -237,7 +239,8 @@ def test_structured_answers() -> None:
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
             found.append((answer.json()["choices"], answer.json()["usage"]))
-            if not options:  # if drafts are allowed, their price decides their use
+            # Without options, the predicted gain of drafts decides whether they are used.
+            if not options:
                 assert total(client, "vllm:spec_decode_num_draft_tokens") == 0
     assert found[0] == found[1] == found[2]
 

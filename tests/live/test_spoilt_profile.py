@@ -1,4 +1,4 @@
-"""Step times are wrong because a busy machine, or another machine, measured them."""
+"""Tests servers with wrong step times, which a busy machine or another machine measured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.forked.commands import LocalServer
 from tests.live.calls import fresh
 from tests.live.test_ssd import DRAM, MODEL, PROMPT_TOKENS, Talk, plant_profile, serve
 
-# The times are of a slow model, measured once each: the short prefill was interrupted, so it took
-# the longest.
+# The times are those of a slow model, and each was measured once. The short prefill was
+# interrupted, so it took the longest.
 SPOILT = [
     StepSample(kind="prefill", new_tokens=4, context_tokens=0, batch=1, seconds=0.90),
     StepSample(kind="prefill", new_tokens=32, context_tokens=0, batch=1, seconds=0.83),
@@ -34,7 +34,7 @@ def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
     with serve(folder, config, SPOILT) as server:
         talk = Talk(server.url)
         text, _ = talk.ask(0)
-        talk.ask(0)  # the block is found again, so it is copied to the disk first
+        talk.ask(0)  # finds the block again, so that it is copied to the disk first
         talk.wait_for_counters(ssd_written_blocks=PROMPT_TOKENS // 16)
         server.kill()
     with serve(folder, config, SPOILT) as server:
@@ -44,13 +44,13 @@ def test_a_restarted_server_reads_its_disk_though_its_step_times_are_spoilt(
 
 
 FAST = [structs.replace(sample, seconds=1e-6) for sample in SPOILT]
-"""Holds step times that are shorter than any machine needs, however idle it is."""
+"""Step times that are shorter than those of any machine."""
 
 
 def test_the_first_prompt_corrects_the_prediction_of_the_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether this holds on an instance that has computed no prompt, too."""
+    """The prediction must also be corrected on an instance that has computed no prompt."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plant_profile(FAST)
     with LocalServer([MODEL, "--mixed", "2", "--threads", "1", *DRAM]) as server:

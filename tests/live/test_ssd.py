@@ -1,5 +1,5 @@
-"""Blocks that left DRAM come back from the disk, before and after a kill -9, and are never
-wrong."""
+"""Tests that blocks that left DRAM come back from the disk, before and after a kill -9, and are
+never wrong."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ DRAM = ["--kv-tokens", "4096", "--block-size", str(BLOCK_TOKENS), "--max-num-bat
 
 
 class Talk:
-    """Sends the same long prompts again and again; the first answers are computed without a
-    cache."""
+    """Sends the same long prompts again and again, and compares the answers with the first ones,
+    which were computed without a cache."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=60)
@@ -59,7 +59,8 @@ class Talk:
         ]
 
     def round(self) -> int:
-        """Sends all prompts, expects the first answers again, and counts cached tokens."""
+        """Sends all prompts, asserts that the answers equal the first ones, and returns the number
+        of cached tokens."""
         cached = 0
         for number in range(NUM_PROMPTS):
             text, tokens = self.ask(number)
@@ -74,7 +75,7 @@ class Talk:
         return dict(found)
 
     def wait_for_counters(self, **least: float) -> dict[str, float]:
-        """Returns counters that heartbeats bring once a second."""
+        """Waits for these values of the counters, which heartbeats bring once a second."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             counters: dict[str, float] = self.instance().get("counters", {})
@@ -106,7 +107,7 @@ PLAIN = [
         for n in (1, 2, 4, 8)
     ),
 ]
-"""Writes step times that seem fresh, and say that a token takes 1 ms."""
+"""Step times by which a token takes 1 ms."""
 
 
 def serve(folder: Path, config: Path, profile: Sequence[StepSample] = PLAIN) -> LocalServer:
@@ -156,7 +157,8 @@ def talk(
 ) -> Iterator[Talk]:
     with serve(folder, tmp_path_factory.mktemp("config") / "c.toml") as server:
         talk = Talk(server.url)
-        assert talk.round() == 0  # all blocks computed, and most of them evicted from DRAM again
+        # all blocks are computed, and most of them are evicted from DRAM again
+        assert talk.round() == 0
         yield talk
 
 
@@ -201,7 +203,7 @@ def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
                 byte = file.read(1)
                 file.seek(offset)
                 file.write(bytes([byte[0] ^ 1]))
-    talk.round()  # which expects the first answers again
+    talk.round()  # expects the answers of the first round
     counters = talk.wait_for_counters(ssd_corrupt_slices=1, corrupt_slices=1)
     assert counters["ssd_corrupt_slices"] > 0
 

@@ -39,7 +39,7 @@ def ask(client: httpx.Client, prompt: list[int]) -> Any:
 @pytest.fixture(scope="module")
 def server() -> Iterator[LocalServer]:
     sizes = ["--pipeline-parallel-size", "3", "--decode-pipeline-parallel-size", "2"]
-    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # decodes share no step with prompts
+    sizes += ["--no-inline-prefill", "--no-inline-chunks"]  # keeps decodes in steps without prompts
     with LocalServer([MODEL, "--prefill", "1", "--decode", "2", *sizes, *SMALL]) as server:
         yield server
 
@@ -48,8 +48,8 @@ def server() -> Iterator[LocalServer]:
 def test_embeddings_of_stages_are_those_of_one_process(
     server: LocalServer, http: httpx.Client
 ) -> None:
-    """Whether embeddings are right beside answers, for prompts of several chunks, and from the
-    cache."""
+    """Embeddings must be right while answers are decoded, for prompts of several chunks, and with
+    cached blocks."""
     whole = http.post("/v1/embeddings", json={"input": PROMPTS}).json()["data"]
     with httpx.Client(base_url=server.url, timeout=60) as client, ThreadPoolExecutor() as pool:
         body = {"prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
@@ -63,8 +63,8 @@ def test_embeddings_of_stages_are_those_of_one_process(
 
 
 def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Client) -> None:
-    """Whether answers are right to long prompts that come in chunks, streamed from three stages to
-    two, then from the cache."""
+    """Answers to long prompts must be right: in chunks, streamed from three stages to two, then
+    with cached blocks."""
     assert sorted(len(stages_of(pid)) for pid in server.worker_pids()) == [1, 1, 2]
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for prompt in PROMPTS:
@@ -72,7 +72,7 @@ def test_stages_answer_as_one_process_does(server: LocalServer, http: httpx.Clie
             assert ask(client, prompt) == right
             assert ask(client, prompt) == right
 
-        def received() -> float:  # counters come with the heartbeat
+        def received() -> float:  # reads counters, which come with the heartbeat
             instances = client.get("/cluster").json()["instances"]
             return sum(i.get("counters", {}).get("received_bytes", 0) for i in instances)
 
@@ -103,7 +103,7 @@ def test_stages_end_with_their_instance_and_with_the_head(server: LocalServer) -
         os.kill(worker, signal.SIGKILL)
         assert stages and wait_until_gone([worker, *stages]) == []
         deadline = time.monotonic() + WAIT_S
-        # The list names the killed instance until the head has seen its end.
+        # The list names the killed instance until the head has noticed its end.
         while len(everyone := processes_of(server)) < 7 and time.monotonic() < deadline:
             time.sleep(0.2)
     assert len(everyone) == 7

@@ -61,7 +61,8 @@ class Pair(Parts):
     def kill_first(self) -> None:
         """Kills the machine of the head: the supervisor, the head, and all their children."""
         pids = [self.first.pid, *children_of(self.first.pid)]
-        self.first.send_signal(signal.SIGSTOP)  # the supervisor must not start another head
+        # stops the supervisor, so that it starts no other head
+        self.first.send_signal(signal.SIGSTOP)
         for pid in reversed(pids):
             os.kill(pid, signal.SIGKILL)
         wait_until_gone(pids[1:])
@@ -168,7 +169,7 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     status = [sys.executable, "-m", "moonpool", "status", pair.url]
     said = subprocess.run(status, capture_output=True, text=True, check=True, timeout=WAIT_S)
     assert "standby    127.0.0.1:" in said.stdout
-    with pytest.raises(httpx.ConnectError):  # the standby serves nobody yet
+    with pytest.raises(httpx.ConnectError):  # the standby serves nobody yet, so its port is closed
         fresh.get(pair.standby_url)
     drawn_text, drawn_id = first_events(pair.url, DRAWN, "0", 40)
     streams = [CutStream(pair.url, body) for body in BODIES[:2]]
@@ -198,8 +199,8 @@ def test_a_standby_takes_over_with_the_workers_and_their_cache(pair: Pair) -> No
     assert pair.cluster(pair.standby_url)["head"]["epoch"] == 2
     assert [worker.poll() for worker in pair.workers] == [None, None]
 
-    # The lost head starts again with its old settings: its workers stay at the standby, and the log
-    # says so.
+    # The lost head starts again with its old settings. Its workers must stay at the standby, and
+    # its log must say so.
     pair.first = pair.start_head()
     wait_until(lambda: is_replaced(pair.url))
     assert pair.instances(pair.url) == []

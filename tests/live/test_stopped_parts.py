@@ -11,7 +11,7 @@ from benchmarks.suite.live.kills import campaign as kills
 from benchmarks.suite.live.kills.campaign import PAIR, Campaign, figures
 
 LONGEST_PAUSE_S = 5.0
-STOPS_S = (30.0, 30.0)  # nothing continues because the process does
+STOPS_S = (30.0, 30.0)  # so long that nothing continues because the process does
 
 
 @pytest.mark.long

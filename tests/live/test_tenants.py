@@ -59,8 +59,8 @@ def test_a_flood_of_one_tenant_leaves_places_for_another(tmp_path: Path) -> None
 
 def test_limits_of_a_key_file_hold_at_a_server(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    # The limit allows one call at once, and the next after 100 s: longer than the calls of this
-    # test take.
+    # The limit allows one call immediately, and the next one after 100 s, which is longer than this
+    # test takes.
     bulk_limits = "priority=5 requests_per_s=0.01 cache=0.25"
     keys.write_text(f"sk-bulk bulk {bulk_limits}\nsk-late late priority=5\nsk-op admin\n")
     line = [MODEL, "--prefill", "1", "--decode", "1", "--api-key-file", str(keys)]

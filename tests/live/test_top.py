@@ -1,5 +1,5 @@
-"""`moonpool top` on a real cluster shows one frame as text, or the view of a terminal until the key
-q."""
+"""Tests `moonpool top` on a real cluster: it shows one frame as text, or fills a terminal until the
+key q."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Terminal:
             if select.select([self.number], [], [], 0.2)[0]:
                 try:
                     self.text += os.read(self.number, 65536).decode(errors="replace")
-                except OSError:  # the process has closed its end
+                except OSError:  # fails if the process has closed its end
                     return
 
     def press(self, key: bytes) -> None:

@@ -105,8 +105,8 @@ def test_streams_that_do_not_end_are_found(
 @pytest.mark.live
 @pytest.mark.long
 def test_a_restart_in_the_middle_costs_no_right_answer(tmp_path: Path) -> None:
-    """Whether the command can kill and start the server through a file of orders that the test
-    reads."""
+    """The restart command writes its order into a file; the test reads the order, and kills and
+    starts the server."""
     with LocalServer([*SERVE, "--kv-tokens", "16384"]) as server:
         script = tmp_path / "restart.py"
         script.write_text(RESTART)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.live, pytest.mark.skipif(bool(missing()), reason=missi
 
 
 def blocks() -> dict[str, list[str]]:
-    """Returns the lines of the quick start for two hosts, by machine."""
+    """Returns the lines of the page's quick start for two hosts, by machine."""
     text = PAGE.read_text().partition("## Two machines by hand")[2]
     found: dict[str, list[str]] = {}
     match = re.search(r"```sh\n(.*?)```", text, re.S)
@@ -131,7 +131,7 @@ def test_a_slow_wire_with_losses_and_a_cut_that_heals(tmp_path: Path) -> None:
             assert again["choices"][0]["text"] == text
         assert wire.num_lost
         wire.is_cut = True
-        wait_for(wire, 1)  # the decode instance is silent, and the head drops it
+        wait_for(wire, 1)  # until the head has dropped the decode instance, which is silent
         assert ask(wire, "/ready", host=0) is None
         wire.is_cut = False
         wait_for(wire, 2)

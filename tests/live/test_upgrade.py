@@ -99,7 +99,7 @@ class OneConnection(threading.Thread):
         self.error = ""
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
         self._connection.connect()
-        self._connection.auto_open = 0  # the client does not connect again
+        self._connection.auto_open = 0  # keeps the client from connecting again
         self._over = threading.Event()
         self.start()
 

@@ -1,5 +1,5 @@
-"""Processes of two releases in one cluster use the versions that both speak, or part with a
-one-line message."""
+"""Tests processes of two releases in one cluster: they use the versions that both speak, or
+disconnect with a one-line message."""
 
 from __future__ import annotations
 

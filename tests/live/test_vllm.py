@@ -1,7 +1,7 @@
-"""`serve --vllm` uses running engines as instances. Here the engines are moonpools, which speak the
-needed part of vLLM's HTTP. With MOONPOOL_VLLM_PYTHON, the Python of a vLLM installation, and
-MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` also uses real vLLMs; with
-MOONPOOL_VLLM_MEDIA_MODEL, a folder of a model that takes images, also a vLLM of that model.
+"""`serve --vllm` uses running engines as instances. The engines are moonpool servers, which speak
+the part of vLLM's HTTP that is needed. With MOONPOOL_VLLM_PYTHON, the Python of a vLLM
+installation, and MOONPOOL_VLLM_MODEL, a folder that it can serve, `make long` also uses real vLLMs;
+with MOONPOOL_VLLM_MEDIA_MODEL, a folder of a model that takes images, also a vLLM of that model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.live.waiting import wait_until
 
 PROMPT = [(7 * i) % 250 for i in range(200)]
 ASKED = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-MODEL = "moonpool/induction"  # the model's answers can end, and have a form
+MODEL = "moonpool/induction"  # a model whose answers can end and keep a form
 # A busy machine measures slow steps, which must not refuse a request here.
 ENGINE = [MODEL, "--mixed", "1", *SMALL, "--admission", "none", "--slo-ttft", "600"]
 
@@ -79,9 +79,9 @@ def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer)
 
 def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
     """A pause of the machine can make one engine look slower than a second computation of a prompt,
-    so a round may fail. By chance, one in 256 rounds would succeed."""
+    so a round may fail. If placement were random, one in 256 rounds would succeed."""
     for first in range(0, 80, 16):
-        factors = range(first + 1, first + 17, 2)  # odd, so no two prompts begin alike
+        factors = range(first + 1, first + 17, 2)  # odd factors, so that no two prompts begin alike
         prompts = [[(i * n + 3 + first) % 250 for i in range(200)] for n in factors]
         for prompt in prompts:
             complete(front.url, prompt=prompt)
@@ -136,10 +136,10 @@ def streamed(url: str, **others: Any) -> list[int]:
 def test_who_goes_away_ends_it_at_the_engine_too(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    wait_until(lambda: not any(map(busy, engines)))  # the front has measured the engines
+    wait_until(lambda: not any(map(busy, engines)))  # until the front has measured the engines
     body, before = ASKED | {"stream": True, "max_tokens": 7000}, sum(map(aborted, engines))
     with fresh.stream("POST", f"{front.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()  # a client that leaves ends its request
+        lines = response.iter_lines()  # This client leaves, which must end its request.
         next(lines)
         assert any(map(busy, engines))
     wait_until(lambda: not any(map(busy, engines)))
@@ -183,7 +183,7 @@ def test_another_model_is_turned_away(engines: list[LocalServer]) -> None:
 def test_an_engine_that_is_killed_costs_no_answer_and_comes_back(
     engines: list[LocalServer], front: LocalServer
 ) -> None:
-    """The last test that uses these engines."""
+    """This test comes last, because it kills one of the engines that the tests share."""
     prompts = [[(i * n + 9) % 250 for i in range(60)] for n in range(7, 11)]
     long = {"max_tokens": 1500}
     expected = [tokens(complete(engines[0].url, prompt=p, **long)) for p in prompts]
@@ -216,8 +216,8 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device
 def real_ones(
     connector: dict[str, Any] | None = None, more: dict[str, str] | None = None
 ) -> Iterator[list[str]]:
-    """Starts two vLLMs with a core each, and returns how to name them. `more` holds variables of
-    their environment."""
+    """Starts two vLLMs with a core each, and returns the flags that name them. `more` has variables
+    of their environment."""
     python, model = (os.environ.get(f"MOONPOOL_VLLM_{name}") for name in ("PYTHON", "MODEL"))
     if not python or not model:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON and MOONPOOL_VLLM_MODEL")

@@ -1,5 +1,5 @@
-"""Runs the head in front of vLLM servers that a test controls: names, several models, forwarded
-calls, faults, and knowledge of caches."""
+"""Runs the head in front of vLLM stubs that a test controls: names, several models, forwarded
+calls, faults, and known caches."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_all_apis_with_messages_take_images(zoo: Zoo, path: str) -> None:
 
 
 def events_of(server: LocalServer, path: str, **body: Any) -> Iterator[Any]:
-    """Returns the JSON of a stream's events, without the closing [DONE]."""
+    """Yields the JSON of a stream's events, without the closing [DONE]."""
     asked = body | {"stream": True}
     with fresh.stream("POST", f"{server.url}{path}", json=asked, timeout=60) as said:
         assert said.status_code == 200, said.read()
@@ -347,7 +347,8 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         second.adapters = ()
         wait_until(lambda: "poet" not in listed(server))
         assert post(server, "/v1/completions", model="poet", prompt="x").status_code == 404
-        second.root, second.names = OTHER_MODEL, ("other",)  # another server behind its address
+        # puts another server behind the address of the second
+        second.root, second.names = OTHER_MODEL, ("other",)
         # The model is listed as soon as its server names it, and serves once the server has
         # answered a question.
         ask = {"model": "other", "prompt": PROMPT, "max_tokens": 1}
@@ -400,7 +401,7 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
         events = []
         for event in events_of(server, "/v1/chat/completions", **look([picture()])):
             events.append(event)
-            if len(events) == 2:  # both models have come
+            if len(events) == 2:  # ends the loop when both models have come
                 for stub in made:
                     stub.may_die.set()
         assert [e["choices"][0]["delta"]["content"] for e in events[:2]] == ["x", "x"]
@@ -504,10 +505,11 @@ def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
 def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context() -> None:
     short = VllmStub("m", max_model_len=512)
     long = VllmStub("m", max_model_len=4096)
-    long.prompt_token_s = 0.001  # by its measurements, the short prompt is faster
+    # slow prompts, so that the head measures `short` as the faster server
+    long.prompt_token_s = 0.001
     with stubs(short, long), front(short, long) as server:
         wait_until(lambda: all(one["cost"]["domain"] for one in server.instances()))  # measured
-        complete(server, max_tokens=1)  # the head then expects later answers to be as short
+        complete(server, max_tokens=1)  # teaches the head that answers are short
         answer = complete(server, prompt=[3] * 470, max_tokens=200)
         assert answer["choices"][0]["token_ids"] == tokens_after([3] * 470, 200)
         assert short.bodies("/v1/completions")[-1]["max_tokens"] == 42
@@ -556,8 +558,8 @@ def head_of(server: LocalServer) -> int:
 
 
 def test_the_next_head_goes_on_with_all_models() -> None:
-    """Whether answers of tokens continue with the next token, and a forwarded call ends with one
-    error."""
+    """After the head was replaced, streams of tokens must continue with the next token, and a
+    forwarded call must end with one error."""
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with stubs(*made), front(*made) as server:
         made[1].gap_s = made[0].gap_s = 0.2

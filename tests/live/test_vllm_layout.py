@@ -24,7 +24,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 EAGER = {"enforce_eager": True, "num_gpu_blocks_override": 120}
-NO_FP8 = (  # of vLLM 0.32, of 0.33
+NO_FP8 = (  # backends without fp8 in vLLM 0.32 and 0.33
     "FP8 KV cache on CPU requires x86 with AVX-512 or AMX",
     "--kv-cache-dtype fp8 is not supported by the CPU attention backend on this host",
 )
@@ -84,7 +84,7 @@ def answers_of(printed: str) -> Any:
 def prove(
     folder: str, outcomes: Path, options: dict[str, Any], **environment: str
 ) -> tuple[list[dict[str, Any]], Any]:
-    """Returns the output of the proofs, and what vLLM answered after them."""
+    """Returns the output of the proofs, and vLLM's answers after the proofs."""
     asked = json.dumps(EAGER | options | {"kv_transfer_config": CONNECTOR})
     ranks = options.get("tensor_parallel_size", 1)
     environment |= {"MOONPOOL_TEST_OUTCOMES": str(outcomes)}
@@ -146,19 +146,20 @@ def test_each_form_of_cache_is_proven(
 def test_what_a_vllm_cannot_compute_over_its_own_blocks_is_refused(
     model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Whether MLA on a CPU is refused, whatever the name of its backend. It cannot start after
-    cached blocks, so vLLM disables its prefix cache, but would take blocks from a connector and
-    answer wrongly."""
+    """MLA on a CPU must be refused, whatever the name of its backend. It cannot continue after
+    cached blocks. vLLM therefore disables its prefix cache, but would still take blocks from a
+    connector, and then answer wrongly."""
     (said,), _ = prove(model("latent"), tmp_path / "outcomes", {"block_size": 32})
     assert [group[0] for group in said["groups"]] == ["MLA"]
-    if said["refused"] is None:  # a backend that can
+    if said["refused"] is None:  # true for a backend that can serve this layout
         assert not any("CPUMLABackend" in name for name in said["backends"].values())
     else:
         assert "over the same blocks a second time" in said["refused"]
 
 
 def test_it_may_be_proven_at_registration_too(model: Callable[[str], str], tmp_path: Path) -> None:
-    """Whether the proof holds if vLLM captures no graph while it warms up, as on a CPU."""
+    """The proof may run at registration if vLLM captures no graph while it warms up, as on a
+    CPU."""
     said, _ = prove(
         model("grouped heads"), tmp_path / "outcomes", {"block_size": 32}, MOONPOOL_TEST_EARLY="1"
     )

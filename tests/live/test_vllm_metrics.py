@@ -88,7 +88,7 @@ def test_every_name_is_there(http: httpx.Client) -> None:
 
 
 def test_the_values_are_those_that_vllm_expects(http: httpx.Client) -> None:
-    wait_until_idle(http)  # requests of earlier tests have ended
+    wait_until_idle(http)  # until the requests of earlier tests have ended
     before = samples(http)
     for _ in range(REQUESTS):
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "ignore_eos": True}

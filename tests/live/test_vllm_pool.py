@@ -1,5 +1,6 @@
-"""Runs the pool inside a real vLLM: the next vLLM loads what the first has computed, after kills of
-vLLM and pool and with damaged blocks. Needs MOONPOOL_VLLM_PYTHON, the Python of a vLLM."""
+"""Runs the pool inside a real vLLM: the next vLLM loads the blocks that the first has computed,
+also after kills of vLLM and pool, and with damaged blocks. Needs MOONPOOL_VLLM_PYTHON, the Python
+of a vLLM."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def run(
     other: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns what a vLLM answered and found with these settings of the connector, and its log.
-    `other` names a changed interface of vLLM."""
+    """Runs a vLLM with these settings of the connector. Returns its answers, the tokens that it
+    found in the pool, and its log. `other` names a change of vLLM's interface."""
     if PYTHON is None:
         pytest.skip("needs a vLLM: MOONPOOL_VLLM_PYTHON")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
@@ -80,7 +81,7 @@ def run(
     return found | {"log": done.stdout + done.stderr}
 
 
-# vLLM's CPU build runs stages only after a warm-up, which an eager vLLM leaves out.
+# Stages need a warm-up in vLLM's CPU build, which an eager vLLM leaves out.
 STAGES = {
     "pipeline_parallel_size": 2,
     "enforce_eager": False,

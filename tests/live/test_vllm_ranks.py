@@ -22,7 +22,8 @@ def test_a_conversation_stays_at_its_rank() -> None:
         with LocalServer([stub.root, *places, "--admission", "none"]) as server:
             client = httpx.Client(base_url=server.url, timeout=60)
             assert len(server.instances()) == 2
-            deadline = time.monotonic() + WAIT_S  # its requests would look like the client's
+            # waits for an idle vLLM, whose earlier requests would look like the client's
+            deadline = time.monotonic() + WAIT_S
             while sum("measured http" in line for line in server.log_lines()) < 2:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
@@ -34,7 +35,7 @@ def test_a_conversation_stays_at_its_rank() -> None:
                     ranks.setdefault(number, set()).add(stub.headers[-1][RANK])
             assert all(len(own) == 1 for own in ranks.values())
             assert set.union(*ranks.values()) <= {"0", "1"}
-            # Both ranks were probed: measured, and tried by a short answer.
+            # Both ranks were measured, and have answered a short call.
             assert {headers.get(RANK) for headers in stub.headers} == {"0", "1"}
 
 
@@ -52,14 +53,15 @@ def test_ranks_of_an_elastic_server_come_and_go(tmp_path: Path) -> None:
             client = httpx.Client(base_url=server.url, timeout=60)
 
             def ask(number: int) -> None:
-                tokens = [5 + number % 256, 5 + number // 256 % 256]  # the vocabulary has 300
+                # small numbers, because the vocabulary has 300 tokens
+                tokens = [5 + number % 256, 5 + number // 256 % 256]
                 body = {"prompt": tokens * 48, "max_tokens": 2}
                 answer = client.post("/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
 
             def ranks_asked() -> set[str]:
-                """Whether each rank gets some of many calls at once: no rank is so slow that the
-                others take all calls."""
+                """Sends many calls together, and returns the ranks that served some of them. No
+                rank is so slow that the others take all calls."""
                 first = len(stub.headers)
                 with ThreadPoolExecutor(AT_ONCE) as pool:
                     list(pool.map(ask, range(first, first + AT_ONCE)))

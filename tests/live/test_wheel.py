@@ -42,8 +42,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the `moonpool` command of a new environment that has the three wheels.
 
-    A path file gives it the dependencies of the environment that runs the tests. That file brings
-    no editable installation along.
+    A path file gives it the dependencies of the environment that runs the tests, but not its
+    editable installation of moonpool.
     """
     place = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "venv", str(place / "venv"), cwd=place)

@@ -74,7 +74,7 @@ PROMPT = [(7 * i) % 250 for i in range(200)]
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns the environment of processes that Linux's own calls are hidden from."""
+    """Returns environment variables that hide Linux's own calls from a process."""
     folder = tmp_path_factory.mktemp("hidden")
     (folder / "sitecustomize.py").write_text(HIDDEN)
     return {"PYTHONPATH": str(folder)}

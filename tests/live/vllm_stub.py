@@ -1,5 +1,6 @@
-"""Defines a server that speaks the part of vLLM's HTTP that a front needs, and does what a test
-orders: it waits, refuses, or dies during a response. It makes its answers from the prompt alone."""
+"""Defines a server that speaks the part of vLLM's HTTP that a head needs, and that waits, refuses,
+or dies during a response when a test orders this. The stub makes its answers from the prompt
+alone."""
 
 from __future__ import annotations
 
@@ -55,23 +56,26 @@ class VllmStub:
         self.num_blocks = num_blocks
         self.parses = parses  # "tools", "reasoning"
         self.calls: list[tuple[str, Body]] = []
-        self.headers: list[dict[str, str]] = []  # of each call, with names in small letters
+        # the headers of each call, with names in small letters
+        self.headers: list[dict[str, str]] = []
         self.noting = threading.Lock()  # keeps `calls` and `headers` in one order
         self.sources: Body | None = None  # of `/kv_event_sources`
-        self.num_ranks = 0  # data-parallel ranks; 0 if it does not say
+        self.num_ranks = 0  # number of data-parallel ranks; 0 if the server does not tell it
         self.stale_ranks = 0  # ranks that `/metrics` names, but which have left
         self.refuses_metrics = False
         self.queries = 0
-        self.hit_share = 0.0  # of the tokens of all prompts, as the stub counts
+        self.hit_share = 0.0  # the share of the tokens of all prompts that the stub counts as hits
         self.first_token_s = 0.0
-        self.prompt_token_s = 0.0  # numbers of token ids
+        self.prompt_token_s = 0.0  # seconds per token of a prompt that is given as token ids
         self.gap_s = 0.0
         self.may_speak = threading.Event()  # no response begins before this event
         self.may_speak.set()
-        self.dies_after: int | None = None  # events of a stream; 0 means before a response
+        # the number of events after which a stream dies; 0 means before a response
+        self.dies_after: int | None = None
         self.may_die = threading.Event()  # a stream that is to die waits for this event
         self.num_deaths = 0  # how many further calls end before a response
-        self.refuses: tuple[int, str] | None = None  # a status and a message
+        # the status and message with which the stub refuses each call
+        self.refuses: tuple[int, str] | None = None
         self._server: ThreadingHTTPServer | None = None
         self.connections: list[socket.socket] = []
         self.port = port
@@ -125,8 +129,8 @@ class VllmStub:
 
 
 def tokens_after(prompt: list[int], count: int) -> list[int]:
-    """Returns what every stub answers to a prompt of token ids, even if the prompt ends with a part
-    of the answer."""
+    """Returns the answer of every stub to a prompt of token ids, even if the prompt ends with a
+    part of the answer."""
     begin = sum(prompt[:50]) + len(prompt)
     return [97 + (begin + number) % 26 for number in range(count)]
 
@@ -143,7 +147,7 @@ class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        with suppress(OSError):  # the client has left
+        with suppress(OSError):  # fails if the client has left
             super().handle()
 
     def setup(self) -> None:
@@ -239,8 +243,8 @@ class _Handler(QuietHandler):
 
 
 def _parsed(stub: VllmStub, path: str, body: Body) -> Iterator[Body]:
-    """Yields events with what the server's parsers find, in words that no other parser would
-    find."""
+    """Yields events with the results of the server's parsers. The words are such that no other
+    parser would return them."""
     if path not in GENERATING[1:]:
         return
     found: Body = {}

@@ -15,7 +15,8 @@ from tests.live.calls import fresh
 
 T = TypeVar("T")
 WAIT_S = 300.0
-"""Is longer than any wait on a slow and busy machine: no test may fail by time alone."""
+"""Longer than any wait on a slow and busy machine, because no test may fail only because of
+time."""
 
 
 def wait_until(holds: Callable[[], T | None], what: str = "", wait_s: float = WAIT_S) -> T:
@@ -31,8 +32,8 @@ def wait_until(holds: Callable[[], T | None], what: str = "", wait_s: float = WA
 
 
 def wait_until_idle(client: httpx.Client) -> None:
-    """Whether no request is under way, and no instance holds a block or lacks a block with a lost
-    arena."""
+    """Waits until no request is under way, no instance holds a block, and no blocks are missing
+    with a lost arena."""
 
     def is_idle() -> bool:
         state = client.get("/cluster").json()

@@ -1,4 +1,4 @@
-"""Makes two hosts on one machine: network namespaces, and a wire of our own between them.
+"""Makes two hosts on one machine from network namespaces, with a wire between them.
 
 The wire is a thread of a process that carries packets from one TUN device to the other, with a
 rate, a delay and losses, and which can be cut. So it needs no `netem` of the kernel.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 HOSTS = ("10.0.0.1", "10.0.0.2")
 _TUNSETIFF, _TUN, _NO_INFO, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 QUEUE_BYTES = 1 << 20
-"""Bounds the bytes that wait at a slow wire; the wire drops more, like a switch."""
+"""The most bytes that wait at a slow wire. Like a switch, the wire drops packets beyond that."""
 
 
 def missing() -> str:
@@ -114,7 +114,7 @@ def _open_tun(name: str) -> int:
 
 @contextmanager
 def two_hosts() -> Iterator[Wire]:
-    """HOSTS are the addresses of the hosts."""
+    """Yields two hosts with a wire between them. HOSTS has their addresses."""
     mark = f"{os.getpid():x}{random.randrange(1 << 16):x}"
     names = (f"moon{mark}a", f"moon{mark}b")
     fds: list[int] = []

@@ -1,4 +1,4 @@
-"""Gives a run virtual time with randomness, and links that deliver in order."""
+"""Gives a run virtual time, random delays, and links that deliver in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Link:
-    """Is one direction of a connection: messages arrive in order, with random delays. A cut link
+    """One direction of a connection. Messages arrive in order, with random delays; a cut link
     delivers nothing."""
 
     def __init__(self, clock: Clock, slow_delay_s: float) -> None:

@@ -1,8 +1,8 @@
 """Runs the control connection of an instance in runs with two versions of the protocol.
 
-Both ends are the product's own: handshake, frames, and the fields left out for a peer of the
-earlier version. An end of the earlier release states no versions, and refuses fields and frames
-that it does not know.
+Handshake, frames, and the choice of fields for a peer of the earlier version are the product's own
+at both ends. An end of the earlier release states no versions, and refuses fields and frames that
+it does not know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RELEASE_BEFORE = Versions(VersionRange(BEFORE, BEFORE), BLOCK_FORMATS)
 
 
 class JoinedBefore(Struct, frozen=True, tag="Joined"):
-    """Is `Joined` in the form of the earlier release."""
+    """`Joined` in the form of the earlier release."""
 
     info: InstanceInfo
 
@@ -81,7 +81,7 @@ class _Transport:
 
 
 class _End:
-    """Is one end's channel, with what it does with a frame."""
+    """The channel of one end, and the function that handles a frame there."""
 
     def __init__(self, handshake: Any, decoder: Any, on_frame: Any) -> None:
         self.channel: Channel[Any, Any] = Channel(handshake, decoder, self)
@@ -105,7 +105,7 @@ class _End:
 
 
 class ControlWire:
-    """Makes one connection, with its handshake done."""
+    """One connection after its handshake."""
 
     def __init__(self, member: Member, up: Link, down: Link, old_head: bool, old: bool) -> None:
         self._member, self._up, self._down = member, up, down
@@ -148,7 +148,7 @@ class ControlWire:
         self._down.carry(lambda: self.worker.channel.data_received(data))
 
     def lead(self) -> None:
-        """A new head tells its workers which one it is."""
+        """Sends the epoch of a new head to its worker, as each new head does."""
         if not self._old_head:
             link = SimpleNamespace(channel=SimpleNamespace(protocol=self.head.channel.protocol))
             link.channel.send = self.command
@@ -175,4 +175,4 @@ def _handshake(kind: Any, name: str, old: bool) -> Any:
     if not old:
         return kind(SECRET, me, OWN)
     with patch.object(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES)):
-        return kind(SECRET, me, RELEASE_BEFORE)  # the nonce does not matter
+        return kind(SECRET, me, RELEASE_BEFORE)  # the nonce does not matter here

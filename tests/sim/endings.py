@@ -66,8 +66,8 @@ def check_ending(world: World, request_id: RequestId, truth: Truth) -> None:
 def _check_refusal_was_early(
     world: World, truth: Truth, refusal: Refusal, record: RequestRecord
 ) -> None:
-    """Asserts that without faults, a request that fits is refused before its first attempt or
-    never, except by the decode instance's own check of the SLO."""
+    """Asserts that without faults, a request that fits is refused only before its first attempt, or
+    by the decode instance's own check of the SLO."""
     if _is_undisturbed(world, truth) and refusal.reason != "tbt_slo_late":
         assert record.attempts == 0, f"{record.request_id} refused late: {refusal}"
 

@@ -1,7 +1,9 @@
-"""A fake engine: checks its input and the blocks it reads, layer by layer, against the truth.
+"""A fake engine, which compares its input and the blocks that it reads with the truth, layer by
+layer.
 
-It follows the contract of `moonpool.scheduler.actions` exactly. It reads a layer of an arriving
-block only when that layer is present. An entry that misses a layer is garbage from there on.
+It follows the contract of `moonpool.scheduler.actions` exactly. The engine reads a layer of an
+arriving block only when that layer is present. If a layer never comes, the results of that entry
+are garbage from this layer on.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class _Share:
 class _Run:
     number: int
     shares: list[_Share]
-    times_s: list[float]  # the time when each layer is done
+    times_s: list[float]  # the time at which each layer is computed
     ends_s: float
     outcome: StepEnded | StepsEnded | StepFailed
 
@@ -67,7 +69,8 @@ class FakeEngine:
         self._stages_free_s = [0.0] * self.world.options.num_stages
         self._num_steps = 0
         self._last_step = 0
-        self._spoiled: dict[AttemptId, tuple[int, int]] = {}  # (step, first garbage token)
+        # maps an attempt to (step, index of the first garbage token)
+        self._spoiled: dict[AttemptId, tuple[int, int]] = {}
 
     def run(self, step: RunStep) -> None:
         under_way = self.world.instance_config.max_steps_in_flight
@@ -83,7 +86,7 @@ class FakeEngine:
         ]
         failed = self.world.chance("step_failure_rate")
         times_s = self._times_s(failed)
-        ends_s = max(times_s[-1], self._stages_free_s[-1])  # arenas in order
+        ends_s = max(times_s[-1], self._stages_free_s[-1])  # a step ends after the steps before it
         self._stages_free_s[-1] = ends_s
         seconds = ends_s - self.clock.now
         outcome: StepEnded | StepsEnded | StepFailed
@@ -118,8 +121,8 @@ class FakeEngine:
         return StepFailed("an arena is gone", lost_arena=arena)
 
     def _times_s(self, failed: bool) -> list[float]:
-        """Returns when each layer is done without waits; a step that fails may end between two
-        layers."""
+        """Returns the time at which each layer is done if no layer has to wait. A step that fails
+        may end between two layers."""
         time_s = self.clock.now
         stages, num_layers = len(self._stages_free_s), self.life.num_layers
         times_s = []
@@ -177,7 +180,7 @@ class FakeEngine:
         self._attend_layer(run, layer)
 
     def _attend_layer(self, run: _Run, layer: int) -> None:
-        """Attends once each block has this layer, or will never have it."""
+        """Computes attention as soon as each block has this layer, or will never get it."""
         if not self.life.alive:
             return
         for share in run.shares:
@@ -192,7 +195,7 @@ class FakeEngine:
             if not share.missed:
                 self._read_layer(share, layer, run.number)
         if not run.waits:
-            return  # the clock schedules the other layers
+            return  # The clock schedules the ends of the other layers.
         now = self.clock.now
         if layer + 1 < len(run.times_s):
             next_s = max(run.times_s[layer + 1], now)

@@ -1,6 +1,6 @@
-"""Checks that tenants get their shares. Waiting requests are placed in the order of priority, of
-what the tenant has and had over its share, and of arrival. No request takes a place that another
-request is owed, and answers give way only to a tenant that has less.
+"""Checks that tenants get their shares. Waiting requests are placed in the order of priority, then
+of the tenant's present and past use over its share, then of arrival. No request takes a place that
+another tenant's request is owed, and an answer gives way only to a tenant that has less.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 FOLDING = 0.05
-"""The part by which a level may differ from a level that decays at each token."""
+"""The relative difference that is allowed between a level and one that decays at each token."""
 
 
 class Fairness:
-    """Keeps a separate account of what each tenant has and had at one Conductor."""
+    """Keeps an account of each tenant's present and past use at one Conductor, independent of the
+    Conductor's own."""
 
     def __init__(self, world: World, conductor: Conductor) -> None:
         self._world = world
         self._weights = dict(world.options.tenants)
-        self._computed: dict[str, tuple[float, float]] = {}  # tokens over the share, and when
+        # by tenant: computed tokens over the share, and the time of the last ones
+        self._computed: dict[str, tuple[float, float]] = {}
         self._seen_s: dict[str, float] = {}
         self._lifecycle = conductor.lifecycle
         self._waiting, self._shares = self._lifecycle.waiting, self._lifecycle.shares
@@ -107,7 +109,8 @@ class Fairness:
         self._placing = None
 
     def _checked_pause(self, tracked: TrackedRequest, now: float) -> None:
-        """Asserts that the answer gives way to a tenant that has less, and keeps as much."""
+        """Asserts that the answer gives way to a tenant that has less, and that the answer's tenant
+        keeps at least as much as that tenant."""
         if self._placing is None:
             assert self._world.options.engine == "vllm", "nobody asks for its room"
             self._pause(tracked, now)

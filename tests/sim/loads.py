@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LoadOperation:
-    """Is one load. It stays in `life.loads` after its end."""
+    """One load, which stays in `life.loads` after its end."""
 
     def __init__(self, life: Life, action: LoadBlocks) -> None:
         self.life = life

@@ -1,4 +1,5 @@
-"""Holds what both kinds of instances share: the connection to the head, and the order of events."""
+"""Implements the common part of both kinds of instances: the connection to the head, and the order
+of events."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Member(ABC):
-    """Is one incarnation of an instance. Subclasses have the state machine and what it drives."""
+    """One incarnation of an instance. Subclasses have the state machine and the parts that it
+    drives."""
 
     instance: Any
 
@@ -32,8 +34,9 @@ class Member(ABC):
         self.joined = False
         self.is_paused = False
         self.wire: ControlWire | None = None
-        self.is_old = instance_id in world.old_members  # a process of the earlier release
-        self.awake_s = 0.0  # last time at which the process ran, if it is paused
+        # whether the process is of the earlier release
+        self.is_old = instance_id in world.old_members
+        self.awake_s = 0.0  # the time at which a paused process ran last
         self.leaves_within_s: float | None = None
         self._num_losses = 0
         self._events: deque[Any] = deque()
@@ -68,7 +71,7 @@ class Member(ABC):
 
     @abstractmethod
     def attempts(self) -> list[str]:
-        """Returns the attempts that hold blocks here, beyond transfers that end without a
+        """Returns the attempts that hold blocks here, without transfers that end without a
         command."""
         ...
 
@@ -142,7 +145,8 @@ class Member(ABC):
         self.world.on_died(self)
 
     def want_to_leave(self, within_s: float) -> None:
-        """Plays a signal to end. The process repeats its report to a new head."""
+        """Acts as if the process had got a signal to end. The process repeats its report to a new
+        head."""
         if self._waits_for_wake(lambda: self.want_to_leave(within_s)):
             return
         self.leaves_within_s = within_s
@@ -169,7 +173,7 @@ class Member(ABC):
 
     def post(self, event: Any) -> None:
         """Handles an event and performs its actions. An event that an action causes immediately is
-        handled after all earlier actions, as a driver does. Otherwise, reports would overtake each
+        handled after all earlier actions, as a driver does. Otherwise, reports could overtake each
         other."""
         self._events.append(event)
         if not self._performing:

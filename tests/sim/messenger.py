@@ -1,9 +1,9 @@
-"""A fake messenger: moves block contents between arenas, late, out of order and with faults.
+"""A fake messenger, which moves block contents between arenas late, out of order and with faults.
 
 It follows the contract of `moonpool.protocol.transfer_events` exactly and uses all of the
 contract's freedom: it reads and writes blocks at random times until the terminal event, even after
-an abort. Each touch of a block checks that the instance still holds the block (and never writes a
-named block).
+an abort. Each access checks that the instance still holds the block, and each write that the block
+has no key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.sim.node import Life
 
 EARLY_STREAM_S = 3.0
-"""Is how long a stream waits for a receiver that does not expect it yet."""
+"""The time for which a stream waits for a receiver that does not expect it yet."""
 GARBAGE: Content = (-1, -1)
 
 
@@ -51,7 +51,7 @@ class Arrivals:
         self.num_corrupt += corrupt
         self.life.num_damaged += corrupt
         if corrupt:
-            self.verified.discard((index, layer))  # an earlier copy may have arrived
+            self.verified.discard((index, layer))  # an earlier copy of this slice may have arrived
         else:
             self.verified.add((index, layer))
 
@@ -68,7 +68,7 @@ class Arrivals:
 
 
 class FetchOperation:
-    """Is one fetch, with its reading and its writing end."""
+    """One fetch, with its reading and its writing end."""
 
     def __init__(
         self,
@@ -91,14 +91,14 @@ class FetchOperation:
         self._num_granted = 0
         self._granted_s = -1.0
         self._num_layers = 0
-        self._read_ended = True  # until the source receives the request
+        self._read_ended = True  # true until the source receives the request
         self._read_id = f"{fetch_id}@{life.number}"
         life.world.operations.append(self)
         life.later(self._connect)
         life.clock.after(timeout_s, lambda: self._end_fetch("timed out"))
 
     def _connect(self) -> None:
-        if self._fetch_ended:  # the fetch timed out before
+        if self._fetch_ended:  # the fetch has timed out already
             return
         world = self.life.world
         source = world.find_life(self._source_address)
@@ -165,7 +165,8 @@ class FetchOperation:
         self.source.later(lambda: self._pump(slices))
 
     def on_died(self, life: Life | None) -> None:
-        """Ends one end, or the connection (None). Each other end notices after a delay."""
+        """Ends one of the two ends, or the connection (None). The ends that remain notice after a
+        delay."""
         if self.source is not None and life is not self.source:
             self.source.later(lambda: self._end_read("broken"))
         if life is not self.life and (self.source is not None or life is None):
@@ -196,7 +197,7 @@ class FetchOperation:
 
 
 class StreamOperation:
-    """Is one layer stream with both ends, from its opening by the sender."""
+    """One layer stream with both ends, from its opening by the sender."""
 
     def __init__(self, life: Life, stream_id: str, target: PeerAddress, timeout_s: float) -> None:
         self.life = life

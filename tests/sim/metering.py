@@ -1,7 +1,7 @@
-"""Checks the metrics of a run's heads, and what must hold of them whatever happens.
+"""Checks rules that the metrics of a run's heads must keep, whatever happens.
 
-A head that follows another head begins at 0, and must not count again what its instances had
-counted for the earlier head.
+The metrics of a new head begin at 0, and must leave out what its instances counted for the earlier
+head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Metering:
     def __init__(self, world: World) -> None:
         self._world = world
         self._members: list[Member] = []
-        self._corrupt_slices = 0.0  # counts of earlier heads
+        self._corrupt_slices = 0.0  # the sum of the counts of earlier heads
         self._were_lost = False
         self._begin(set())
 
@@ -69,7 +69,8 @@ class Metering:
         self._collector.request_ended(record, self._world.clock.now)
 
     def check(self) -> None:
-        """Asserts that every ended request is counted once, by a reason that an alert can know."""
+        """Asserts that every ended request is counted once, with a reason that is known beforehand,
+        so that alerts can use it."""
         counted = sum(
             sum(self._metrics.values(name).values()) for name in ("vllm:request_success", *KNOWN)
         )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Life(Member):
-    """Is one incarnation of an instance with moonpool's engine; its memory is lost when it dies."""
+    """One incarnation of an instance with moonpool's engine. Its memory is lost when it dies."""
 
     def __init__(self, world: World, instance_id: InstanceId, role: Role, number: int) -> None:
         super().__init__(world, instance_id, role, number)
@@ -73,7 +73,7 @@ class Life(Member):
         self.early_streams: dict[str, StreamOperation] = {}
         self.engine = FakeEngine(self)
         self.driver = InstanceDriver(self.instance, lambda: self.clock.now, self._performers())
-        self.num_damaged = 0  # slices that arrived wrong, as faults of the run
+        self.num_damaged = 0  # number of slices that faults of the run damaged on their way
 
     @property
     def num_layers(self) -> int:

@@ -27,9 +27,10 @@ class Options:
     decode_prediction: str
     inline_prefill: bool
     threshold: float
-    books_little: bool  # answers seem one token long, so decodes run out of blocks
+    # whether the Conductor expects answers of one token, so that decodes run out of blocks
+    books_little: bool
     num_requests: int
-    num_recent: int  # conversations that may continue
+    num_recent: int  # number of conversations that may continue
     arrivals_s: float
     max_prompt_tokens: int
     max_answer_tokens: int
@@ -42,40 +43,48 @@ class Options:
     num_unlinks: int
     num_head_crashes: int
     role_balance: str
-    num_role_switches: int  # the test forces this
-    num_drains: int  # share of instances that leave
+    num_role_switches: int  # number of role switches that the test forces
+    num_drains: int  # number of drained instances, as a share of all
     corrupt_rate: float
     missing_rate: float
     break_rate: float
     refuse_connection_rate: float
-    stall_rate: float  # share of fetches
+    stall_rate: float  # share of fetches that stall
     step_failure_rate: float
     lost_event_rate: float
-    num_slots: int  # of each instance's SSD; 0 means none
+    num_slots: int  # slots of each instance's SSD; 0 means no SSD
     ssd_admission: str
     loading_is_cheap: bool
-    flip_rate: float  # of blocks written to an SSD
+    flip_rate: float  # share of the blocks written to an SSD in which a bit flips
     disk_failure_rate: float
     num_disk_losses: int
-    num_stages: int  # stages of each instance's pipeline
-    num_arenas: int = 0  # per instance without SSD and stages; 0 means one of its own
-    arena_loss_rate: float = 0.0  # chance per step
-    segment_blocks: int = 0  # consecutive blocks of a sequence in one arena; 0 means all
-    store_shared: bool = False  # one shared store instead of the disks
-    disk_hang_rate: float = 0.0  # share of stores and loads
-    keeps_streams: bool = False  # another head continues the answers of a crashed head
-    # The fields below are not part of the repr, from which other draws follow.
+    num_stages: int  # number of stages of each instance's pipeline
+    # arenas of an instance without SSD and stages; 0 means only the instance's own memory
+    num_arenas: int = 0
+    arena_loss_rate: float = 0.0  # chance per step that an arena is lost
+    segment_blocks: int = 0  # number of consecutive blocks of a sequence in one arena; 0 means all
+    store_shared: bool = False  # whether one shared store replaces the disks
+    disk_hang_rate: float = 0.0  # share of stores and loads that hang
+    keeps_streams: bool = False  # whether the next head continues the answers of a crashed head
+    # The fields below are left out of the repr, because the repr is the seed of other draws.
     engine: str = field(default="moonpool", repr=False)
-    publishes_events: bool = field(default=True, repr=False)  # resets of its cache; vLLM only
-    lost_batch_rate: float = field(default=0.0, repr=False)  # share of these events
-    near_tie_rate: float = field(default=0.0, repr=False)  # prefill draws another first token
-    handover_loss_rate: float = field(default=0.0, repr=False)  # share of KVCache that is gone
+    # whether a vLLM publishes resets of its cache
+    publishes_events: bool = field(default=True, repr=False)
+    lost_batch_rate: float = field(default=0.0, repr=False)  # share of KV events that are lost
+    # how often a prefill draws another first token than the decode instance would
+    near_tie_rate: float = field(default=0.0, repr=False)
+    # share of handed-over KVCache that is gone
+    handover_loss_rate: float = field(default=0.0, repr=False)
     num_head_pauses: int = field(default=0, repr=False)
-    num_pauses: int = field(default=0, repr=False)  # share of instances
-    num_upgrades: int = field(default=0, repr=False)  # of instances; 0 if all are of one release
-    head_is_old: bool = field(default=False, repr=False)  # the release of the first head
-    tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)  # with their shares
-    splits_mixed: bool = field(default=False, repr=False)  # no chunk fits beside their decodes
+    num_pauses: int = field(default=0, repr=False)  # number of paused instances, as a share of all
+    # number of instances that are upgraded; 0 if all are of one release
+    num_upgrades: int = field(default=0, repr=False)
+    # whether the first head is of the earlier release
+    head_is_old: bool = field(default=False, repr=False)
+    # the tenants with their shares
+    tenants: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+    # whether no chunk fits beside the decodes of mixed instances
+    splits_mixed: bool = field(default=False, repr=False)
 
     def shown(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -118,7 +127,7 @@ class Options:
 
 def draw_options(rng: random.Random) -> Options:
     """Draws the options. As in swarm testing, each kind of fault occurs only in some runs, so that
-    no fault always hides another one."""
+    no fault always hides another fault."""
 
     def maybe(value: float, chance: float = 0.4) -> float:
         return value * rng.random() if rng.random() < chance else 0.0
@@ -189,7 +198,8 @@ def draw_options(rng: random.Random) -> Options:
 
 
 def _draw_takeovers(options: Options) -> Options:
-    """Lets other heads replace crashed heads without a loss. Other runs keep their draws."""
+    """In some runs, lets other heads replace crashed heads without a loss. The draws of other runs
+    stay as they were."""
     rng = random.Random(repr(options) + "heads")
     if options.num_head_crashes:
         return replace(options, keeps_streams=rng.random() < 0.7)
@@ -199,8 +209,8 @@ def _draw_takeovers(options: Options) -> Options:
 
 
 def _draw_vllm(options: Options) -> Options:
-    """Makes some clusters of vLLM servers. Faults of the parts of moonpool's engine do not exist
-    there. Other runs keep their draws."""
+    """Makes some clusters of vLLM servers, without faults in parts of moonpool's engine. The draws
+    of other runs stay as they were."""
     rng = random.Random(repr(options) + "vllm")
     if rng.random() >= 0.08:
         return options
@@ -317,4 +327,5 @@ def _busy_disks(options: Options, rng: random.Random) -> Options:
 
 
 KINDS = (_draw_takeovers, _draw_vllm, _draw_pauses, _draw_upgrades, _draw_tenants, _draw_split)
-"""Uses a separate generator for each draw, so that a new draw leaves other runs unchanged."""
+"""Kinds of runs that are drawn after the other options. Each has its own random generator, so that
+a new kind leaves other runs unchanged."""

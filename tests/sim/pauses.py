@@ -1,8 +1,8 @@
-"""Pauses processes, as in a paused virtual machine: for seconds they handle no event, then all
-events at once. The clock of a process has jumped when it continues.
+"""Pauses processes, as in a paused virtual machine: for seconds they handle no event, and then all
+events together. The clock of a process has jumped when it continues.
 
-The head checks its instances' silence before it reads the messages that came meanwhile, as an event
-loop may.
+After a pause, the head checks its instances' silence before it reads the messages that came
+meanwhile, because an event loop may do so.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Pauses:
     # The head:
 
     def defer(self, callback: Callable[[], None]) -> bool:
-        """Keeps what reaches a paused head until it continues; returns False if the head is not
-        paused."""
+        """Keeps an event for a paused head until the head continues. Returns False if the head is
+        not paused."""
         if self.head_is_paused:
             self._inbox.append(callback)
         return self.head_is_paused
@@ -93,7 +93,7 @@ class Pauses:
             callback()
 
     def _drop(self, member: Member) -> None:
-        """Ends the connection of a silent instance, as the head does. The instance's launcher kills
+        """Ends the connection of a silent instance, like the head. The instance's launcher kills
         the process, or the process is out of reach and comes back later."""
         world = self._world
         world.seen["silent instances"] += 1

@@ -1,5 +1,5 @@
-"""Checks more of a run than correct tokens and balanced sums: that nothing takes too long, happens
-twice, or happens without need. Each check exists because no other check finds some planted bug."""
+"""Checks that in a run nothing takes too long, happens twice, or happens without need; other
+modules check tokens and sums. Each check exists because no other check finds some planted bug."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAULT_REASONS = ("instance_lost", "engine_error", "no_blocks", "blocks_lost")
 
 
 class Promises:
-    """Holds what one run has promised so far."""
+    """Follows one run and checks its promises."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -85,7 +85,7 @@ class Promises:
     # At the end:
 
     def check_end(self, kept: set[BlockKey]) -> None:
-        """`kept` holds blocks of which some copy is not marked as spare."""
+        """`kept` has the blocks of which at least one copy is not marked as spare."""
         world = self._world
         own = [life for life in world.lives.values() if isinstance(life, Life)]
         cached = set[BlockKey]().union(*(life.instance.pool.keys() for life in own))
@@ -107,7 +107,7 @@ class Promises:
 
 
 def check_times(record: RequestRecord) -> None:
-    """Asserts that an answer of one attempt says where its time went."""
+    """Asserts that the record of an answer that needed one attempt has the times of all stages."""
     instants = [
         record.arrived_s,
         record.placed_s,

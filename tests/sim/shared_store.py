@@ -1,4 +1,5 @@
-"""A fake store that all instances share instead of disks: slow, lossy, and sometimes lost.
+"""A fake store that all instances share instead of disks. The store is slow, loses blocks, and
+sometimes ends.
 
 Like `disk`, it follows the contract of `moonpool.scheduler.actions` exactly. It may hold blocks
 that an instance does not know of, and may have dropped blocks that an instance stored.
@@ -30,14 +31,14 @@ class SharedStoreDriver:
         self.blocks = blocks
 
     def index(self) -> list[tuple[int, BlockKey]]:
-        return []  # the store cannot list its content
+        return []  # the shared store cannot list its content
 
     def lose(self) -> None:
         """Drops all content; the store still answers."""
         self.blocks.clear()
 
     def forget(self, action: ForgetStored) -> None:
-        pass  # other instances may use it
+        pass  # keeps the content, because other instances may use it
 
     def look_up(self, action: LookUpBlocks) -> None:
         assert action.keys
@@ -69,7 +70,7 @@ class SharedStoreDriver:
             again = [self.life.read(action.block_ids[index], layer) for layer in layers]
             assert again == content, "a block changed while it was stored"
             key = action.keys[index]
-            if key not in self.blocks:  # otherwise, the first copy stays
+            if key not in self.blocks:  # if the block is stored already, the first copy stays
                 self.blocks[key] = Stored(key, content, world.chance("flip_rate"))
             while len(self.blocks) > world.options.num_slots:
                 del self.blocks[next(iter(self.blocks))]

@@ -13,7 +13,7 @@ from tests.cli_runner import succeed
 
 OTHERS = ("none", "baseline", "early")
 MOST_LOST = 0.7
-"""The least share of the best other policy's figure at a single load."""
+"""At a single load, `goodput` must reach at least this share of the best other policy's figure."""
 
 
 def trace(folder: Path, profile: str, requests: int, seed: int) -> Path:
@@ -38,8 +38,8 @@ def compare(path: Path, *flags: str, policies: tuple[str, ...] = OTHERS) -> tupl
 
 
 def test_under_overload_waiting_serves_many_more(tmp_path: Path) -> None:
-    """Whether the wait for a decode batch serves more requests, with either admission policy;
-    without the wait both serve about the same number."""
+    """With the wait for a decode batch, each admission policy must serve more requests than without
+    it."""
     path = trace(tmp_path, "toolagent", 400, 11)
     flags = ("--speed", "8", "--prefill", "2", "--decode", "1", "--slo-tbt", "0.035")
     ours, best = compare(path, *flags, policies=("baseline",))
@@ -54,8 +54,8 @@ def test_without_overload_nothing_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
-    """Whether admission copes with long answers: their steps are short at the start, and full
-    later. A policy that takes these for slow steps leaves an eighth of each step empty."""
+    """The steps of long answers are short at the start and full later, which admission must expect.
+    A policy that mistakes full steps for slow ones leaves an eighth of each step empty."""
     path = trace(tmp_path, "conversation", 400, 4711)
     flags = ("--speed", "4", "--prefill", "4", "--decode", "4", "--slo-tbt", "0.05")
     ours, best = compare(path, *flags, policies=("baseline",))
@@ -65,8 +65,8 @@ def test_long_answers_fill_the_steps_up_to_their_slo(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
-    """Chunks share steps with decodes. A prediction of prefills without that admits twice as many
-    requests as meet their SLOs, so all policies predict with it."""
+    """Chunks share steps with decodes. A prediction that ignored this would admit twice as many
+    requests as meet their SLOs, so all policies take it into account."""
     path = trace(tmp_path, "conversation", 250, 13)
     flags = ("--mixed", "2", "--speed", "4", "--slo-tbt", "0.1")
     ours, best = compare(path, *flags)
@@ -75,8 +75,8 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
 
 
 def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
-    """Whether this holds on CPUs, where a chunk of 32 tokens takes most of a step's allowed time,
-    and a few decodes the rest. So chunks must be smaller."""
+    """On CPUs, a chunk of 32 tokens takes most of a step's allowed time, and a few decodes take the
+    rest. So chunks must be smaller there."""
     path, cost = tmp_path / "chats.jsonl", tmp_path / "cost.json"
     cost.write_text('{"prefill": [0.04, 0.005, 0, 0], "decode": [0.045, 0.006, 0]}')
     rows = [

@@ -1,6 +1,6 @@
 """Tests golden figures: fixed workloads give the same simulated figures, to the last bit.
 
-A change of structure must not move them. A change of a decision moves them: then run `python -m
+A change of the structure must not change the figures. After a change of a decision, run `python -m
 tests.sim.test_golden_simulations` and say in the commit why the figures moved.
 """
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-QUICK = {"default", "goodput", "mixed", "ssd"}  # the long run has the others
+QUICK = {"default", "goodput", "mixed", "ssd"}  # the long run plays the other scenarios
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every planted bug is found by its check, and its case passes without the bug."""
+"""Tests that every planted bug is found by its check, and that the case passes without the bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs the whole pure core in hundreds of seeded runs; `test_mutants` shows what they notice."""
+"""Runs the whole pure core in hundreds of seeded runs. `test_mutants` shows which bugs they
+notice."""
 
 from __future__ import annotations
 
@@ -28,18 +29,19 @@ ROOT = Path(__file__).parents[2]
 )
 def test_invariants_hold(first: int) -> None:
     for seed in range(first, first + SEEDS_PER_TEST):
-        world = run_seed(seed)  # a run's checks raise SeedFailed, with seed and options
+        world = run_seed(seed)  # if a check fails, raises SeedFailed with the seed and its options
         assert world.lost_with_head | set(world.ended) == set(world.truths)
 
 
 @pytest.mark.parametrize("seed", [3432, 7246, 20542, 90613, 91821, 771299, 4500104])
 def test_seeds_that_failed_once(seed: int) -> None:
-    """3432: a shortened drain told its first end. 7246: the abort of a prefill broke its stream
-    before the abort of the decode arrived, which computed the prompt again. 20542: the pool took
-    an owner's blocks of two prompts for one prompt, whose links formed a cycle, so that the list
-    of the hottest prefixes never ended. 91821: two requests fitted together by their tokens, but
-    not by their blocks. 771299: a spare block that the policy did not evict lost its mark.
-    4500104: a request of which both instances left was moved twice in one turn."""
+    """Seed 3432: a drain that was shortened still announced its first end. Seed 7246: the abort of
+    a prefill broke its stream before the abort of the decode arrived, so the decode instance
+    computed the prompt again. Seed 20542: the pool took an owner's blocks of two prompts for those
+    of one prompt. Their links formed a cycle, so the list of the hottest prefixes never ended. Seed
+    91821: two requests fitted together by their tokens, but not by their blocks. Seed 771299: a
+    spare block that the policy did not evict lost its mark. Seed 4500104: a request of which both
+    instances left was moved twice in one turn."""
     assert run_seed(seed).ended
 
 
@@ -93,8 +95,8 @@ CORNERS = {
 
 @pytest.mark.long
 def test_runs_reach_every_corner() -> None:
-    """Whether the runs cover these cases: runs that never preempt, fetch or break a stream prove
-    nothing about them. The rarest cases occur once in some hundred runs."""
+    """Whether the runs cover these cases, because runs without a preemption, fetch or broken stream
+    prove nothing about it. The rarest cases occur once in some hundred runs."""
     seen: Counter[str] = Counter()
     for seed in range(1000, 2000):
         seen += run_seed(seed).seen

@@ -1,5 +1,5 @@
 """Measures in virtual time how many requests meet both SLOs if each server fills its steps with
-prompts: `moonpool bench routers` measures the same live."""
+prompts. `moonpool bench routers` measures the same on live servers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_admission_control_nobody_is_refused() -> None:
     fleet = conversations(1.5, "none")
     assert not fleet.refused
     assert all(record.outcome == "length" for record in fleet.records)
-    # The wait for a batch ends when the first token could be late.
+    # The wait for a batch ends when the first token is in danger of being late.
     assert fleet.longest_wait_s <= SLO.ttft_s
 
 

@@ -1,8 +1,9 @@
-"""Models routers of other projects in front of the servers of `timed_vllms`, as their guides
-describe them: to which server a call goes, and when. vllm-router's `cache_aware` and its scheduling
-of programs.
+"""Models routers of other projects in front of the servers of `timed_vllms`, by their guides: to
+which server a call goes, and when. The models are vllm-router's `cache_aware` and its scheduling of
+programs.
 
-Pure, like the Conductor: each event returns the calls that are sent now, and to which server.
+The models are pure, like the Conductor: the handler of each event returns the calls that are sent
+now, with their servers.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class TimedRouter(Protocol):
 
 
 class CacheAwareRouter:
-    """Chooses the server with the longest known prefix if that is half of the prompt, else the
-    server that knows least, or the least busy server if the loads differ by `ABSOLUTE` and by
-    `RELATIVE`."""
+    """Chooses the least busy server if the loads differ by `ABSOLUTE` and by `RELATIVE`. Otherwise
+    chooses the server with the longest known prefix if that is half of the prompt, else the server
+    that knows least."""
 
     LEAST_MATCH = 0.5
     ABSOLUTE, RELATIVE = 32, 1.1
@@ -93,12 +94,12 @@ class CacheAwareRouter:
 @dataclass(slots=True)
 class _Program:
     server: int
-    shared_tokens: int  # tokens with which all programs begin
-    call: RoutedCall | None = None  # a call that is answered or waits
-    is_active: bool = False  # the program holds its part of the server's KVCache
+    shared_tokens: int  # number of tokens with which all programs begin
+    call: RoutedCall | None = None  # the call that is answered or waits
+    is_active: bool = False  # whether the program holds its part of the server's KVCache
     last_s: float = 0.0
     held_until_s: float = inf
-    tokens: int = 0  # the tokens of KVCache that it needs
+    tokens: int = 0  # KVCache tokens that the program needs
 
     def take(self, call: RoutedCall, now: float) -> None:
         self.call, self.last_s = call, now
@@ -106,11 +107,11 @@ class _Program:
 
 
 class ProgramQueueRouter:
-    """Gives each program a server, by its hash. A call goes to this server when, by the state of
-    each second, the active programs leave room for it in the KVCache and no request waits. A
-    program stays active during its pauses for as long as `SHARE_HELD` of the last hundred took, up
-    to 10 s; this starts after a hundred pauses. Waiting calls are sent latest first. To another
-    server with that much more room, they are sent earliest first."""
+    """Gives each program a server, by its hash. A call goes to this server when no request waits
+    there and the active programs leave room for it in the KVCache; both are read once a second.
+    After a hundred pauses, a program stays active during a pause for the time that `SHARE_HELD` of
+    the last hundred pauses took, at most 10 s. Waiting calls are sent to their own server with the
+    latest first. To another server that has enough room, they are sent with the earliest first."""
 
     POLL_S = 1.0
     WINDOW = 100
@@ -126,7 +127,8 @@ class ProgramQueueRouter:
         self._polled_s = -inf
         self._programs: dict[int, _Program] = {}
         self._pauses_s: deque[float] = deque(maxlen=self.WINDOW)
-        self._queue: dict[int, float] = {}  # programs whose call waits, by its arrival
+        # maps each program with a waiting call to the arrival time of the call
+        self._queue: dict[int, float] = {}
         self._first: tuple[int, ...] = ()
 
     def arrived(self, call: RoutedCall, now: float) -> Sent:
@@ -211,7 +213,7 @@ class ProgramQueueRouter:
 
 
 def _prefixes(tokens: Sequence[int]) -> Iterator[int]:
-    """Returns a number for each prefix in whole blocks, the shortest first."""
+    """Yields a number for each prefix in whole blocks, the shortest first."""
     number = 0
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         number = hash((number, tuple(tokens[at : at + BLOCK_TOKENS])))

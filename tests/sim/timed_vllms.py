@@ -1,11 +1,12 @@
-"""vLLMs of a known speed behind a Conductor, in virtual time: the state machines of the live
-cluster, and the model of a vLLM's time that `moonpool bench routers` serves.
+"""Runs vLLMs of a known speed behind a Conductor in virtual time. The state machines are those of
+the live cluster, and the times are those of the simulated vLLM that `moonpool bench routers`
+serves.
 
     python -m tests.sim.timed_vllms --workload agents --loads 0.9,1.5 --seconds 20
 
-prints the requests served within both SLOs. Before that, the same workload runs at half of the
-capacity, from which the Conductor learns. The figures change only with the decisions: even the
-jitter of the servers' steps is the same each time.
+prints the requests served within both SLOs. Before the measured part, the same workload runs at
+half of the capacity, so that the Conductor learns. The figures change only if decisions change,
+because even the jitter of the servers' steps is the same each time.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ HOP_S = 0.001
 
 
 class _Vllm:
-    """Is one server, and the instance in front of it."""
+    """One server, and the instance in front of it."""
 
     def __init__(self, fleet: TimedVllms, name: str, size: EngineSize, speed: EngineSpeed) -> None:
         self.fleet, self.clock = fleet, fleet.clock
@@ -179,16 +180,16 @@ class _Vllm:
 @dataclass(slots=True)
 class _Client:
     session: Session
-    program: int = -1  # -1 if its calls name no program
+    program: int = -1  # -1 if the calls name no program
     number: int = 0
-    num_refused: int = 0  # tries of its turn
-    record: RequestRecord | None = None  # of its turn
+    num_refused: int = 0  # number of refused tries of the present turn
+    record: RequestRecord | None = None  # the record of the present turn
     said: list[int] = field(default_factory=list)
 
 
 class TimedVllms:
-    """Plays sessions to a Conductor with servers of these speeds. `records` are the clients'
-    records."""
+    """Plays sessions to a Conductor in front of servers with these speeds. `records` has the
+    clients' records."""
 
     def __init__(
         self,
@@ -214,11 +215,11 @@ class TimedVllms:
         self.calls: list[PlayedTurn] = []
         self._routed: dict[RequestId, RoutedCall] = {}
         self._num_requests = 0
-        self.num_programs = 0  # numbered from here on
+        self.num_programs = 0  # the number of the next program
         self._under_way: dict[RequestId, tuple[_Client, RequestRecord, list[int], SessionTurn]] = {}
         self._until_s = inf
-        self.longest_wait_s = 0.0  # times of a placement, since `forget`
-        self.hit_tokens = 0  # tokens of whole answers' prompts, since `forget`
+        self.longest_wait_s = 0.0  # the longest time of a placement since `forget`
+        self.hit_tokens = 0  # prompt tokens of complete answers that were cached, since `forget`
         for n, server in enumerate(self.servers.values()):
             self._post(InstanceJoined(server.info(n)))
 
@@ -227,15 +228,15 @@ class TimedVllms:
         return sum(record.effective for record in self.records)
 
     def forget(self) -> None:
-        """Begins new figures, but keeps what the Conductor has learned."""
+        """Resets the figures, but not the Conductor's learned state."""
         self.records.clear()
         self.refused.clear()
         self.calls.clear()
         self.longest_wait_s, self.hit_tokens = 0.0, 0
 
     def play(self, sessions: Sequence[Session], seconds: float, programs: bool = False) -> None:
-        """With `programs`, each session is a program: programs that began continue to their end,
-        and refused calls come again."""
+        """With `programs`, each session is a program. A program that has begun continues to its
+        end, and a refused call is sent again."""
         start = self.clock.now
         self._until_s = start + seconds
         for session in sessions:
@@ -325,7 +326,8 @@ class TimedVllms:
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
 
     def _refuse(self, client: _Client, status: int, told_s: float | None) -> None:
-        """Sends a program's call again; without a program, the user continues."""
+        """Handles a refusal: a program sends its call again, and the user of another session
+        continues."""
         client.num_refused += 1
         wait_s = retry_after_s(status, client.num_refused, told_s) if client.program >= 0 else None
         if wait_s is not None:
@@ -374,7 +376,7 @@ CASES = {
     "agents": (30.0, Slo(ttft_s=0.73, tbt_s=0.0525)),
     "mixed": (23.0, Slo(ttft_s=1.62, tbt_s=0.0532)),
 }
-"""Returns the requests per second that three servers answer at load 1, and the SLOs."""
+"""The requests per second that three servers answer at load 1, and the SLOs, by workload."""
 
 
 ROUTERS: dict[str, Callable[[int], TimedRouter]] = {
@@ -416,7 +418,7 @@ def played(
     before: float = 0.5,
     number: int = 0,
 ) -> TimedVllms:
-    """Runs a workload at `before` of the capacity, and then at this load, which gives the figures.
+    """Runs a workload at the share `before` of the capacity, and then at the load that is measured.
     Each `number` has other sessions."""
     workload = WORKLOADS[name]
     fleet = times.fleet(name, config or ConductorConfig())

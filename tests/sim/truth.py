@@ -1,4 +1,4 @@
-"""Computes the correct answer of every request of a run in advance.
+"""Computes in advance the correct answer of every request of a run.
 
 A token is a pure function of all tokens before it and of (seed, position). "KVCache content" is a
 number that stands for the whole prefix and the tenant that may share it.
@@ -18,7 +18,7 @@ OTHER = 8
 """A token that ends no answer."""
 
 Content = tuple[int, int]
-"""Is (layer, number of the prefix) of one layer slice of a block."""
+"""The content of one layer slice of a block, as (layer, number of the prefix)."""
 
 
 def draw(prefix: int, seed: int, position: int) -> int:
@@ -26,8 +26,8 @@ def draw(prefix: int, seed: int, position: int) -> int:
 
 
 def next_token(prefix: int, sampling: SamplingParams, position: int, num_done: int) -> int:
-    """Returns the token after a prefix. Greedy answers do not depend on the seed. Until an answer
-    has its least length, they omit the tokens that would end it, like vLLM."""
+    """Returns the token after a prefix. Greedy answers do not depend on the seed. As in vLLM,
+    tokens that would end an answer are not drawn before the answer has its least length."""
     if sampling.temperature:
         return draw(prefix, sampling.seed, position)
     return greedy(prefix, position, sampling, num_done < sampling.min_tokens)
@@ -43,9 +43,9 @@ class Truth:
     """Holds one request, its correct answer, and the correct content of each of its prefixes."""
 
     request: Request
-    tokens: tuple[int, ...]  # prompt and answer
+    tokens: tuple[int, ...]  # the tokens of prompt and answer
     finish: FinishReason
-    contents: tuple[int, ...]  # [n] is the content after n tokens
+    contents: tuple[int, ...]  # contents[n] is the content of the KVCache after n tokens
 
     @property
     def answer(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class VllmLife(Member):
-    """Is one incarnation of the adapter process beside a server. The server survives it."""
+    """One incarnation of the adapter process beside a server. The server outlives the adapter."""
 
     instance: VllmInstance
 
@@ -49,7 +49,7 @@ class VllmLife(Member):
             facts.caches_prefixes,
             context_tokens=facts.offer.max_model_tokens,
         )
-        self.knows_all = not self.server.num_batches  # by events, of the cached blocks
+        self.knows_all = not self.server.num_batches  # whether events have named all cached blocks
         self._submitted: dict[AttemptId, Served] = {}
         self._next_batch: int | None = None
         self._batches = Link(self.clock, world.options.slow_delay_s)
@@ -160,7 +160,8 @@ class VllmLife(Member):
             self.post(SubmitFailed(attempt_id, message, refused))
 
     def hear(self, generation: int, number: int, payload: bytes) -> None:
-        """Receives a batch of KV events; a missing number makes the earlier events void."""
+        """Receives a batch of KV events. If a batch number is missing, the earlier events do not
+        count."""
 
         def arrives() -> None:
             if generation != self.server.generation:
@@ -184,7 +185,7 @@ class VllmLife(Member):
         assert self.instance.is_idle(), f"{self.instance_id} still holds attempts"
         load = self.instance.load()
         assert not load.num_waiting and not self._submitted and load.cache_view is not None
-        if load.cache_view.source != "events":  # its announcements are assumptions
+        if load.cache_view.source != "events":  # the events of this server are only assumptions
             return
         shared = [t for t in self.world.truths.values() if t.request.use_cache]
         public = {key for truth in shared for key in truth.named_contents(self.world.layout)}

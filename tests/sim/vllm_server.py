@@ -4,7 +4,7 @@ formats.
 It answers bodies of `/v1/completions` with JSON and publishes numbered batches of KV events. Its
 tokens are greedy. Each block has the content that the truth gives it, and each read checks it, so
 that a block shared between two cache salts is noticed. As in vLLM, equal blocks that are computed
-at the same time are kept twice, and a request that does not fit any more is preempted.
+at the same time are kept twice, and a request is preempted if it no longer fits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOLD_S = 20.0
 
 @dataclass(eq=False)
 class Served:
-    """Is one request of a client's connection."""
+    """One request, on one connection of a client."""
 
     life: VllmLife
     work: AttemptSpec
@@ -74,7 +74,8 @@ class VllmServer:
     def _start(self) -> None:
         self.generation += 1
         self.num_batches = 0
-        self.kept: dict[BlockKey, int] = {}  # copies of public blocks in the prefix cache
+        # number of copies of each public block in the prefix cache
+        self.kept: dict[BlockKey, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
             range(1, self.world.options.num_blocks)
         )
@@ -90,12 +91,12 @@ class VllmServer:
         self._num_pins = 0
         self._news: list[list[Any]] = []
         self._stepping = False
-        self._full = False  # the next request waits for blocks
+        self._full = False  # whether the next request waits for blocks
 
     # Reports of the server:
 
     def facts(self) -> VllmFacts:
-        longest = (self.world.options.num_blocks - 1) * self._block_tokens  # one is the null block
+        longest = (self.world.options.num_blocks - 1) * self._block_tokens  # without the null block
         models = {"data": [{"id": "fake", "root": "fake", "max_model_len": longest}]}
         caches = self.world.options.prefix_caching
         metrics = (
@@ -265,7 +266,7 @@ class VllmServer:
         token = greedy(prefix, len(tokens), sampling, served.num_sent < body["min_tokens"])
         stops = {*body["stop_token_ids"], *(() if body["ignore_eos"] else (EOS,))}
         if served.hands_over and token not in stops and self.world.chance("near_tie_rate"):
-            token = 9 + token % 80  # not a stop token; most often another token
+            token = 9 + token % 80  # a random token that is not a stop token, and mostly differs
         tokens.append(token)
         self._name_blocks(served)
         served.num_sent += 1
@@ -333,7 +334,7 @@ class VllmServer:
         if contents is None or self.world.chance("handover_loss_rate"):
             self.world.seen["vLLM handovers lost"] += 1
             self._release(served)
-            if len(served.tokens) % 2:  # the action of `kv_load_failure_policy`
+            if len(served.tokens) % 2:  # both values of `kv_load_failure_policy` are played
                 self._waiting.insert(0, served)
             else:
                 served.ended = True
@@ -402,7 +403,8 @@ class VllmServer:
         return True
 
     def _write(self, served: Served, end: int) -> None:
-        """Computes or receives up to `end`, and caches the blocks that become full."""
+        """Notes that the tokens up to `end` were computed or received, and caches the blocks that
+        become full."""
         size, first = self._block_tokens, served.num_computed // self._block_tokens
         for index in range(first, -(-end // size)):
             self._contents[served.blocks[index]] = self._right(served, index, end)
@@ -459,7 +461,7 @@ class VllmServer:
 
     def _drop(self, blocks: Sequence[int]) -> None:
         self._full = False
-        for block in reversed(blocks):  # the end of a prompt goes first
+        for block in reversed(blocks):  # the end of a prompt is evicted first
             self._refs[block] -= 1
             if not self._refs[block]:
                 del self._refs[block]

@@ -1,4 +1,4 @@
-"""Draws requests that share prefixes as conversations do."""
+"""Draws requests that share prefixes, like the turns of conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_workload(options: Options, rng: random.Random) -> list[tuple[Truth, flo
     for number in range(options.num_requests):
         at_s = (number + rng.random()) / options.num_requests * options.arrivals_s
         truth = find_truth(_request(options, rng, number, documents, at_s))
-        # A later turn of a conversation begins with the prompt and the answer of this one.
+        # The next turn of a conversation begins with the prompt and the answer of this turn.
         if rng.random() < 0.5:
             documents.append((truth.request.tenant, truth.tokens))
         work.append((truth, at_s))
@@ -46,7 +46,7 @@ def _request(
     num_new = rng.randint(1, 4) if prompt else rng.randint(1, options.max_prompt_tokens // 2)
     prompt += _tokens(rng, min(num_new, options.max_prompt_tokens - len(prompt)))
     priority = 0
-    if options.tenants:  # the first tenant sends most
+    if options.tenants:  # the first tenant sends most of the requests
         names = [name for name, _ in options.tenants]
         tenant = names[0] if rng.random() < 0.5 else rng.choice(names)
         tenant += rng.choice(("", "", "/salt"))

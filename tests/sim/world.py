@@ -68,7 +68,7 @@ MAX_EVENTS = 200_000
 FAULTS_END_S = 5.0
 TICK_S = 0.25
 TIGHT_SLO = Slo(ttft_s=30.0, tbt_s=0.05)
-"""A cost with which a tile of 32 tokens takes longer, and a decode does not."""
+"""An SLO whose TBT a decode step meets, and a step with a tile of 32 tokens does not."""
 ONCE_PER_WORK = (PrefillStarted, PrefillDone, DecodeAccepted, TransferDone, AttemptFailed)
 
 
@@ -126,13 +126,15 @@ class World:
         self.stops = self._draw_stops(seed)
         self.stopped: set[RequestId] = set()
         self.lost_with_head: set[RequestId] = set()
-        self.kept: dict[RequestId, int] = {}  # outlived a head, with this many tokens by then
-        self._missed: list[ConductorEvent] = []  # requests that came while no head was up
+        # requests that outlived a head, with the number of their tokens at that time
+        self.kept: dict[RequestId, int] = {}
+        self._missed: list[ConductorEvent] = []  # requests that clients sent while no head was up
         self.seen: Counter[str] = Counter()
         self._told: set[tuple[Member, type, AttemptId]] = set()
         self._num_lives = 0
         self._digest = hashlib.sha256()
-        self._channels: dict[InstanceId, tuple[Member, Link]] = {}  # the head's view
+        # the channels that the head considers open
+        self._channels: dict[InstanceId, tuple[Member, Link]] = {}
         self.promises = Promises(self)
         self.metering = Metering(self)
         self.pauses = Pauses(self)
@@ -161,8 +163,9 @@ class World:
         return conductor
 
     def _draw_stops(self, seed: int) -> dict[int, float]:
-        """Draws, for some runs, answers that end by stop strings, which only the API finds: after
-        how many tokens, and how long after it has them. No draw of other faults depends on this."""
+        """Draws for some runs which answers end by stop strings, which only the API finds: after
+        how many tokens, and how long after the API has them. The draws of other faults do not
+        depend on this draw."""
         rng = random.Random(f"stop strings of seed {seed}")
         if rng.random() < 0.7:
             return {}
@@ -240,7 +243,8 @@ class World:
         del self._channels[life.instance_id]
 
     def on_link_cut(self, life: Member, down: Link) -> None:
-        """Lets the head notice some time later, unless the instance has rejoined by then."""
+        """Lets the head notice the cut some time later, unless the instance has joined again by
+        then."""
 
         def notice() -> None:
             if self.pauses.defer(notice):
@@ -261,7 +265,7 @@ class World:
     def post(self, event: ConductorEvent) -> None:
         if not self.head_is_up:
             if isinstance(event, RequestArrived | RequestCancelled):
-                self._missed.append(event)  # the client tries again
+                self._missed.append(event)  # the client sends it again later
             return
         if self.pauses.defer(lambda: self.post(event)):
             return
@@ -438,8 +442,8 @@ class World:
             self.post(DrainRequested(name, self.clock.rng.choice((0.5, 5.0)), "upgrade", True))
 
     def _crash_head(self) -> None:
-        """Restarts the head without any state. Its clients lose their connections, or another head
-        goes on with their answers."""
+        """Replaces the head by one without any state. The clients lose their connections, or the
+        next head continues their answers."""
         if not self.head_is_up or self.pauses.head_is_paused:
             return
         under_way = {name: t.request for name, t in self.conductor.requests.items()}
@@ -494,12 +498,14 @@ class World:
             for life in self.lives.values():
                 self._check_index(life)
         for life in self.lives.values():
-            self.promises.on_joined(life.instance_id)  # a resync for this check
+            # the promises treat the resync of this check like a join
+            self.promises.on_joined(life.instance_id)
             self._send(Send(life.instance_id, Resync()))
-        self.clock.run(MAX_EVENTS)  # marks of replicas must not cross snapshots
-        self.post(Tick())  # so that drains without attempts end
+        # runs all events, because marks of replicas must not cross snapshots
         self.clock.run(MAX_EVENTS)
-        self.post(Tick())  # so that instances receive the marks of replicas
+        self.post(Tick())  # ends drains without attempts
+        self.clock.run(MAX_EVENTS)
+        self.post(Tick())  # sends the marks of replicas to the instances
         self.clock.run(MAX_EVENTS)
         self._check_end()
 

@@ -30,11 +30,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SoakError(AssertionError):
-    """Is raised if an invariant is violated; the text says which in one line."""
+    """Is raised if an invariant is violated. The text names the invariant in one line."""
 
 
 class Member:
-    """Is one instance over all of its incarnations."""
+    """One instance over all of its incarnations."""
 
     def __init__(self, number: int, folder: Path, num_blocks: int, num_slots: int) -> None:
         self.number = number
@@ -46,15 +46,16 @@ class Member:
         self.relay = Relay(number)
         self.process: subprocess.Popen[bytes] | None = None
         self.sock: socket.socket | None = None
-        self.address: PeerAddress | None = None  # of this incarnation, once it has joined
+        # the address of this incarnation, once it has joined
+        self.address: PeerAddress | None = None
         self.life = 0
         self.in_dram: set[BlockKey] = set()
-        self.on_ssd: set[BlockKey] = set()  # on the SSD and not in DRAM
+        self.on_ssd: set[BlockKey] = set()  # blocks on the SSD that are not in DRAM
         self.flipped: dict[int, BlockKey] = {}  # slots with a flip that no read has found yet
         self.doubtful: set[int] = set()  # the same slots, unless a failed write replaced them
         self.tainted: set[BlockKey] = set()  # flipped in memory, and possibly written to the SSD
-        self.counters: dict[str, float] = {}  # of this incarnation
-        self.before: Counter[str] = Counter()  # of earlier incarnations
+        self.counters: dict[str, float] = {}  # counters of this incarnation
+        self.before: Counter[str] = Counter()  # sum of the counters of earlier incarnations
         self.answers: list[orders.Flipped | orders.Checked] = []
 
     @property
@@ -168,7 +169,7 @@ class Cluster:
         for key, _ in self._selector.select(timeout_s):
             member: Member = key.data
             if member.sock is not key.fileobj:
-                continue  # a message of another instance led to its kill
+                continue  # a message from another instance caused this instance to be killed
             try:
                 message = orders.receive_up(member.sock)
             except ConnectionResetError:

@@ -1,4 +1,4 @@
-"""Flips single bits where it is certain which check must find them.
+"""Flips single bits at places for which it is known which check must find them.
 
 The places are memory that a peer reads, memory that is written to the SSD, the SSD, and the wire.
 Nothing else runs between drills.
@@ -131,7 +131,8 @@ class Drills:
     def _new_prompt_at_two(
         self,
     ) -> tuple[tuple[Member, list[int], list[BlockKey]] | None, Member]:
-        """Makes a prompt that one instance computes and another reads: its checksums are known."""
+        """Makes a prompt that one instance computes and another reads, so that the checksums of its
+        blocks are known."""
         member = self._rng.choice(self._cluster.up)
         reader = self._other(member)
         prompt, keys = self._prompt()
@@ -142,7 +143,7 @@ class Drills:
 
     def _flip_memory(self, member: Member, keys: list[BlockKey]) -> BlockKey | None:
         end_s = time.monotonic() + 10.0
-        while time.monotonic() < end_s:  # until the block's last reader has released it
+        while time.monotonic() < end_s:  # repeats until the block's last reader has released it
             for key in self._rng.sample(keys, len(keys)):
                 answer = self._cluster.ask(member, orders.FlipMemory(key=key))
                 assert isinstance(answer, orders.Flipped)

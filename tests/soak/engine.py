@@ -21,8 +21,7 @@ from tests.soak.content import LAYOUT, names, next_of, slice_bytes
 
 @dataclass(frozen=True)
 class Known:
-    """Holds the parts of a sequence that a step does not show: all of its tokens, and its
-    tenant."""
+    """The parts of a sequence that are not in its steps: all of its tokens, and its tenant."""
 
     tokens: Sequence[int]
     tenant: str

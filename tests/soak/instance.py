@@ -196,7 +196,7 @@ class SoakInstance:
         elif isinstance(action, StoreBlocks):
             self._stores[action.store_id] = action.slots
             for slot in self._flipped.intersection(action.slots):
-                # A write that fails or is killed may have reached this slot.
+                # Although the write failed or was killed, it may have changed this slot.
                 self._flipped.discard(slot)
                 self._overwriting.add(slot)
                 self.tell(FlipFound(slot=slot, read=False, state="unknown"))
@@ -213,8 +213,8 @@ class SoakInstance:
             self.tell(FlipFound(slot=slots[event.num_blocks], read=read, state="there"))
 
     def _judge_store(self, event: StoreEnded) -> None:
-        """Reports the flips that a store overwrites. A flip stays until its slot is written again:
-        after a kill, a slot may come back that was forgotten."""
+        """Reports the flips that a store overwrites. A flip counts until its slot is written again,
+        because a forgotten slot may come back after a kill."""
         for slot in self._overwriting.intersection(
             self._stores.pop(event.store_id)[: event.num_blocks]
         ):
@@ -328,7 +328,7 @@ def main() -> None:
         instance.wrong(f"an assertion failed: {error}")
         raise
     except BrokenPipeError:
-        return  # the driver is gone
+        return  # the driver has ended
 
 
 if __name__ == "__main__":

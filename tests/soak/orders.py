@@ -16,7 +16,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class Plan(Struct, frozen=True, tag=True):
-    """Holds the configuration of an instance. `flipped` are slots of its folder that hold a flipped
+    """The configuration of an instance. `flipped` lists the slots of its folder that have a flipped
     bit."""
 
     instance_id: str
@@ -43,7 +43,7 @@ class FlipDisk(Struct, frozen=True, tag=True):
 
 
 class FillDisk(Struct, frozen=True, tag=True):
-    """Makes the disk full, or ends that."""
+    """Makes the disk full, or empties it again."""
 
     full: bool
 
@@ -75,9 +75,9 @@ class Flipped(Struct, frozen=True, tag=True):
 
 
 class FlipFound(Struct, frozen=True, tag=True):
-    """Reports that a load failed at a flipped slot (`read`: because of the flip), or that a write
-    overwrites it. The flip is gone only after that write has succeeded; until then its state is
-    unknown."""
+    """Reports that a load failed at a flipped slot (with `read`, because of the flip), or that a
+    write overwrites the slot. The flip is gone only after that write has succeeded; until then its
+    state is unknown."""
 
     slot: int
     read: bool
@@ -98,7 +98,7 @@ class Checked(Struct, frozen=True, tag=True):
 
 
 class Tally(Struct, frozen=True, tag=True):
-    """Holds counters of this incarnation."""
+    """The counters of this incarnation."""
 
     counters: dict[str, float]
 

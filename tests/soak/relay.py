@@ -14,8 +14,8 @@ import time
 CHUNK_BYTES = 32 << 10
 HEAD_BYTES = 400
 FRESH_FACTOR = 3
-"""The smallest chunk that gets a flip. Smaller chunks are messages beside the blocks, which are
-few of all bytes."""
+"""The smallest chunk that gets a flip. Smaller chunks are messages, which are a small part of all
+bytes."""
 MAX_CONNECTIONS = 512
 
 
@@ -24,7 +24,7 @@ class Relay:
 
     def __init__(self, seed: int) -> None:
         self.target_port = 0
-        self.slow_s = 0.0  # before each chunk
+        self.slow_s = 0.0  # seconds to wait before each chunk
         self.flip_rate = 0.0  # of chunks
         self.flips = 0
         self.renewals = 0
@@ -93,8 +93,8 @@ class Relay:
                 source.close()
 
     def _spoil(self, data: bytes, num_before: int, fresh: bool) -> bytes:
-        """Flips a bit, but never in the handshake, which would only be refused. `fresh` says that a
-        message may begin here."""
+        """Flips a bit, but not in the handshake, where a flip would only be refused. `fresh` says
+        that a message may begin here."""
         armed = self._flip_next and len(data) >= CHUNK_BYTES // 4
         rate = self.flip_rate * (FRESH_FACTOR if fresh else 1)
         drawn = rate and num_before > 1000 and self._rng.random() < rate

@@ -36,7 +36,7 @@ FLIPS = 60
 SLOW_S = 0.03
 FAULT_S = 1.0
 FAULTS_OPERATIONS = 50_000
-"""In this many operations, at least the numbers of faults above occur."""
+"""At least the numbers of faults above occur in each run of this many operations."""
 IDLE_S = 120.0
 SPARE_FDS = 48
 SPARE_BYTES = 48 << 20
@@ -82,8 +82,8 @@ class Soak:
     def run(self, lacking: Callable[[dict[str, Any]], list[str]] = lambda _: []) -> dict[str, Any]:
         """Runs all operations, then more while figures are `lacking`.
 
-        How often a block is loaded or a drill is possible depends on the machine's speed, so a test
-        that asks for a count must not end before it is reached.
+        The number of loads and of possible drills depends on the machine's speed, so a run does not
+        end before the counts that a test needs are reached.
         """
         began_s = time.monotonic()
         drilled = 0
@@ -134,7 +134,7 @@ class Soak:
     # Faults:
 
     def _draw_faults(self) -> list[tuple[int, str]]:
-        """Holds faults as (operation, kind), with the next fault last."""
+        """Draws the faults as (operation, kind). The next fault is the last entry."""
         often = max(1, self.operations // FAULTS_OPERATIONS)
         kinds = ["kill"] * KILLS + ["fill"] * FILLS + ["slow"] * SLOW_SPELLS + ["flip"] * FLIPS
         kinds += ["wire"] * WIRE_SPELLS + ["hang"] * HANGS
@@ -222,8 +222,8 @@ class Soak:
             self.cluster.pump(0.05)
 
     def _grown(self, member: Member, checked: orders.Checked) -> list[str]:
-        """Asserts that a process does not grow from its second checkpoint on; at first it may
-        grow."""
+        """Asserts that the memory of a process does not grow after its second checkpoint. Before
+        that, it may grow."""
         key = (member.name, member.life)
         first = self._sizes.setdefault(key, checked)
         problems = []
@@ -244,13 +244,14 @@ class Soak:
             found = read_index(folder)
             assert found is not None
             held = found[0]
-            # A block flipped in memory may have been computed again before its write.
+            # A block that was flipped in memory may have been computed again before it was written.
             doubtful = {slot for slot, (key, _) in held.items() if key in member.tainted}
             doubtful |= member.doubtful
             left = set(member.flipped).intersection(held) - doubtful
             verified = verify_folder(folder)
             bad = set(verified.bad_slots) - doubtful
-            more = verified.bad_blocks - len(verified.bad_slots)  # more flips than are listed
+            # flips that were found, but are not in the list
+            more = verified.bad_blocks - len(verified.bad_slots)
             if bad - left or len(left - bad) > more:
                 raise SoakError(
                     f"{folder}: bad blocks in {sorted(bad)}, but flips that were not read yet in"

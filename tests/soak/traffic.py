@@ -38,7 +38,7 @@ NUM_SESSIONS = 40
 MAX_SESSION_BLOCKS = 44
 TIMEOUT_S = 30.0
 HANG_S = 120.0
-"""A request that has not ended by then never will."""
+"""A request that has not ended after this time hangs."""
 ABORT_RATE = 0.04
 STREAM_RATE = 0.35
 RELAY_RATE = 0.5
@@ -56,7 +56,7 @@ class Attempt:
     tokens: list[int] = field(default_factory=list)
     started: PrefillStarted | None = None
     handed_over: bool = False
-    outcome: str = ""  # at its end: "done", "failed", "lost" or "aborted"
+    outcome: str = ""  # set at the end: "done", "failed", "lost" or "aborted"
 
     @property
     def streams(self) -> bool:

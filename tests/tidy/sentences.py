@@ -2,8 +2,8 @@
 
     python -m tests.tidy.sentences --seed 7 --count 100
 
-A fresh seed each time: sentences that were judged before say little. `--all` prints every sentence
-of the files named.
+Use a new seed each time, because sentences that were judged before may have been mended. `--all`
+prints every sentence of the files named.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     path: str
     line: int
     name: str
-    """The described part: a class, a function, an attribute; empty for comments and pages."""
+    """The name of the described class, function or attribute, or "" for a comment or page."""
     text: str
 
     def sentences(self) -> list[str]:
@@ -66,7 +66,7 @@ def _docstrings(path: str, text: str) -> Iterator[Block]:
 
 
 def _comments(path: str, text: str) -> Iterator[Block]:
-    """Yields comments; those on consecutive lines of their own are one."""
+    """Yields comments. Comments on consecutive lines of their own are one comment."""
     found: list[Block] = []
     joins = False
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -1,4 +1,4 @@
-"""The decision pages have one form, one index, and links that exist."""
+"""Tests that the decision pages have one form, are in their index, and have links that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""deploy/: every file parses, and moonpool accepts every command line in it."""
+"""Tests that every file in deploy/ can be parsed, and that moonpool accepts every command line in
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ COMPOSE = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
 EXTRAS = {"vllm": r"--vllm=", "epp": r"- epp\n"}
 """Maps an extra that a process of the chart needs to the pattern that shows the need."""
 DRAIN_S = 25
-"""The default of `--drain-seconds`: a program that stops a process must wait for longer."""
+"""The default of `--drain-seconds`. A program that stops moonpool must wait for longer."""
 
 
 def parse(words: list[str]) -> click.Context:
@@ -71,7 +72,7 @@ def test_a_unit_starts_what_moonpool_accepts(path: Path) -> None:
     (line,) = service["ExecStart"]
     words = shlex.split(line.replace("%i", "decode").replace("%l", "host"))
     assert words[0].endswith("/moonpool")
-    if "--config" in words:  # the file belongs to the administrator
+    if "--config" in words:  # the administrator writes the file that --config names
         at = words.index("--config")
         assert words[at + 1].startswith("/etc/moonpool/")
         del words[at : at + 2]
@@ -138,7 +139,8 @@ def test_the_image_runs_moonpool_without_root_and_without_a_compiler() -> None:
 
 
 def test_the_image_has_the_extras_of_what_the_chart_starts() -> None:
-    """The image's smoke test runs in the tests' environment, which has all packages."""
+    """The image's smoke test would not notice a missing extra, because it runs in the tests'
+    environment, which has all packages."""
     templates = (DEPLOY / "helm" / "moonpool" / "templates").glob("*.*")
     text = "".join(path.read_text() for path in templates)
     needed = {extra for extra, mark in EXTRAS.items() if re.search(mark, text)}

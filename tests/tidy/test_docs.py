@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 
 
 def commands() -> list[tuple[str, str]]:
-    """Yields (page, command line) of every moonpool command in a shell block."""
+    """Returns (page, command line) of every moonpool command in a shell block."""
     found = []
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S):
@@ -82,7 +82,7 @@ def test_make_targets_in_the_pages_exist() -> None:
 
 
 def test_the_pages_install_from_a_clone_and_name_known_extras() -> None:
-    """Whether no page installs moonpool from an index: moonpool is in none, so a package of that
+    """No page may install moonpool from an index. moonpool is in no index, so a package of that
     name would be somebody else's."""
     provided = set(distribution("moonpool").metadata.get_all("Provides-Extra") or ())
     named = set()

@@ -1,4 +1,5 @@
-"""A family is a description: one short table, which the model and its operations do not know."""
+"""Tests that a family is described by one short table alone: the model and its operations do not
+name families."""
 
 from __future__ import annotations
 

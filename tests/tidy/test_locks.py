@@ -1,4 +1,5 @@
-"""The locks pin every package with its hashes, lack no package, and fit pyproject.toml."""
+"""Tests that the locks pin every package with its hashes, lack no package, and fit
+pyproject.toml."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ WANTED = {
 
 
 def beside(name: str) -> Lock:
-    """Returns the packages of an environment that has this lock."""
+    """Returns the packages that an environment with this lock has."""
     below = {DOCS.name: [], DEV.name: [RUNS.name, LAB.name]}.get(name, [RUNS.name])
     return {key: value for each in (*below, name) for key, value in LOCKS[each].items()}
 
@@ -68,7 +69,7 @@ def test_the_project_admits_what_is_pinned(name: str) -> None:
 
 
 def needs_of(package: str, extras: set[str]) -> Iterator[Requirement]:
-    """Returns the requirements of an installed package that hold here. Raises
+    """Yields the requirements of an installed package that apply on this machine. Raises
     PackageNotFoundError."""
     for line in distribution(package).requires or ():
         needed = Requirement(line)
@@ -85,7 +86,7 @@ def test_the_demo_needs_no_package_that_only_draws_or_plans() -> None:
 
 @pytest.mark.parametrize("name", [RUNS.name, LAB.name, DEV.name])
 def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
-    """Names the packages that the list lacks; pip only refuses an incomplete list when it
+    """Names the packages that a lock lacks, because pip refuses an incomplete lock only when it
     installs."""
     pinned, checked = beside(name), 0
     roots = [Requirement(line) for line in WANTED[name]]
@@ -98,7 +99,7 @@ def test_what_a_package_needs_is_in_the_lock(name: str) -> None:
             has_it = distribution(package).version.partition("+")[0]
             needed = list(needs_of(package, extras.get(package, set())))
         except PackageNotFoundError:
-            continue  # the environment is older than the lock
+            continue  # installed before the lock was changed
         (pin,) = requirement.specifier
         if Version(has_it) != Version(pin.version):
             continue

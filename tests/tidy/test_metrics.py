@@ -1,4 +1,4 @@
-"""The page of the metrics equals the code, and lists every reason of an ending."""
+"""Tests that the page of the metrics equals the code, and lists every reason why a request ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REASON = re.compile(
     re.X | re.M,
 )
 NO_END = {"tbt_slo", "aborted"}
-"""Lists endings that a retry or an abort follows, which has its own reason."""
+"""Reasons that never end a request: a retry or an abort follows, which has a reason of its own."""
 
 
 def reasons() -> Iterator[str]:
@@ -52,7 +52,8 @@ def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:
     exported |= {
         f"{spec.name}{suffix}" for spec in HISTOGRAMS for suffix in ("_bucket", "_sum", "_count")
     }
-    families = {spec.name for spec in (*CATALOGUE, *OF_ENGINES)}  # a page may omit `_total`
+    # a page may name a counter without `_total`
+    families = {spec.name for spec in (*CATALOGUE, *OF_ENGINES)}
     dashboard = json.dumps(json.loads((ROOT / "deploy/grafana/moonpool.json").read_text()))
     rules = (ROOT / "deploy/prometheus/moonpool.rules.yml").read_text()
     assert set(NAME.findall(dashboard)) | set(NAME.findall(rules)) <= exported
@@ -66,7 +67,8 @@ def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:
 
 
 def test_every_series_of_a_rule_is_there_before_its_first_event() -> None:
-    """Whether all label values are known from the start: the first `increase` from 1 is 0."""
+    """All label values must exist from the start. Otherwise a series would begin at 1, and its
+    `increase` would be 0."""
     rules = (ROOT / "deploy/prometheus/moonpool.rules.yml").read_text()
     by_name = {spec.exported_name: spec for spec in CATALOGUE}
     for name in set(re.findall(r"(?:increase|rate)\((\S+?)(?:\{[^}]*\})?\[", rules)):

@@ -1,4 +1,5 @@
-"""Every file, test, module and name exists to which comments, docstrings and pages refer."""
+"""Tests that every file, test, module and name exists that comments, docstrings and pages
+mention."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ OF_OTHERS = {
     "ik_llama.cpp",
     "config.json",
 }
-"""Lists files of other projects, and projects whose names look like files."""
+"""Files of other projects, and projects whose names look like files."""
 FOLDERS = (
     *("benchmarks", "deploy", "docs", "engine", "examples", "lab", "papers", "src", "tests"),
     "website",
@@ -75,7 +76,8 @@ def texts_of_sources() -> tuple[Text, ...]:
 
 
 def _names(text: str) -> bool:
-    """Whether it names a file or a module. Most sources do not, and reading them takes longer."""
+    """Whether the text names a file or a module. Most sources name none, and are not parsed, to
+    save time."""
     return any(pattern.search(text) for pattern in (PATH, BARE, DOTTED))
 
 
@@ -91,7 +93,7 @@ def texts_of_pages() -> Iterator[Text]:
 
 @cache
 def known() -> dict[str, Path]:
-    """Maps every file by each end of its path: a text may omit the first folders."""
+    """Maps each end of a file's path to the file, because a text may omit the first folders."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
         files += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -104,7 +106,7 @@ def known() -> dict[str, Path]:
 
 
 def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
-    """Returns the references to a file, or to a test or constant in it, that does not exist."""
+    """Yields the references to a file, or to a test or constant in it, that does not exist."""
     for found in pattern.finditer(text.text):
         name, test = found.groups()
         if name in OF_OTHERS or name.isupper() or name.startswith("FOLDER/"):
@@ -117,9 +119,9 @@ def gone(text: Text, pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def names_nothing(name: str) -> bool:
-    """Whether this is a name such as `kvcache.ssd_tier` of which no module, or no part of one,
-    exists."""
-    if name in schema_of(Config):  # a key of the configuration
+    """Whether this has the form of a name such as `kvcache.ssd_tier`, but names no module and no
+    part of a module."""
+    if name in schema_of(Config):  # the name is a key of the configuration
         return False
     parts = name.split(".")
     places = [ROOT] if parts[0] in BESIDE_ROOMS else list(PACKAGES.values())

@@ -173,15 +173,16 @@ ALL = [*SOURCES, *BESIDE, *TESTS]
 
 
 MOST_PARTS = 8
-"""A reader cannot keep more parts of a constructor in mind. Classes of data, without an `__init__`
-of their own, do not count."""
+"""The most parameters of a constructor, because a reader cannot keep more in mind. Classes of data,
+without an `__init__` of their own, do not count."""
 FEWER_PARTS = {"RequestLifecycle": 6, "AttemptPlanner": 5, "Simulation": 3}
 
 MOST_PRIVATE_USES = 29
-"""A private name of another object ties a test to an implementation, so that the implementation can
-no longer change. Set this to the new number when there are fewer. Never raise it: give what a test
-needs a public name, or test the behaviour."""
-NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}  # the public fields of each NamedTuple
+"""The number of private names of other objects that tests use. Such a use ties a test to an
+implementation, so that the implementation can no longer change. Lower this number when there are
+fewer uses. Never raise it: test the behaviour, or give the tested part a public name."""
+# public methods and fields of each NamedTuple, in spite of their names
+NOT_OURS = {"_replace", "_asdict", "_fields", "_make"}
 NOT_OURS |= {"_repr_html_"}  # of notebooks
 NOT_OURS |= {"_attn_implementation", "_experts_implementation"}  # of transformers
 
@@ -193,8 +194,8 @@ STAND_ALONE |= set((ROOT / "benchmarks").glob("*.py"))
 
 @pytest.fixture(scope="module", autouse=True)
 def trees_of_this_file_alone() -> Iterator[None]:
-    """The trees of all files are millions of objects. Garbage collection ignores them while they
-    are made and later."""
+    """The trees of all files are millions of objects. Garbage collection ignores these objects,
+    while they are made and later."""
     gc.disable()
     yield
     nodes_of.cache_clear()
@@ -213,8 +214,8 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def room_of(module: str) -> str:
-    """Returns `a.b` of moonpool.a.b if `a.b` is a room, else `a`; returns `lab/a` of
-    moonpool_lab.a."""
+    """Returns the room of a module: for moonpool.a.b, `a.b` if that is a room, else `a`; for
+    moonpool_lab.a, `lab/a`."""
     parts = module.split(".")
     part = ""
     if parts[0] in PACKAGES:
@@ -233,7 +234,8 @@ def own_room(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields line and full name of every module imported, wherever in the file."""
+    """Yields line and full name of every module that the file imports, including imports within
+    functions."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -286,13 +288,13 @@ def _import_violations(path: Path) -> Iterator[str]:
 
 
 def test_packages_know_each_other_one_way() -> None:
-    """Whether `moonpool` knows the engine and the lab by entry points alone."""
+    """`moonpool` must use the engine and the lab by entry points alone."""
     wrong = {pair: count for pair, count in borders().items() if pair not in ALLOWED}
     assert wrong == {}
 
 
 def test_no_modules_import_each_other() -> None:
-    """Whether this also holds for imports through others, within functions, and for types only."""
+    """The rule includes imports through other modules, within functions, and for types only."""
     report(", ".join(circle) for circle in circles())
 
 
@@ -344,8 +346,8 @@ def _unsafe_calls(path: Path) -> Iterator[str]:
 
 
 def test_no_wait_swallows_its_cancellation() -> None:
-    """Whether no code calls `asyncio.wait_for`, which can lose a cancellation in Python 3.11 if its
-    task ends in the same turn. `asyncio.timeout` cannot."""
+    """No code may call `asyncio.wait_for`: in Python 3.11, it can lose a cancellation if its task
+    ends in the same turn. `asyncio.timeout` cannot."""
     report(
         f"{name_of(path)}:{call.lineno}: calls wait_for(): use asyncio.timeout"
         for path in SOURCES
@@ -421,7 +423,8 @@ def test_no_path_of_one_machine() -> None:
         ".github",
     )
     files = [p for name in folders for p in sorted((ROOT / name).rglob("*")) if p.is_file()]
-    files = [p for p in files if p.parent.suffix != ".egg-info"]  # installers write these files
+    # leaves out files that installers write
+    files = [p for p in files if p.parent.suffix != ".egg-info"]
     files += [p for p in sorted(ROOT.iterdir()) if p.is_file() and p.name != ".git"]
     checked = 0
     for path in files:
@@ -438,7 +441,7 @@ def test_no_path_of_one_machine() -> None:
 
 
 def test_no_two_test_modules_share_a_name() -> None:
-    """pytest cannot import two test files of one name, but it can import several `conftest.py`."""
+    """pytest cannot import two test files of the same name, except `conftest.py`."""
     alone = [p for p in TESTS if not (p.parent / "__init__.py").exists()]
     alone = [p for p in alone if p.name != "conftest.py"]
     names = Counter(path.name for path in alone)
@@ -483,8 +486,8 @@ def test_a_private_name_of_another_object_or_module_is_a_use() -> None:
 
 
 def _private_uses(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yields line and expression of each private use. An object's use of its own names does not
-    count."""
+    """Yields line and expression of each use of a private name. An object may use its own private
+    names."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             found = [name.name for name in node.names if _is_private(name.name)]
@@ -501,8 +504,8 @@ def _is_private(name: str) -> bool:
 
 
 def _explained() -> list[str]:
-    """Returns the quotes of the second table of the page on errors: `...` stands for what
-    differs."""
+    """Returns the quoted messages of the second table of the page on errors, in which `...` stands
+    for the parts that differ."""
     table = TROUBLESHOOTING.read_text().partition("## By the words of an error")[2]
     return re.findall(r"^\| `([^`]+)` \|", table, re.M)
 

@@ -1,5 +1,5 @@
-"""Every line of SECURITY.md's threat model names a test that exists, and its tables equal the
-source's; reliability.md is current."""
+"""Tests that every line of SECURITY.md's threat model names a test that exists, that its tables
+equal the source's, and that reliability.md is up to date."""
 
 from __future__ import annotations
 

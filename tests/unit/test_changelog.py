@@ -1,5 +1,5 @@
-"""The changelog is made of files: tests their allowed text, the places of their lines, and the text
-of a release."""
+"""Tests the files of which the changelog is made: their allowed text, the places of their lines,
+and the text of a release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every mistake in the configuration gets a message that says what to do."""
+"""Tests that every mistake in the configuration gives a message that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which vLLM servers are known: by files and answers of DNS as they come, and which may
+"""Tests which vLLM servers are known, by successive files and answers of DNS, and which of them may
 join."""
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def test_a_server_that_is_held_off_is_said_once() -> None:
 
 
 def test_what_serves_already_stays_until_all_sources_are_read(tmp_path: Path) -> None:
-    """Whether a source that cannot be read after an upgrade drains no server."""
+    """If a source cannot be read after an upgrade, no server may be drained."""
     late, there = tmp_path / "late.yaml", tmp_path / "there.yaml"
     there.write_text("endpoints: [{name: b, address: b, port: 8000}]")
 
@@ -277,7 +277,8 @@ def test_a_place_is_read_as_the_endpoint_that_it_is_of(
 def test_a_listed_server_that_dies_again_and_again_is_held_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker waits before it joins again: not after the first death, then longer each time."""
+    """A worker waits before it joins again. It does not wait after the first death, and then longer
+    each time."""
     from moonpool.config.vllm import VllmAddress
     from moonpool.vllm import worker as vllm_worker
 

@@ -1,5 +1,5 @@
-"""Tests frames of a length and a body: a reader gets what was written, in whatever pieces it
-comes."""
+"""Tests frames of a length and a body: a reader gets the written bodies, however the bytes are cut
+into pieces."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_asyncio() -> None:
 
 @pytest.mark.parametrize("framing", [LITTLE, BIG])
 def test_too_long(framing: Framing) -> None:
-    """The reader refuses a length alone, before it waits for any byte of the body."""
+    """The reader must refuse the length itself, before it waits for any byte of the body."""
     start = framing.framed(bytes(101))[:4]
     with pytest.raises(FrameTooLongError, match="101 bytes exceeds 100"):
         framing.pop(bytearray(start))

@@ -1,4 +1,4 @@
-"""Runs a short slice of `python -m tests.fuzz`: the same inputs in every run."""
+"""Runs a short slice of `python -m tests.fuzz`, with the same inputs in every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.figures import Counts, Figures
 from tests.fuzz.harness import MAX_INPUT_MEMORY, Finding, fuzz
 from tests.fuzz.readers import READERS, Reader
 
-SLOW = {  # inputs of the quick run; the long one has ten times as many
+SLOW = {  # number of inputs in the quick run; the long run has ten times as many
     "model-files": 200,
     "gguf-keys": 60,
     "gguf": 60,
@@ -72,8 +72,8 @@ def test_the_harness_finds(
 
 
 def test_counts_are_kept_between_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the HTTP API answers mutated requests without a 5xx, and runs add to one file. The
-    long run has the processes of `run_apart`."""
+    """The HTTP API must answer mutated requests without a 5xx, and several runs must add their
+    counts to one file. In the long run, the readers run in the processes of `run_apart`."""
 
     def run_here(reader: str, num_inputs: int, seed: int) -> list[Finding]:
         return fuzz(BY_NAME[reader], num_inputs, seed, tmp_path)

@@ -1,4 +1,4 @@
-"""The command that adds an extra fits the way in which moonpool was installed."""
+"""Tests that the command that adds an extra fits the way in which moonpool was installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Installed:
 def command_for(
     origin: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, extra: str = "vllm"
 ) -> list[str]:
-    """Returns the words that a shell makes of the command."""
+    """Returns the command as the words into which a shell splits it."""
     monkeypatch.setattr(installation, "checkout_of", lambda module: None)
     monkeypatch.setattr(installation, "distribution", lambda name: Installed(origin))
     monkeypatch.setattr(installation, "which", lambda name: str(Path(sys.executable).parent / name))
@@ -50,7 +50,7 @@ def test_sources_that_run_from_a_checkout_are_installed_there_again() -> None:
 def test_a_package_in_an_environment_is_no_checkout(tmp_path: Path) -> None:
     module = tmp_path / "lib" / "site-packages" / "moonpool" / "installation.py"
     assert checkout_of(module) is None
-    (tmp_path / "pyproject.toml").touch()  # an environment inside another project
+    (tmp_path / "pyproject.toml").touch()  # makes the environment one inside another project
     assert checkout_of(tmp_path / "venv" / "moonpool" / "installation.py") is None
 
 
@@ -140,7 +140,8 @@ def test_what_the_command_names_is_taken_by_pip() -> None:
 
 
 def test_no_other_place_says_how_to_install_an_extra() -> None:
-    """Whether no page has such a line written by hand, which fits one way of installation only."""
+    """No page may have such a line written by hand, because it fits only one way of
+    installation."""
     by_hand = re.compile(r"pip install[^\n]*(?:moonpool|\.)\[|moonpool\[\{?\w+\}?\]")
     own = ROOT / "src" / "moonpool" / "installation.py"
     found = [

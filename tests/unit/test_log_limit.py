@@ -1,4 +1,4 @@
-"""Log lines that foreign clients can cause are few, and omitted lines are counted."""
+"""Tests that foreign clients can cause only few log lines, and that omitted lines are counted."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_sources_are_read() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "ray://10.0.0.1:10001",  # the address of a client of Ray
+        "ray://10.0.0.1:10001",  # has the address for Ray clients
         "ray://10.0.0.1:10001/vllm?port=8000",
         "ray://llm",
         "ray://llm/",
@@ -271,9 +271,9 @@ def test_actors_join_move_and_leave(dashboard: Dashboard, monkeypatch: pytest.Mo
             async with asyncio.timeout(60):
                 dashboard.actors = [actor("vllm-0")]
                 assert await heard.get() == ("join", "http://10.0.0.1:8000")
-                dashboard.status = 503  # the dashboard restarts: the servers stay
+                dashboard.status = 503  # while the dashboard restarts, the servers stay
                 await asyncio.sleep(0.2)
-                dashboard.actors = [actor("vllm-0", "n1")]  # a node died
+                dashboard.actors = [actor("vllm-0", "n1")]  # a node has died
                 assert heard.empty()
                 dashboard.status = 200
                 assert await heard.get() == ("drain", "http://10.0.0.1:8000")

@@ -1,5 +1,5 @@
-"""`make release` makes one version, equal bytes for equal files, and a list of parts with their
-hashes."""
+"""Tests `make release`: one version everywhere, equal bytes for equal files, and a list of parts
+with their hashes."""
 
 from __future__ import annotations
 

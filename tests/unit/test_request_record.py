@@ -1,4 +1,4 @@
-"""Every figure about a request is derived from its record."""
+"""Tests the figures of a request that are derived from its record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_gaps() -> None:
 @pytest.mark.parametrize("counts", [(3,), (3, 2), (1, 4), (2, 2, 1)])
 def test_several_tokens_at_once(counts: tuple[int, ...]) -> None:
     """n tokens have n - 1 gaps, whose sum is the time from the first to the last token, however
-    they came."""
+    many tokens came together."""
     burst = record()
     for number, count in enumerate(counts):
         burst.note_tokens(count, 10.5 + number)
@@ -111,7 +111,7 @@ def test_clocks_that_disagree_give_no_negative_time() -> None:
 def test_tokens_after_the_end_of_an_answer_leave_no_trace(
     counts: tuple[int, ...], kept: int
 ) -> None:
-    """Whether the record equals the record of an answer that ended there."""
+    """The record must equal that of an answer without these tokens."""
     whole, one_by_one = record(), record()
     at_s = 10.5
     for count in counts:

@@ -1,4 +1,4 @@
-"""Tests the waits after consecutive failures, and what resets them."""
+"""Tests the delays after consecutive failures, and when they start again from the shortest."""
 
 from __future__ import annotations
 

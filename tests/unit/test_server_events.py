@@ -1,4 +1,4 @@
-"""Server-sent events are found however the stream is cut into pieces."""
+"""Tests that server-sent events are found however the stream is cut into pieces."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ BIN = Path(sys.executable).parent
 
 
 def command(*words: str, **more) -> str:
-    """Returns what the command printed. Raises RuntimeError with its last words if it fails."""
+    """Returns what the command printed. Raises RuntimeError with the last lines of its output if it
+    fails."""
     program = BIN / words[0]
     line = [str(program) if program.exists() else words[0], *words[1:]]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900, **more)

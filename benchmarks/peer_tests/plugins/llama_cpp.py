@@ -1,5 +1,5 @@
-"""Keeps llama.cpp's tests from fetching models, and tells the server their model's name. Their own
-hook, LLAMA_SERVER_BIN_PATH, names the program that they start."""
+"""Keeps llama.cpp's tests from fetching models, and tells the server their model's name. The tests'
+own hook, LLAMA_SERVER_BIN_PATH, names the program that they start."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from benchmarks.peer_tests.suites import read_suite
 SUITE = "PEER_TESTS_SUITE"
 RESULTS = "PEER_TESTS_RESULTS"
 ALL = "PEER_TESTS_ALL"
-"""Set: the skipped tests run, too."""
+"""Environment variable; if it is set, the skipped tests run, too."""
 
 _endings: dict[str, dict[str, str]] = {}
 
@@ -45,7 +45,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _last_line(text: str) -> str:
-    """The line of a failure that says what was seen."""
+    """Returns the line of a failure that shows the wrong value."""
     lines = [line for line in text.splitlines() if line.startswith("E ")] or [text]
     return lines[0].removeprefix("E").strip()[:300]
 

@@ -29,7 +29,8 @@ START = (2, 2)
 
 
 class ScaledDay(Struct, frozen=True):
-    """A day on this many instances; with a `load`, this is the number at its beginning."""
+    """A day on this many instances; with a `load`, this is the number at the beginning of the
+    day."""
 
     prefill: int
     decode: int

@@ -1,7 +1,7 @@
 """Measures the cost of a decision: a Conductor without a cluster gets the events of a busy cluster.
 
 Instances share the first block of all prompts (a system prompt), and hold conversations, one of
-which each new request continues. Each instance has this many requests under way. Only
+which each new request continues. Each instance has `in_flight` requests under way. Only
 `Conductor.handle` is timed, each event separately, in CPU time, so that other work on the machine
 matters less.
 """
@@ -180,7 +180,7 @@ class _PlayedCluster:
         self.conductor.handle(InstanceJoined(info), self.now)
 
     def _held(self, row: int, num_instances: int, num_blocks: int) -> Iterable[BlockKey]:
-        """Returns the shared block, and conversations, every third of which also lies on another
+        """Yields the shared block, and conversations, every third of which also lies on another
         instance."""
         yield _key(0, 0)
         for conversation in range(row, self._conversations, num_instances):

@@ -1,4 +1,5 @@
-"""Is the cluster that `plan` names the cheapest? An exhaustive search up to a number of nodes.
+"""Checks by an exhaustive search, up to a number of nodes, whether the cluster that `plan` names is
+the cheapest.
 
 A candidate is an arrangement of prefill, decode and mixed instances, with a chunk size, a cache
 size, an SSD and an eviction policy from the constants below. The plan chooses from the same values.
@@ -175,7 +176,7 @@ class PlanProof:
         return assessor.look([one])[0].share >= self._goal.wanted
 
     def _audit(self, assessor: Assessor, audits: int) -> int:
-        """Returns how many of a sample of the excluded keep the SLOs when simulated."""
+        """Returns how many of a sample of the excluded candidates keep the SLOs when simulated."""
         sample = Random(1).sample(self._excluded, min(audits, len(self._excluded)))
         return sum(one.share >= self._goal.wanted for one in assessor.in_full(sample))
 
@@ -194,7 +195,7 @@ def prove(workload: ProofWorkload, num_requests: int, max_nodes: int) -> PlanPro
 
 
 def _fewer(steps: Steps) -> Steps:
-    """Returns those of the steps that the proof varies."""
+    """Returns the steps that the proof varies."""
     caches = [cache for cache in steps.caches if cache in CACHES]
     return change(
         steps,

@@ -63,11 +63,12 @@ class PhaseLog:
         self._prefills: list[int] = []
 
     def note(self, record: RequestRecord) -> None:
-        """Must be called with each request that has ended."""
+        """Notes a request that has ended; must be called for each one."""
         self._ended.append((record.arrived_s, record.effective))
 
     def watch(self, simulation: Simulation, until_s: float) -> None:
-        """Samples until then. Must be called before the simulation runs."""
+        """Samples the number of prefill instances until this time. Must be called before the
+        simulation runs."""
         for number in range(int(until_s / SAMPLE_S)):
             simulation.clock.at(number * SAMPLE_S, Priority.TICK, self._sample, simulation)
 

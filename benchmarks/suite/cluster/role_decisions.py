@@ -183,7 +183,8 @@ def decided_days(
 
 
 def _finite(seconds: float) -> float | None:
-    """Returns None if that was not within its phase."""
+    """Returns None for an infinite time, which means that the split was not reached within its
+    phase."""
     return seconds if seconds < inf else None
 
 

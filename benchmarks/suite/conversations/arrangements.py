@@ -124,7 +124,8 @@ def parse_arrangement(name: str) -> LiveArrangement:
 def start_arrangement(
     arrangement: LiveArrangement, machine: Machine, slo: Slo
 ) -> AbstractContextManager[str]:
-    """The URL at which it answers, in a `with` block. Raises ServerError."""
+    """Starts the arrangement for a `with` block, and gives the URL at which it answers. Raises
+    ServerError."""
     cluster = arrangement.cluster(machine, slo)
     if arrangement.shape is None:
         return _ours(cluster, arrangement.placement)

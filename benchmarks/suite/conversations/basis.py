@@ -142,7 +142,7 @@ def _foretold(
 
 
 def planned_for(instances: int, named: Iterable[str]) -> str:
-    """The last of the plans for rising loads that has this many instances, "" if none has."""
+    """The last of the plans for rising loads that has this many instances, or "" if none has."""
     fitting = ""
     for name in named:
         digits = [int(part[:-1]) for part in name.split("+") if part[:-1].isdecimal()]
@@ -166,14 +166,14 @@ def _alone(url: str, shape: SessionShape, seed: int) -> Slo:
 
 
 def _users(shape: SessionShape, seed: int) -> list[list[Session]]:
-    """More sessions for each than BUSY_S can hold."""
+    """Returns more sessions for each user than can be played in BUSY_S."""
     rng = random.Random(f"busy/{seed}")
     count = max(2, round(4 * BUSY_S / shape.turns))
     return [[make_session(shape, 0.0, rng, seed, 0.0) for _ in range(count)] for _ in range(USERS)]
 
 
 def _rate(played: Sequence[PlayedTurn]) -> float:
-    """Answers a second, after the users have spread out."""
+    """Returns the answers per second after the users have spread out."""
     from_s = IGNORED_SHARE * BUSY_S
     began_s = min((turn.record.arrived_s - turn.sent_s for turn in played), default=0.0)
     ends_s = [(turn.record.finished_s or 0.0) - began_s for turn in played if turn.status == 200]

@@ -181,7 +181,7 @@ def verdict_lines(bases: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list
 def verdict_at(
     load: float, rows: Sequence[dict[str, Any]], simulated: dict[str, dict[str, Any]]
 ) -> list[str]:
-    """Returns one line, if anything ran at this load."""
+    """Returns the verdict in one line, or no line if nothing ran at this load."""
     ours = [row for row in rows if not row["system"].startswith(PEER)]
     theirs = [row for row in rows if row["system"].startswith(PEER)]
     words = []

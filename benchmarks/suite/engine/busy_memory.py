@@ -2,8 +2,9 @@
 section 5): inlined in decode batches, on a prefill instance that stores it at the end, and on one
 that streams each layer when it is computed.
 
-It is measured on an instance with engine and messenger, whose peer is a separate process that
-receives the blocks over TCP, and also in the simulator, with the measured costs and rates.
+The measured instance has an engine and a messenger, and its peer is a separate process that
+receives the blocks over TCP. The simulator then predicts the same times from the measured costs and
+rates.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def bench_occupation(
 
 
 def _with_rate(far: LayerwisePair, rounds: int) -> FittedCost:
-    """Returns what the instance assumes, and the rate of a stream that is sent when everything is
-    computed."""
+    """Returns the instance's cost estimate, and the rate of a stream that is sent when everything
+    is computed."""
     layout, seconds = far.near.layout, []
     for _ in range(rounds + 1):
         took = _stored(far, PROBE_TOKENS, layer_wise=False)

@@ -2,10 +2,11 @@
 
 No trained pair of a model and a smaller one with its tokenizer is at hand, so the rows are two
 extremes. "first layers": the trained model's first layers guess for the model. These layers were
-not trained for that, so most guesses are wrong, and the benchmark measures the rule that stops
-drafting. "always right": random weights whose layers after the first few add nothing, although they
-cost the full time. The first few then are a draft model that is always right. The row shows what
-the machine allows, which a trained draft model approaches by its share of right guesses.
+not trained to predict tokens alone, so most guesses are wrong, and the benchmark measures the rule
+that stops drafting. "always right": random weights whose layers after the first few add nothing,
+although they cost the full time. So the first few layers are a draft model that is always right.
+The row shows what the machine allows, which a trained draft model approaches by its share of right
+guesses.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def measure_peers(
     say: Say,
 ) -> dict[str, Any]:
     """Returns figures by peer. A peer that fails has `error` instead, and the others are still
-    measured. Raises BenchError if none of those asked for ran."""
+    measured. Raises BenchError if none of the given peers ran."""
     found: dict[str, Any] = {}
     for name in SCRIPTS:
         if name not in pythons:

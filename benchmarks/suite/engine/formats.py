@@ -1,9 +1,9 @@
 """Measures the quality, the time and the bytes of products with quantized weights.
 
-Quality: the perplexity of a text, beside float32 with the same weights dequantized. So it measures
-the error of the kernels' arithmetic, not the loss of the quantization. Speed: CPU seconds of this
-process for decode and prefill steps, compared with bfloat16 weights; all formats run in turns. One
-thread.
+Quality: the perplexity of a text, beside float32 with the same weights dequantized. So the figure
+measures the error of the kernels' arithmetic, not the loss of the quantization. Speed: CPU seconds
+of this process for decode and prefill steps, compared with bfloat16 weights; all formats run in
+turns. One thread.
 """
 
 from __future__ import annotations

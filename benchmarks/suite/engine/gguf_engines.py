@@ -303,7 +303,7 @@ def decode_bytes(spec: ModelSpec, weights: WeightBytes, batch: int, kv_bytes: in
 
 
 def times_key(peer: str) -> str:
-    """The figure that has moonpool's rate over a peer's."""
+    """The key of the figure that is moonpool's rate divided by a peer's."""
     return f"times_{peer.replace('.', '_')}"
 
 

@@ -68,8 +68,8 @@ class IkPrograms:
         raise BenchError(f"{DECODE_PROGRAM} printed no figures: {said[-200:]!r}")
 
     def _run(self, program: str, *flags: str | int) -> str:
-        """Runs it, and returns what it printed on either stream. The program leaves a log file in
-        the current folder."""
+        """Runs the program, and returns what it printed on either stream. The program leaves a log
+        file in the current folder."""
         paths = (self._folder.resolve() / program, "-m", self._path.resolve())
         command = [str(word) for word in (*paths, *flags)]
         try:

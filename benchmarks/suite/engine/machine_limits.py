@@ -11,7 +11,7 @@ import torch
 
 def has_bf16_products() -> bool:
     """Whether torch multiplies bfloat16 matrices by instructions. Without AVX-512 torch emulates
-    them, a hundred times slower than its float32."""
+    these products, a hundred times slower than those of float32."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

@@ -30,8 +30,8 @@ def print_rows(version: str, plan: dict[str, Any], steps: Steps) -> None:
         return sum(seconds for seconds, _ in steps([(tokens, 1)]))
 
     def decode_s(lengths: list[tuple[int, int]]) -> float:
-        """Median of the steps that all sequences had part in, but for the first: a prompt ended in
-        it."""
+        """Returns the median of the steps in which all sequences decode, without the first of them,
+        in which a prompt ended."""
         full = [seconds for seconds, tokens in steps(lengths) if tokens == len(lengths)]
         return statistics.median(full[1:])
 

@@ -71,7 +71,7 @@ class PipelinedResult:
 
 
 def made_up(number: int, prompt_tokens: int, output_tokens: int) -> PipelinedJob:
-    """A prompt that no other number has."""
+    """Returns the prompt of this number, which differs from those of all other numbers."""
     return PipelinedJob(
         [(number + 7 * t) % _MANY_TOKENS for t in range(prompt_tokens)], output_tokens
     )

@@ -72,7 +72,8 @@ def bench_quantization(
 
 
 def _prompt(rng: random.Random) -> list[int]:
-    """Bytes at random, then their beginning once more: something that can be continued."""
+    """Returns random bytes, then their beginning once more, so that the model can predict how the
+    text goes on."""
     pattern = [rng.randrange(256) for _ in range(PATTERN_TOKENS)]
     return pattern + pattern[:REPEATED_TOKENS]
 

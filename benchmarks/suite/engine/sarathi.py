@@ -2,8 +2,8 @@
 
 Measures the decode speed-up by chunk size (Fig. 8, Table 4), throughput over P:D with its peak
 (Fig. 10), the time between tokens under load by batching policy (Sarathi-Serve Fig. 9, Table 4),
-and how long a long prompt occupies the KVCache (Mooncake v3 section 5). One thread; nothing is
-tuned to the run.
+and how long a long prompt occupies the KVCache (Mooncake v3 section 5). One thread computes; no
+constant is tuned to the run.
 """
 
 from __future__ import annotations

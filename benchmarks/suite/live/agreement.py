@@ -36,7 +36,7 @@ from moonpool_lab.replay.run import ReplayPlan, run_replay
 UNLOADED_RPS = 0.2
 UNLOADED_REQUESTS = 20
 NOTICED_SHARE = 0.02
-"""Share of the processors. The report says so if other programs take this much."""
+"""If other programs take at least this share of the processors' time, the report says so."""
 Say = Callable[[str], None]
 
 
@@ -116,7 +116,7 @@ def run_both(
 
 
 def neighbours_words(lives: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A warning where others computed, too."""
+    """Yields a warning if other programs computed, too."""
     yield from _share_words(max(live["neighbours_share"] for live in lives))
 
 

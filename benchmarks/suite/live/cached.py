@@ -22,8 +22,8 @@ REJOIN_S = 60.0
 
 
 def bench_cached(model: str, prefix_tokens: int, repeats: int) -> dict[str, Any]:
-    """TTFT in seconds: computed, from the own cache, fetched. Best of `repeats`, each with new
-    tokens."""
+    """TTFT in seconds: computed, from the own cache, fetched. Each figure is the best of `repeats`,
+    each with new tokens."""
     # An SLO that no step meets, so that no prompt is computed inline on the decode instance, which
     # has the blocks.
     arguments = [model, "--prefill", "1", "--decode", "1", "--slo-ttft", "600", "--slo-tbt", "1e-6"]

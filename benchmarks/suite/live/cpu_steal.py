@@ -32,7 +32,8 @@ class BackgroundLoad:
         return min(max((busy - own) / total, 0.0), 1.0) if total > 0 else 0.0
 
     def _read(self) -> tuple[int, int, int]:
-        """Busy and total ticks of all processors, and ours."""
+        """Returns the busy and the total ticks of all processors, and the ticks of our
+        processes."""
         try:
             line = (self._proc / "stat").read_text().partition("\n")[0]
         except OSError:

@@ -162,7 +162,8 @@ def _fronts(
 
 @contextmanager
 def _measured_url_of(server: LocalServer, num_engines: int) -> Iterator[str]:
-    """Once the times of all engines are measured, which it does while it serves."""
+    """Gives the URL of a moonpool once it has measured the times of all engines, which it does
+    while it serves."""
     with server:
         until_s = time.monotonic() + MEASURED_S
         while sum("measured http" in line for line in server.log_lines()) < num_engines:
@@ -179,7 +180,7 @@ def _url_of(server: LocalServer) -> Iterator[str]:
 
 
 def _cache_counts(engines: Sequence[RunningEngine]) -> tuple[float, float]:
-    """The prompt tokens that both vLLMs looked up, and those that they found."""
+    """Returns the prompt tokens that both vLLMs looked up, and those that were cached."""
     texts = [httpx.get(f"{engine.url}/metrics", timeout=30).text for engine in engines]
     asked, hit = (
         sum(float(n) for text in texts for n in re.findall(_COUNTER.format(name), text, re.M))

@@ -36,7 +36,8 @@ UNLOADED_SHARE = 0.1
 """A share of capacity: at this rate requests hardly overlap."""
 SIMULATED_S = 120.0
 FILLING_SHARE = 0.15
-"""A share of the time in which requests come. The pools fill during it, and no swing is counted."""
+"""A share of the time in which requests come. The pools fill during this share, so no swing is
+counted in it."""
 Say = Callable[[str], None]
 Series = Sequence[float]
 

@@ -54,7 +54,8 @@ def bench_pinning(
 
 
 async def _load(url: str, seconds: float, seed: int) -> list[ClientResponse]:
-    """Counts answers that began after the warm-up; all clients stop together."""
+    """Runs the clients, which all stop together, and returns the answers that began after the
+    warm-up."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     answers: list[ClientResponse] = []

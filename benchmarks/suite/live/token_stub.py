@@ -3,8 +3,8 @@ step.
 
     python -m benchmarks.suite.live.token_stub PORT GAP_S
 
-So with any number of streams, only the part in front of the server limits the speed. A step writes
-to all streams at once, as a batch of an engine does.
+A step writes to all streams at once, as a batch of an engine does, so with any number of streams
+only the part in front of the server limits the speed.
 """
 
 from __future__ import annotations

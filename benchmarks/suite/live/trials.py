@@ -135,7 +135,7 @@ def connector_of(system: System) -> dict[str, Any]:
 
 
 class LlamaServer(LocalServer):
-    """`python -m llama_cpp.server` of another installation."""
+    """Runs `python -m llama_cpp.server` of another installation."""
 
     def __init__(self, python: str, gguf: str) -> None:
         super().__init__((), LLAMA_START_S)

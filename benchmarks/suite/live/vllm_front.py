@@ -55,7 +55,7 @@ class VllmFront:
                 await prefilling
 
     async def ask(self, request: Any) -> Any:
-        """Passes on a request without a body to the first target that answers it."""
+        """Passes on a request without a body to the first target."""
         async with self.session.get(self.targets[0] + request.path) as found:
             text = await found.read()
             return web.Response(body=text, status=found.status, content_type=JSON)
@@ -69,7 +69,7 @@ class VllmFront:
         return web.json_response({"success": success})
 
     async def _begin_prefill(self, path: str, body: Any, name: dict[str, str]) -> Any:
-        """Returns what to ask the decoder, and the prefill under way."""
+        """Returns the body of the decoder's request, and the task of the prefill."""
         if not self.engine_id:
             async with self.session.get(self.boot + "/query") as found:
                 self.engine_id = next(iter((await found.json()).values()))["engine_id"]

@@ -17,7 +17,7 @@ START_S = 600.0
 END_S = 60.0
 KV_GIB = 2
 CPU_BLOCK_TOKENS = 32
-"""vLLM's attention on a CPU takes blocks of multiples of it."""
+"""vLLM's attention on a CPU takes blocks of multiples of this number."""
 
 
 def vllm_command(python: str) -> str:

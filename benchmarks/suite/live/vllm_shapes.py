@@ -1,8 +1,8 @@
 """Arrangements of vLLM on the same cores as moonpool: one process, two processes, 1 prefill + 1
 decode over its Mooncake connector, and two that share a Mooncake Store.
 
-Two processes have half of the cores each, as moonpool's two instances have. Whatever is started
-ends with the context.
+Two processes have half of the cores each, as moonpool's two instances have. All processes that were
+started end with the context.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Measures the same decode steps on an engine with its own KVCache and on one whose blocks are at
 attention workers, with and without early queries, as one batch and as two staggered batches. The
-report divides the time of each step. Every step is the best of several runs. They take turns,
+report divides the time of each step. Every step is the best of several runs. The steps take turns,
 except those on all threads. With several workers, each way to divide the KVCache among them is
 measured, too.
 """

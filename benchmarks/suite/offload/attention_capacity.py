@@ -3,9 +3,9 @@ number of attention workers with their KVCache.
 
 An instance's own memory holds N requests. An attention worker's memory holds `holds` times as many
 requests, like the memory of an attention device. There is one curve with only the workers' memory,
-and one that also uses the instance's memory. Each ends where the memory is full. A point is the
-faster of one batch and two that take turns. The same rounds measure the instance's own full memory,
-because a machine's speed drifts more than the two differ.
+and one that also uses the instance's memory. Each curve ends where the memory is full. A point is
+the faster of one batch and two batches that take turns. The same rounds measure the instance's own
+full memory, because a machine's speed drifts more than the two differ.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _in_turns(
 
 
 def partition_lines(costs: Sequence[PartitionCost]) -> Iterator[str]:
-    """Returns the lines of the report; none if there are no costs."""
+    """Yields the lines of the report; none if there are no costs."""
     if not costs:
         return
     yield "by partition, a decode step (ms), and in brackets what the model worker waited:"

@@ -1,16 +1,16 @@
 """Measures layer-wise load and store (Mooncake 5.2) on this machine: a prefix is loaded from
 another process, the SSD or a Mooncake Store while the rest of the prompt is computed, and a prompt
-is stored in another process while it is computed. Each is compared with the same work without
+is stored in another process while it is computed. Each way is compared with the same work without
 overlap.
 
-Each round runs every way once, so that a busy moment affects all of them. The figures are medians
-over the rounds. The cost of storing is the difference within a round to the same prompt without
-storing. The slope of a line through these costs over the prompt's length, with its error, shows
-whether the cost grows with the length.
+Each round runs every way once, so that a busy moment affects all ways. The figures are medians over
+the rounds. The cost of storing is the difference within a round to the same prompt without storing.
+The slope of a line through these costs over the prompt's length, with its error, shows whether the
+cost grows with the length.
 
 Load and computation share the CPUs even if they overlap. So the total time is at least the longest
 of three times: the load, the computation, and the CPU time of both, including the peer's, divided
-by the number of CPUs. The last is the row's `cpu_bound`.
+by the number of CPUs. The last of these times is the row's `cpu_bound`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from moonpool_engine.storage.mooncake import MooncakeStore
 from moonpool_engine.storage.store import open_store
 
 DEFAULT_MODEL = "random:hidden=512,layers=16,heads=8,kv_heads=8,inter=1024"
-"""Much KVCache for its arithmetic, as large models with few devices have: 32 KiB a token."""
+"""This model has much KVCache for its arithmetic, 32 KiB a token, as large models on few devices
+have."""
 TRANSPORTS = ("shm", "tcp")
 WAYS = ("none", "layer_wise", "after")
 Say = Callable[[str], None]
 _ALL_THREADS = 2
-"""In a number of a clock, with a process's own inverted before it: that of its CPU time."""
+"""The lowest bits of the number of the clock of a process's CPU time; the bits above are the
+inverted process id."""
 
 
 def bench_layers(

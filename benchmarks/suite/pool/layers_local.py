@@ -59,7 +59,7 @@ THREADS = 1
 
 @dataclass
 class LayerwiseTimes:
-    """Seconds since the command; 0 means that it did not happen."""
+    """Times of events in seconds since the command; 0 means that the event did not happen."""
 
     prefill_s: float = 0.0
     load_s: float = 0.0  # of the fetch or the load itself

@@ -40,7 +40,7 @@ def fill_with_floats(arena: Arena) -> None:
 
 
 def run_far(pipe: Pipe, layout: BlockLayout, num_blocks: int, shared_memory: bool) -> None:
-    """Until the pipe says so: lends the first blocks of its arena to whoever asks."""
+    """Serves the first blocks of its arena to every reader until the pipe says to end."""
     arena = Arena(layout, num_blocks)
     fill_with_floats(arena)
 

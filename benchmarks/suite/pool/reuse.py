@@ -20,8 +20,8 @@ from moonpool.trace.row import TraceRow
 from moonpool_lab.oracle.hit_ratios import belady_hit_ratio, hit_ratios
 
 WORKLOADS = ("agents", "conversation", "toolagent", "hot-set", "scan")
-"""The default ones: sessions with pauses, chats, tools, popular documents, and single documents
-between sessions."""
+"""The default workloads: sessions with pauses, chats, tools, popular documents, and single
+documents between sessions."""
 
 KNOWN = (*BUILT_IN, *BUILT_IN_MIXES)
 

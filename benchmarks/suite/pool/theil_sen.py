@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns the median slope between all pairs of points with different x, and its rough error.
 
-    The error is half the spread of the middle half of the slopes of single rounds. One round has
-    one point of each x.
+    The error is half the spread of the middle half of the slopes of single rounds. Each round has
+    one point for each x.
     """
     from scipy.stats import theilslopes
 

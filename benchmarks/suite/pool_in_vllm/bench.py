@@ -1,4 +1,4 @@
-"""Two vLLMs without a pool, and with each of several, under the same load.
+"""Two vLLMs without a pool, and with each of several pools, under the same load.
 
 The memory of each vLLM holds a third of the prefixes, and a turn never goes to the vLLM that had
 the one before it. Every answer is compared with the answer of a vLLM without a cache and without
@@ -202,7 +202,8 @@ def _load(
 def _ask_again(
     plan: PoolBenchPlan, prepared: JudgedWorkload, urls: Sequence[str], tally: Tally, phase: Phase
 ) -> None:
-    """The last call of each session, one at a time: all but its end is known to a pool."""
+    """Sends the last call of each session, one at a time: a pool has all of its prompt but the
+    end."""
     calls: list[PoolCall] = prepared.workload.last_calls()
     played, _ = asyncio.run(play(urls, plan.model, calls, 1, plan.timeout_s))
     _judge(prepared, played, tally, phase)

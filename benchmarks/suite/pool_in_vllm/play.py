@@ -45,7 +45,7 @@ async def play(
     urls: Sequence[str], model: str, calls: Sequence[PoolCall], concurrency: int, timeout_s: float
 ) -> tuple[list[Played], float]:
     """Sends each call to the vLLM of its turn, `concurrency` at a time. Returns the answers and the
-    total seconds. A turn waits for the one before it."""
+    total seconds. A turn waits for the turn before it."""
     clients = [HttpClient(url) for url in urls]
     ended = {(call.session, call.turn): asyncio.Event() for call in calls}
     found: list[Played] = []

@@ -1,7 +1,7 @@
 """The pools that are compared: their processes, and the settings with which a vLLM uses them.
 
-A pool's processes are killed and started again with the same ports and the same folder, so what it
-finds afterwards is what it keeps.
+A pool's processes are killed and started again with the same ports and the same folder, so the
+blocks that it finds afterwards are those that it has kept.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class TrialCluster:
 
     def kill_pool(self, rng: random.Random, damage_share: float) -> int:
         """Kills the pool (`kill -9`), damages the files that it left, and starts it again. Returns
-        the places damaged."""
+        the number of damaged places."""
         assert self.pool is not None
         self.pool.kill()
         changed = self.pool.damage(rng, damage_share)
@@ -172,7 +172,8 @@ class TrialCluster:
         vllm.__enter__()
 
     def kill_head(self) -> int:
-        """`kill -9` of the head; its supervisor starts another. Returns how many there were."""
+        """`kill -9` of the head; its supervisor starts another. Returns how many heads were
+        killed."""
         assert self.front is not None
         pids = victims(self.front.pid).get("head", [])
         for pid in pids:

@@ -113,7 +113,7 @@ class TrialLoad:
         self._rng = random.Random(f"trial load {seed}")
         self.answers: list[TokenAnswer] = []
         self.retried = Counter[str]()
-        """Tries without a whole answer, by how they ended."""
+        """Number of tries without a whole answer, by how they ended."""
         self.given_up: list[str] = []
         self.seconds = 0.0
 
@@ -126,7 +126,7 @@ class TrialLoad:
         return TrialLoad(self._shape, self._calls, self._foreign_to, self._seed)
 
     def again(self, count: int) -> TrialLoad:
-        """The longest prompts once more, one at a time."""
+        """Sends the longest prompts once more, one at a time."""
         calls = sorted(self._calls, key=lambda call: -len(call.prompt))[:count]
         shape = msgspec.structs.replace(self._shape, requests=count, concurrency=1)
         return TrialLoad(shape, calls, self._foreign_to, self._seed)

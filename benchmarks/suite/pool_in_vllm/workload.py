@@ -93,7 +93,7 @@ class Prefixes(Struct, frozen=True):
     """Tokens of the prompts' full blocks, each prefix counted once: what an unbounded cache would
     hold."""
     known_tokens: int
-    """That an earlier prompt has too: the most that can be hits."""
+    """Tokens that an earlier prompt has, too: the most that can be hits."""
     longest_tokens: int
 
 

@@ -49,7 +49,8 @@ IGNORED_SHARE = 0.25
 TAILS = (50, 90, 99)
 MOST_ALONE = 4
 PROGRAMS_GO_ON_S = 60.0
-"""At least, after the last program could begin; else as long as twice the run."""
+"""Programs go on for this long after the last one could begin, or for twice the length of the run
+if that is longer."""
 Say = Callable[[str], None]
 
 
@@ -143,7 +144,8 @@ def _run(
     engines: Sequence[RunningEngine],
     basis: RouterBasis,
 ) -> dict[str, Any]:
-    """Figures of one cell. All routers get the same sessions in a round."""
+    """Returns the figures of one router, workload, load and round. All routers get the same
+    sessions in a round."""
     seed = plan.seed + 1009 * number + round(101 * load)
     sessions = arriving(workload, load * basis.sessions_per_s, plan.seconds, seed)
     before, cpu_s = counters(engines), tree_cpu_s(front.pid)

@@ -38,7 +38,7 @@ class EngineFleet(Struct, frozen=True):
 
 
 class RunningEngine(Struct, frozen=True):
-    """`events`, `replay`: where its KV events are."""
+    """`events`, `replay`: the addresses of its KV events."""
 
     url: str
     events: str

@@ -31,7 +31,7 @@ RAY_FRONT = Path(__file__).with_name("ray_front.py")
 
 
 class FrontPythons(Struct, frozen=True):
-    """Installations of the peers; "" leaves theirs out."""
+    """Pythons with the installed peers; "" leaves a peer out."""
 
     router: str = ""
     ray: str = ""
@@ -93,7 +93,7 @@ def _vllm_programs(
 def program_settings(fleet: EngineFleet) -> dict[str, Any]:
     """Returns settings with one queue for all servers, their KVCache and, for stubs, the times that
     its guide says to measure. Times are means over the servers, because it has one model for all.
-    The other defaults of the program hold."""
+    All other settings have the program's own defaults."""
     settings: dict[str, Any] = {
         "global_queue": True,
         "token_capacity_per_dp_rank": fleet.kv_tokens,
@@ -196,7 +196,7 @@ def _check_import(python: str, router: str) -> None:
 
 
 def _wait_measured(server: LocalServer, num_engines: int) -> None:
-    """Until the times of all instances are measured, which moonpool does while it serves."""
+    """Waits until moonpool, which already serves, has measured the times of all instances."""
     until_s = time.monotonic() + MEASURED_S
     while sum("measured http" in line for line in server.log_lines()) < num_engines:
         if time.monotonic() > until_s:

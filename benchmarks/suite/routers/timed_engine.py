@@ -46,7 +46,7 @@ class EngineSize(Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class TimedRequest:
-    """`computed`: tokens whose KVCache it has. `tokens`: prompt and answer so far."""
+    """`computed`: tokens whose KVCache is computed. `tokens`: prompt and answer so far."""
 
     name: str
     tokens: list[int]
@@ -94,11 +94,12 @@ class TimedEngine:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests hold; cached ones that none holds count as free."""
+        """Share of the blocks that requests hold; cached blocks that no request holds count as
+        free."""
         return 1.0 - (self.num_free + len(self._unused)) / self.size.num_blocks
 
     def submit(self, request: TimedRequest) -> None:
-        """Raises ValueError for one that can never be served."""
+        """Raises ValueError for a request that can never be served."""
         longest = len(request.tokens) + request.max_tokens
         if longest > min(self.size.max_model_tokens, self.size.kv_tokens):
             raise ValueError(f"{longest} tokens are more than the model's context")
@@ -110,7 +111,7 @@ class TimedEngine:
             self._leave(request)
 
     def forget(self) -> bool:
-        """Empties the cache; False, and nothing, while requests are under way."""
+        """Empties the cache. While requests are under way, does nothing and returns False."""
         if self.running or self.waiting:
             return False
         self.num_free += len(self._unused)
@@ -121,7 +122,8 @@ class TimedEngine:
     # Steps
 
     def begin_step(self) -> float:
-        """Plans the next step, and returns how long it takes; 0.0: there is nothing to do."""
+        """Plans the next step, and returns how long it takes; 0.0 means that there is nothing to
+        do."""
         budget = self.size.step_tokens
         self._plan = []
         for request in list(self.running):
@@ -214,7 +216,7 @@ class TimedEngine:
         request.num_held += needed
 
     def _take_cached(self, request: TimedRequest) -> None:
-        """The blocks at the start of its tokens that are cached; the last token is always
+        """Takes the cached blocks at the start of the request's tokens; the last token is always
         computed."""
         for key in block_keys(request, self.size.block_tokens, len(request.tokens) - 1):
             if key not in self.users and key not in self._unused:
@@ -246,7 +248,8 @@ class TimedEngine:
         self._give_up(request)
 
     def _give_up(self, request: TimedRequest) -> None:
-        """Releases its blocks: full ones stay cached, and the last of them are evicted first."""
+        """Releases the request's blocks: full blocks stay cached, and the last of them are evicted
+        first."""
         self.num_free += request.num_held - len(request.blocks)
         for key in reversed(request.blocks):
             self.users[key] -= 1
@@ -257,8 +260,8 @@ class TimedEngine:
 
 
 def block_keys(request: TimedRequest, block_tokens: int, num_tokens: int) -> Iterable[bytes]:
-    """Returns the keys of the full blocks of its first tokens; each key depends on all tokens
-    before it."""
+    """Yields the keys of the full blocks of the request's first tokens; each key depends on all
+    tokens before its block, too."""
     before: bytes = request.salt
     for at in range(0, num_tokens - block_tokens + 1, block_tokens):
         before = _key(before, request.tokens[at : at + block_tokens])

@@ -26,12 +26,12 @@ class RouterWorkload(Struct, frozen=True):
 
     @property
     def turns(self) -> float:
-        """Requests of a session, in the mean."""
+        """The mean number of requests of a session."""
         return sum(share * shape.turns for shape, share in self.parts)
 
     @property
     def longest_tokens(self) -> int:
-        """No prompt with its answer is longer."""
+        """The most tokens of a prompt and its answer together."""
         return round(
             max(
                 shape.shared_tokens

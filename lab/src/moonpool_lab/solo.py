@@ -1,6 +1,6 @@
-"""One instance alone, without Conductor, head or other instances.
+"""Runs one instance alone, without Conductor, head or other instances.
 
-The instance gets its attempts as they arrive, and itself decides how they are batched.
+The instance gets its attempts when they arrive, and decides alone how they are batched.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def solo_attempt(
     tbt_s: float = NEVER_LATE_S,
     **more: Any,
 ) -> AttemptSpec:
-    """The first attempt at a prompt of no tenant, which is never late unless `tbt_s` says so.
-    `more`: further fields of the attempt."""
+    """Returns the first attempt of a request without tenant. The attempt has no SLO unless `tbt_s`
+    is given. `more`: further fields of the attempt."""
     usual: dict[str, Any] = {"tenant": "", "use_cache": True, "timeout_s": NEVER_LATE_S}
     return AttemptSpec(
         attempt_id=AttemptId(name),
@@ -64,7 +64,8 @@ class SoloRun:
         self._hear = hear
 
     def simulated_engine(self, cost: StepCost) -> SimEngine:
-        """An engine whose steps take what `cost` says. Answers have all tokens that they may."""
+        """Returns an engine whose steps take the times that `cost` predicts. All answers have their
+        largest length."""
         return SimEngine(
             self.clock,
             cost,

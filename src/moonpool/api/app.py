@@ -226,7 +226,7 @@ class _Endpoint:
             if not refused.is_counted:
                 self._note_refused(refused.refusal.reason)
             await self._respond(context, from_refused(refused))
-        except asyncio.CancelledError:  # the server is ending, and this client was not the cause
+        except asyncio.CancelledError:  # the server is ending, so this is not the client's doing
             text = "The server has stopped. Send the request again."
             await self._respond(context, ApiError(text, status=503, code="server_stopping"))
         except Exception:
@@ -309,8 +309,8 @@ class HttpServer(uvicorn.Server):
             self._exit.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections. With a keeper and without TLS, holds each one from its first moment
-        in such a way that another head can continue it."""
+        """Accepts connections. With a keeper and without TLS, holds each connection from its first
+        moment in such a way that another head can continue it."""
         keeps = self._protocol_class().keeper is not None and self._tls is None
         await super().startup([] if keeps else sockets)
         if keeps:
@@ -407,7 +407,7 @@ def http_server(
         loop="uvloop",
         http=limited_protocol(keeper=keeper, answers=answers, mark=mark),
         ws="none",
-        # the client's address is that of the connection, whatever a header says
+        # the client's address is the connection's, whatever a header says
         proxy_headers=False,
         lifespan="off",
         access_log=False,

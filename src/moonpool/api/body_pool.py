@@ -2,9 +2,9 @@
 others in processes, so that the head's loop does not wait.
 
 A model's chat template and its tokenizer come from outside. So both run in a process with limits on
-time and memory. This holds for small bodies too, of which that process reads many at a time. There
-is one process for large bodies and one for huge ones, so that a huge body delays few others. Each
-process serves the parties (see `SharedBuffer`) in turn. The queue is bounded and keeps deadlines.
+time and memory, which reads many small bodies at a time. There is one process for large bodies and
+one for huge ones, so that a huge body delays few others. Each process serves the parties (see
+`SharedBuffer`) in turn. The queue is bounded and keeps deadlines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALL_AT_A_TIME = 64
 """Number of small bodies that are sent to their process at a time, so that it never waits for the
 head's loop."""
 MOST_SMALL_WAITING = 16_384
-"""This many small bodies may wait, which is also the limit of connections."""
+"""The most small bodies that may wait, which is also the limit of connections."""
 TRY_AGAIN_S = 10.0
 """Time between two processes that failed to load the tokenizer."""
 MOST_HALVINGS = 3
@@ -219,8 +219,9 @@ class BodyWorker:
 
 class Patience:
     """How long a party's bodies may take: the time is halved after each body that took too much
-    time or memory, down to an eighth, and doubled after each body that did not. Until it is whole
-    again, the party's bodies are read one by one. So these bodies cost other parties little."""
+    time or memory, down to an eighth, and doubled after each body that did not. Until the party has
+    its full time again, its bodies are read one by one. So these bodies cost other parties
+    little."""
 
     def __init__(self) -> None:
         self._halvings: dict[str, int] = {}

@@ -86,7 +86,7 @@ class BodyStart(Struct, frozen=True):
     served_names: tuple[str, ...]
     max_choices: int
     max_logprobs: int
-    yields: bool  # whether it yields to running answers when cores are scarce
+    yields: bool  # whether the process yields to running answers when cores are scarce
 
 
 class BodyReady(Struct, frozen=True):
@@ -144,7 +144,7 @@ class BodyResult(Struct, frozen=True):
     bad_words: tuple[BadWord, ...] = ()
     was_exhausted: bool = False  # whether the body took all the time or memory that it was allowed
     fault: str = ""  # a traceback
-    # whether it was left unread because another body of its party had just taken too much
+    # whether the body was left unread because another body of its party had just taken too much
     was_left: bool = False
     num_tokens: int = 0
     is_exact: bool = False

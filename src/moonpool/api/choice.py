@@ -36,7 +36,7 @@ class Delta(NamedTuple):
     choice: Choice
     text: str
     tokens: Sequence[Token]
-    # finish reason of this increment; the choice itself may be ahead
+    # finish reason of this increment; the choice itself may already be further
     finish_reason: FinishReason | None
     calls: Sequence[ToolCallDelta] = ()
     output: Output = NO_OUTPUT  # the output from which the increment was made
@@ -79,7 +79,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.timings_s: dict[str, float] | None = None
-        self.delivered: list[int] | None = None  # tokens the client has from another head
+        self.delivered: list[int] | None = None  # tokens that the client has from another head
         self.hide_reasoning = False
         self.one_by_one = False  # whether each token is a separate increment
         self.has_tools = False  # whether tool calls are read
@@ -154,8 +154,8 @@ class Choice:
 
     @property
     def finish_word(self) -> str | None:
-        """Returns `finish_reason` in OpenAI's terms. A call that a stop string has cut does not
-        count."""
+        """Returns `finish_reason` in OpenAI's terms, or None before the end. A call that a stop
+        string has cut does not count."""
         if self.finish_reason is not FinishReason.STOP or not self._called:
             return self.finish_reason
         is_cut = self._is_cut and self._reader is not None and self._reader.is_in_call
@@ -197,7 +197,7 @@ class Choice:
             self._unsaid.append(token)
             self._keep_parts(reader.push(text), parts)
             if text and not reader.holds:
-                self._unsaid = []  # these tokens are marks
+                self._unsaid = []  # the held-back tokens were marks
         rest = delta.text[sum(map(len, texts)) :]
         if rest:
             self._keep_parts(reader.push(rest), parts)
@@ -230,7 +230,7 @@ class Choice:
         """Returns the increment. Adds the text of each of its tokens to `texts`."""
         if output.finish_reason is FinishReason.ABORT:
             raise RequestRefused(503, "aborted", "The server aborted this request. Send it again.")
-        if not self.delivered:  # otherwise the client was told already
+        if not self.delivered:  # if increments were delivered, the client was told already
             self.cached_tokens = output.cached_tokens or self.cached_tokens
         self.timings_s = output.timings_s or self.timings_s
         tokens = output.tokens

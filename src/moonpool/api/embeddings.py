@@ -21,8 +21,8 @@ from moonpool.api.serving_backend import RequestRefused
 from moonpool.types import FinishReason, Request, RequestId, SamplingParams
 
 MAX_RUNNING = 32
-"""The most requests of one call that run at a time. The others have not arrived yet, so they take
-no place in a queue.
+"""The most requests of one call that run at a time. The Conductor does not know the other requests
+yet, so they take no place in a queue.
 """
 
 

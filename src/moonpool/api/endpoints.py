@@ -214,7 +214,8 @@ class Controller:
         self._options = options
 
     async def reset_prefix_cache(self, context: HttpContext) -> None:
-        """Has all instances empty their prefix caches, as vLLM does. Responds before they have."""
+        """Has all instances empty their prefix caches, as vLLM does. Responds before the caches are
+        empty."""
         await self._view.drop_cached_blocks()
         await context.respond(200, b"", b"text/plain")
 

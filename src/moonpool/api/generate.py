@@ -3,8 +3,8 @@
 
 A call is read and checked, and becomes one `Request` per prompt and per `n`. The requests run side
 by side, and their increments become one JSON response or a stream of chunks. The status line is
-sent after the first increment, so that a rejected request gets its own status. It is sent earlier
-if a placed request has produced nothing for a time (see `connection.silence`).
+sent after the first increment, so that a rejected request gets its own status. The status line is
+sent earlier if a placed request has produced nothing for a time (see `connection.silence`).
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class _Continued:
 
     facts: StreamFacts
     deliveries: Sequence[Delivered] = ()
-    num_returns: int = 0  # how often the response was asked for again
+    num_returns: int = 0  # how often a client has asked for the response again
 
 
 @dataclass(frozen=True, slots=True)
 class _Resumption:
     """Which part of its response a client has, and which part is known here."""
 
-    # position after the client's last event, or None if it wants no ids
+    # position after the client's last event, or None if the client wants no ids
     position: EventPosition | None
-    # number of tokens of each choice, or None if the client does not say
+    # number of tokens of each choice that the client has, or None if it does not tell
     client_tokens: tuple[int, ...] | None
-    known: Sequence[Delivered]  # increments that are known from a connection that broke
+    known: Sequence[Delivered]  # increments that are known from the broken connection
     is_new: bool  # whether the call continues no answer
     seed_is_unknown: bool  # whether the client has an answer with an unknown seed
 
@@ -342,7 +342,7 @@ class Generator(ModelEndpoint):
     ) -> tuple[OutputReader | None, Mapping[int, str]]:
         """Returns the reader of a chat's output, and how special tokens look to the reader."""
         prepared = call.prepared
-        if prepared.tools is None:  # a completion has no fields for reasoning and calls
+        if prepared.tools is None:  # a completion has no fields for reasoning or calls
             return None, {}
         grammar = prepared.grammar
         engine_decides = not self._backend.card.grammar_waits and is_json(grammar)
@@ -352,7 +352,7 @@ class Generator(ModelEndpoint):
             ending.skip_special_tokens,
             prepared.tools.rules(),
             call.facts.id_source(index),
-            # an older head did not read reasoning
+            # a head of an earlier release did not read reasoning
             reads_reasoning=may_reason and call.facts.tells_reasoning,
             may_not_reason=engine_decides,
         )
@@ -451,7 +451,7 @@ def _sender(context: HttpContext, writer: EventWriter, silence: Silence) -> Take
         has_begun = True
         if not context.started:
             catches_up = isinstance(writer, NumberedEvents | ResumedEvents) and writer.catches_up
-            if not catches_up:  # until the client has caught up, an error has its own status
+            if not catches_up:  # after the client has caught up, an error has no status of its own
                 await context.start_events()
         if events:
             await context.send_events(events)

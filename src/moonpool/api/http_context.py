@@ -149,7 +149,8 @@ class HttpContext:
         """The party whose room the request takes, as in `SharedBuffer`."""
         self.max_body_bytes = 1 << 62
         self.started = False
-        self.continues = False  # whether it continues a response that another connection began
+        # whether the call continues a response that another connection began
+        self.continues = False
         self._ahead: bytes | None = None
         self._receive = receive
         self._send = send

@@ -31,7 +31,8 @@ class Truncation(NamedTuple):
 
     def cut(self, token_ids: Sequence[int], num_before: int = 0, num_after: int = 0) -> list[int]:
         """Returns the tokens that are kept. The first `num_before` and the last `num_after` tokens
-        are not part of the text. They are kept if at least one token of the text also fits."""
+        are not part of the text. These tokens are kept if at least one token of the text also
+        fits."""
         ids = list(token_ids)
         if len(ids) <= self.num_tokens:
             return ids
@@ -122,7 +123,7 @@ def _name_reasoning(plain: dict[str, Any], where: str) -> None:
         name = f"{where}.reasoning_content"
         raise ApiError(f"'{name}' must be a string.", param=name, code="invalid_type")
     plain |= {"reasoning_content": given, "reasoning": given}
-    # gpt-oss accepts only one of both fields
+    # gpt-oss accepts only one of the two fields
     if not (plain["content"] and plain.get("tool_calls")):
         plain["thinking"] = given
 
@@ -257,7 +258,7 @@ class PromptReader:
         return token_ids
 
     def _shown_tools(self, body: ChatBody) -> Sequence[dict[str, Any]] | None:
-        """Returns the tools that the template receives.
+        """Returns the tools that the template receives, or None.
 
         A required call is constrained by its schema, so it needs no template that knows tools.
         """

@@ -42,7 +42,7 @@ class Ending:
     stops: tuple[str, ...]
     include_stop: bool
     stop_token_ids: frozenset[int]
-    silent_token_ids: frozenset[int]  # tokens that have no text if they are the last one
+    silent_token_ids: frozenset[int]  # tokens that have no text if the answer ends with them
     min_tokens: int
     skip_special_tokens: bool
 
@@ -257,7 +257,7 @@ def max_tokens_of(
             param=param,
             code="context_length_exceeded",
         )
-    # the engine needs at least 1; `hide_output` drops it
+    # the engine must draw at least 1 token, which `hide_output` drops
     max_tokens = min(max(max_tokens, 1), left)
     if (body.min_tokens or 0) > max_tokens:
         text = f"'min_tokens' must be at most 'max_tokens' ({max_tokens})."

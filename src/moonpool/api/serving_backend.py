@@ -51,11 +51,12 @@ class ModelCard(Struct, frozen=True):
     """Whether all calls go unchanged to the servers, because a server takes no token ids, or the
     tokens are unknown here."""
     parses: tuple[Parsing, ...] = ()
-    """What all vLLM servers of the model parse in their answers; such chats go to them
-    unchanged."""
+    """The parts of answers that all vLLM servers of the model parse; chats that ask for these parts
+    go to the servers unchanged."""
     sampling: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Defaults for the sampling fields that a request leaves out, by name of `SamplingParams`."""
-    system_fingerprint: str = ""  # identifies what determines answers besides the request
+    # identifies everything besides the request that determines an answer
+    system_fingerprint: str = ""
 
     @property
     def knows_tokens(self) -> bool:
@@ -267,7 +268,7 @@ class ApiOptions:
     """Tenants that see the whole cluster. Without API keys, every client sees the whole cluster."""
     limits: Mapping[str, TenantLimits] = field(default_factory=dict)  # by tenant
     served_names: tuple[str, ...] = ()
-    # origins whose web pages may call the API; "*" allows all
+    # origins whose web pages may call the API; "*" means all
     allowed_origins: tuple[str, ...] = ()
     # further host names that are valid at a server without keys
     allowed_hosts: tuple[str, ...] = ()

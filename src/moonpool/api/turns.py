@@ -24,7 +24,7 @@ class FairTurns:
         self._what = what
         self._code = code
         self._num_free = places
-        # waiting calls by party, the next party first
+        # waiting calls by party, with the next party first
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._places = SharedBuffer(most_waiting)
 
@@ -64,5 +64,5 @@ class FairTurns:
                 self._waiting[party] = turns
             if not turn.done():
                 turn.set_result(None)
-                return  # the call that waits keeps the place
+                return  # the call that waits takes over the place
         self._num_free += 1

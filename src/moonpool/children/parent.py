@@ -13,8 +13,9 @@ _LOOK_S = 0.25
 
 
 def end_with(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent `parent_pid` ends, or at once if it has
-    ended. On other systems than Linux, a thread checks whether the parent has ended."""
+    """Makes the kernel kill this process when its parent `parent_pid` ends, or at once if the
+    parent has already ended. On other systems than Linux, a thread checks whether the parent has
+    ended."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         look = threading.Thread(target=_end_without, args=(parent_pid,), daemon=True)

@@ -10,7 +10,7 @@ import subprocess
 import time
 
 LOOK_S = 0.02
-"""Time between two looks at a child where the system has no descriptors of processes (macOS)."""
+"""Time between two checks of a child where the system has no descriptors of processes (macOS)."""
 
 
 def has_pidfds() -> bool:
@@ -47,7 +47,8 @@ class ForkedChild:
             if self.returncode is None:
                 signal.pidfd_send_signal(self.pidfd, number)
         elif self.poll() is None:
-            os.kill(self.pid, number)  # the number stays this child's until `poll` has seen its end
+            # the process id stays this child's until `poll` has noticed its end
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

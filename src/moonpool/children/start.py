@@ -1,7 +1,7 @@
 """Starts commands of moonpool as children of this process.
 
 Each process has a separate session, so that Ctrl-C reaches only the process that started it, and
-reads nothing from the terminal. How it ends with its parent is for the child to settle
+reads nothing from the terminal. The child itself makes sure that it ends with its parent
 (`children.parent`).
 """
 

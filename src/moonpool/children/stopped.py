@@ -15,7 +15,7 @@ from pathlib import Path
 LOOK_S = 0.4
 """Time between two checks for stopped processes, while one is stopped or requests run."""
 QUIET_LOOK_S = 5.0
-"""The interval between two looks while nothing runs and no process was reported as stopped."""
+"""Time between two checks while nothing runs and no process was reported as stopped."""
 MOST_LOOKS = 3
 """A process that is stopped at this many checks in a row is not waited for any longer."""
 
@@ -56,7 +56,7 @@ class StoppedProcesses:
 
 
 class StopNotice:
-    """Says when to check the children of this process. The kernel reports one that was stopped
+    """Says when to check the children of this process. The kernel reports a child that was stopped
     (SIGCHLD), so an idle process need not check. If the loop or the thread cannot receive this
     signal, checks stay frequent."""
 

@@ -42,7 +42,7 @@ def config() -> None:
 def check(file: str) -> None:
     """Check a config FILE.
 
-    Its names, types and ranges, and that its policies, keys and certificates load.
+    Checks its names, types and ranges, and whether its policies, keys and certificates load.
     """
     found = read_config(file, {})
     _check_references(file, found)
@@ -53,7 +53,8 @@ def check(file: str) -> None:
 
 
 def _check_references(file: str, found: Config) -> None:
-    """Ends the command if policies, a file of keys or certificates that it names are unusable."""
+    """Ends the command if policies, a file of keys or certificates that the configuration names are
+    unusable."""
     from moonpool.api.access.protection import UNPROTECTED, protections
     from moonpool.plugins.policies import load_policies
 
@@ -82,7 +83,7 @@ def _check_references(file: str, found: Config) -> None:
 def show(model: str | None, config_file: str | None, simulation: bool, **flags: Any) -> None:
     """Show what `serve` would use with these flags.
 
-    As TOML, with the place that each value comes from.
+    The output is TOML, with the place that each value comes from.
 
     API keys are counted and not shown.
     """
@@ -130,7 +131,7 @@ def _refuse_others(flags: dict[str, Any], keys: frozenset[str], command: str) ->
 def init(file: str | None, simulation: bool) -> None:
     """Write a commented config file.
 
-    It has every key with its meaning and its default. Without FILE it is printed.
+    The file has every key with its meaning and its default. Without FILE it is printed.
 
     An existing file is kept.
     """

@@ -52,7 +52,8 @@ def choose_model(command: str) -> str:
         return NO_MODEL
     if find_spec(MODULE) is not None:
         return _packaged(command, asks)
-    from moonpool.installation import small_model_command  # not for whoever names a model
+    # imported here, because a command with a named model does not need it
+    from moonpool.installation import small_model_command
 
     found = _from_hub() if asks else None
     if found is not None and _asks(f"No model was named. Fetch and {command} {found.describe()}?"):

@@ -67,7 +67,7 @@ def doctor(json_file: str | None) -> None:
 
 
 def own_checks() -> Iterator[MachineCheck]:
-    """Returns what the base package knows of the machine."""
+    """Yields what the base package knows of the machine."""
     yield from _versions()
     yield _cores()
     yield _instructions()

@@ -162,7 +162,7 @@ def epp(
     **flags: Any,
 ) -> None:
     """Choose the endpoint of each request of an inference gateway, such as Envoy."""
-    # gRPC would prepare for forks and log that; but after a fork this process only starts other
+    # gRPC would prepare for forks and log a line, but after a fork this process only starts other
     # programs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from moonpool.discovery.endpoint import SourceError
@@ -231,5 +231,5 @@ def open_sources(
         server = ApiServer(kube_url, None, None) if kube_url else ApiServer.of_pod()
         found.append(InferencePool(server, pool_namespace or own_namespace(), pool_name))
     if len(found) == 1 and not isinstance(found[0], DnsName):
-        return found[0]  # logs the reason immediately; a DNS name may not exist yet
+        return found[0]  # logs at once why a source fails; a DNS name may not exist yet
     return Sources(found, [*listed, *dns_names, *filter(None, [pool_name])])

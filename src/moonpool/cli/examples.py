@@ -42,7 +42,8 @@ EXAMPLES = {
 
 
 def epilog(name: str) -> str | None:
-    """Returns what stands below the options in the help of this command."""
+    """Returns the text below the options in the help of this command, or None if it has no
+    examples."""
     lines = EXAMPLES.get(name)
     if lines is None:
         return None

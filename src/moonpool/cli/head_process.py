@@ -56,7 +56,7 @@ def _serve(
     prepare: Callable[[], object] | None = None,
 ) -> None:
     end_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the supervisor handles Ctrl-C
     set_up_logging(name)
     from moonpool.head.cluster_error import ClusterError
     from moonpool.head.supervisor_link import SupervisorLink
@@ -74,7 +74,8 @@ def _serve(
             os._exit(1)
         except Exception:
             log.exception("the %s failed", name)
-            os._exit(1)  # at once: an end in order would end the answers, which can go on
+            # exits immediately, because an orderly exit would end the answers, which can continue
+            os._exit(1)
         link.close()
 
     uvloop.run(run())

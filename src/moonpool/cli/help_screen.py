@@ -84,6 +84,6 @@ def _in_short(record: tuple[str, str]) -> tuple[str, str]:
     found = _CLAUSE.match(words)
     short = words if found is None else f"{found[0]}."
     value = name.partition(" ")[2]
-    if not value.startswith("[") and "[" in value:  # what may follow
+    if not value.startswith("[") and "[" in value:  # a part of the value is optional
         name = name.partition("[")[0]
     return name, f"{short}  [{default}" if default else short

@@ -80,7 +80,8 @@ class _TokenShare(ParamType[Fraction]):
     ) -> Fraction:
         if isinstance(value, Fraction):
             return value
-        from moonpool.trace.transform import parse_share  # imports all formats of traces
+        # imported here, because it imports all formats of traces
+        from moonpool.trace.transform import parse_share
 
         try:
             return parse_share(value)
@@ -112,7 +113,7 @@ class SloClassType(ParamType[dict[str, Any]]):
 
 
 CONFIG_TYPES = {"slo.classes": SloClassType()}
-"""Types of keys that are lists of more than texts."""
+"""Click types of the keys that are lists of structures, not of texts."""
 
 TRACE_HELP = "Log or trace of requests: CSV, JSON lines, Mooncake, Azure or BurstGPT."
 

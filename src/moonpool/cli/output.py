@@ -95,7 +95,7 @@ def origin() -> dict[str, str]:
 
 
 def without_keys(words: list[str]) -> list[str]:
-    """A command line without its API keys: figures are passed on."""
+    """Returns the command line without its API keys, because figures are passed on."""
     shown = [re.sub(r"^--api-key=.*", "--api-key=...", word, flags=re.S) for word in words]
     return [
         "..." if number and shown[number - 1] == "--api-key" else word

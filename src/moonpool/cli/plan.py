@@ -205,11 +205,11 @@ def plan(
 ) -> None:
     """Find the cheapest cluster that keeps the SLOs on a trace.
 
-    It says what to buy, what that costs, what it holds up to, and what breaks first. The search
-    simulates clusters of the named devices: prefill and decode instances, mixed ones and mixtures
-    of all, with more or less DRAM and SSD, other chunk sizes and policies. On a terminal it asks
-    for the model, service levels, devices and prices that were not given. Ctrl-C prints the best
-    so far.
+    The answer says what to buy, what the cluster costs, up to which load it keeps the SLOs, and
+    what breaks first. The search simulates clusters of the named devices: prefill and decode
+    instances, mixed ones and mixtures of all, with more or less DRAM and SSD, other chunk sizes and
+    policies. On a terminal it asks for the model, service levels, devices and prices that were not
+    given. Ctrl-C prints the best so far.
     """
     from moonpool.plan.assess import PlanGoal
     from moonpool.plan.simulation_pool import SimulationPool, SimulationPoolError, num_cores

@@ -1,8 +1,8 @@
 """What `moonpool plan` asks on a terminal if it was not given; elsewhere, the values that it takes
 instead.
 
-It asks for the model, SLOs, nodes and prices, because a plan for other values would answer another
-question.
+The questions are about the model, SLOs, nodes and prices, because a plan for other values would
+answer another question.
 """
 
 from __future__ import annotations

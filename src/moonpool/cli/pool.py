@@ -115,7 +115,7 @@ def list_hot(server: Server, json_file: str | None, limit: int) -> None:
     found = ClusterClient(server).get(f"/cluster/hot?limit={limit}")
     click.echo(f"{'name':<19} {'tokens':>8} {'MiB':>9} {'hits':>7} {'copies':>6}  where")
     for one in found["prefixes"]:
-        name = one.get("name") or one["key"][:16]  # an older server names none
+        name = one.get("name") or one["key"][:16]  # a server of an earlier release sends no name
         where = [*one["dram"], *(f"{name} (SSD)" for name in one["ssd"])]
         click.echo(
             f"{name:<19} {one['tokens']:>8,} {one['bytes'] / (1 << 20):>9.1f}"

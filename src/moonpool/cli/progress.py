@@ -28,7 +28,7 @@ def progress(label: str, *columns: Any) -> Iterator[Callable[[int, int | None], 
 
         def show(done: int, total: int | None) -> None:
             nonlocal last_s
-            if time.monotonic() - last_s > 0.2:  # drawing is not free
+            if time.monotonic() - last_s > 0.2:  # not more often, because drawing takes time
                 last_s = time.monotonic()
                 bar.update(task, completed=done, total=total)
 

@@ -202,7 +202,7 @@ def serve(model: str | None, config_file: str | None, **flags: Any) -> None:
     places = [*flags["vllm"], *flags["vllm_prefill"], *flags["vllm_decode"]]
     config = _read(config_file, serve_overrides(flags), model)
     if model is None and config.model.name == NO_MODEL and config.engine.kind != "vllm":
-        need_engine()  # checked before any question
+        need_engine()  # checked before the first question to the user
         config = _read(config_file, serve_overrides(flags), choose_model("serve"))
     cluster = config.cluster
     if config.engine.kind == "vllm" and not (config.vllm.names_any or config.ray.vllm_command):
@@ -364,7 +364,7 @@ def _check_start(config: Config) -> None:
             " without it, or use int8 or int4"
         )
     if config.engine.kind != "vllm":
-        need_engine()  # checked here, and not in each process that needs it
+        need_engine()  # checked here, so that not each process has to
     with one_line(*UNPROTECTED):
         check_protection(config)
     choose_logging(config.telemetry)
@@ -428,7 +428,7 @@ async def _stand_by(
     head: tuple[str, int],
 ) -> None:
     """Waits until the head is gone, and then serves with a head of its own. Raises ClusterError."""
-    from moonpool.head.takeover.standby import Standby  # slow, and only needed here
+    from moonpool.head.takeover.standby import Standby  # imported here, because the import is slow
 
     stop = asyncio.Event()
     _signals(stop)

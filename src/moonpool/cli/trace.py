@@ -52,7 +52,7 @@ def trace() -> None:
 def info(file: str, format_name: str, json_file: str | None, plot: str | None) -> None:
     """Describe a trace.
 
-    Its load, lengths, arrivals, shared prefixes and turns.
+    Prints its load, lengths, arrivals, shared prefixes and turns.
     """
     check_folders(json_file, plot)
     draw = None if plot is None else plot_function("trace")
@@ -110,7 +110,7 @@ def generate(
 ) -> None:
     """Generate a trace in Mooncake's format.
 
-    It has sessions, shared prompts, tools and bursts.
+    The trace has sessions, shared prompts, tools and bursts.
     """
     from moonpool.trace.generate import generate as generated
     from moonpool.trace.generate import generate_mix

@@ -134,7 +134,7 @@ ConductorEvent = (
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a command to an instance."""
+    """Sends a command to an instance."""
 
     instance_id: InstanceId
     command: Command

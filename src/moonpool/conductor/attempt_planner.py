@@ -64,7 +64,7 @@ class AttemptPlanner:
         output_predictor: OutputPredictor,
         admission: AdmissionCheck,
     ) -> None:
-        self.max_attempts = config.max_attempts  # attempts of a request without a new token
+        self.max_attempts = config.max_attempts  # most attempts of a request that get no new token
         self._config = config
         self._policies = policies
         self._cluster_state = cluster_state

@@ -33,7 +33,7 @@ class ClusterState:
     ) -> None:
         """`tbt_slo_s`, `sizes_chunks`: see `InstanceTable`. `incarnation`: part of all attempt ids,
         as in `Conductor`."""
-        # the block layout of all instances, known once one has joined
+        # the block layout of all instances, known as soon as one has joined
         self.layout: BlockLayout | None = None
         self.token_bytes = 0  # bytes of KVCache of one token; 0 until an instance has joined
         self._incarnation = f"{incarnation}." if incarnation else ""
@@ -70,7 +70,7 @@ class ClusterState:
         self.index.remove_instance(instance_id)
         self.instance_table.leave(state.row)
         for attempt in state.serving.values():
-            # no source: the fetch fails, and the instance computes the prefix instead
+            # without a source, the fetch fails, and the instance computes the prefix instead
             attempt.fetch_from = None
         return state
 
@@ -179,7 +179,8 @@ class ClusterState:
 
     def add_tokens(self, attempt: Attempt, num_tokens: int) -> int:
         """Lengthens the attempt's context; returns the KVCache tokens needed beyond its booking.
-        The caller passes the sums of both to `InstanceTable.grow`, once per step."""
+        Once per step, the caller passes the sums of `num_tokens` and of these KVCache tokens to
+        `InstanceTable.grow`."""
         attempt.num_tokens += num_tokens
         lacking = attempt.num_tokens + 1 - attempt.booked_tokens
         if lacking <= 0:
@@ -228,7 +229,7 @@ class ClusterState:
             assert table.decodes[row] == (serves and role.decodes)
             assert load.prefills == set(state.prefills)
             assert load.decodes == set(state.decodes)
-            # other ids are from before the instance rejoined
+            # other ids are from before the instance joined again
             assert load.handed_over >= set(state.handed_over)
             assert load.serving == set(state.serving)
             assert load.serving_count == table.num_serving[row]

@@ -85,7 +85,7 @@ class PoolLoads(NamedTuple):
 
     prefill: float
     decode: float  # load of the requests that decode now
-    # load after the mean TTFT, when a prefill that is placed now should end
+    # load after the mean TTFT, when a prefill that is placed now should have ended
     decode_projected: float
 
 

@@ -12,7 +12,7 @@ that no instance has room for waits until the attempts are placed elsewhere, and
 prefix occupies its taker for at most `FETCH_TIMEOUT_S`.
 
 Drains are soft state. If the head is lost, an instance that received a signal requests its
-departure again; one that was drained by request continues to serve.
+departure again. An instance whose drain was requested through the head continues to serve.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ class _Unavailable(Enum):
 class _Departure:
     state: InstanceState
     move_s: float  # time at which the instance's attempts are placed elsewhere
-    until_s: float  # time at which the instance leaves, whatever it still holds
-    num_blocks: int  # limit of the blocks still to hand over
+    until_s: float  # time at which the instance leaves, whatever it still has to do
+    num_blocks: int  # number of blocks that may still be handed over
     num_handed: int = 0
-    list_number: int = 0  # number of the last list of prefixes that was requested
-    requested_s: float | None = None  # when the outstanding list of prefixes was requested
+    list_number: int = 0  # number of the last requested list of prefixes
+    requested_s: float | None = None  # time at which the outstanding list of prefixes was requested
     final: bool = False  # whether the list is the last one, requested after the attempts ended
     moved: bool = False
     # (prefix, number of takers tried)
     waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)
     num_fetches: int = 0
     # Instances that had no room for a prefix. The prefixes after it are colder, so these instances
-    # would have none for them either.
+    # would have no room for them either.
     full: set[InstanceId] = field(default_factory=set)
 
 

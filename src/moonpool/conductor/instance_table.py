@@ -44,7 +44,7 @@ class InstanceTable:
         # Booked load.
         # predicted time of prefills that are booked and not started
         self.waiting_ns: Floats = np.zeros(0)
-        self.busy_until_s: Floats = np.zeros(0)  # time at which the started prefills should be over
+        self.busy_until_s: Floats = np.zeros(0)  # time at which started prefills should have ended
         self.last_placed_s: Floats = np.zeros(0)  # time of the last placement; NEVER_S before one
         self.room_tokens: Floats = np.zeros(0)  # tokens of KVCache that are not booked
         # number of booked decodes, including requests that are still in prefill
@@ -53,7 +53,7 @@ class InstanceTable:
         self.decoding_batch: Floats = np.zeros(0)  # number of requests that produce tokens now
         self.decoding_context: Floats = np.zeros(0)
         self.num_serving: Floats = np.zeros(0)  # prefix fetches by other instances
-        # number of prompts computed in chunks beside decodes (`inline_chunks`)
+        # number of prompts that are computed in chunks beside decodes (`inline_chunks`)
         self.num_chunked: Floats = np.zeros(0)
 
         # Properties of the instance.
@@ -71,26 +71,27 @@ class InstanceTable:
         self.decode_base_s: Floats = np.zeros(0)
         self.decode_s_per_sequence: Floats = np.zeros(0)  # times B
         self.decode_s_per_context_token: Floats = np.zeros(0)
-        self.shared_chunk_s: Floats = np.zeros(0)  # what a chunk adds to a step of decodes
+        self.shared_chunk_s: Floats = np.zeros(0)  # time that a chunk adds to a step of decodes
         self.prefill_factor: Floats = np.zeros(0)  # factor of the profile's prefill times
-        self.tile_tokens: Floats = np.zeros(0)  # tokens of a tile: a part takes as long as all
+        # tokens of a tile; a part of a tile takes as long as a whole one
+        self.tile_tokens: Floats = np.zeros(0)
         # What prompts add to the longest gaps of the answers beside them, as learned; 0 means
         # unknown.
         self.prompt_stall_s: Floats = np.zeros(0)
         self.latency_s: Floats = np.zeros(0)  # latency of a fetch
         self.s_per_shm_byte: Floats = np.zeros(0)
         self.s_per_net_byte: Floats = np.zeros(0)
-        # time to read a byte from the SSD; prohibitively long without an SSD
+        # time to read a byte from the SSD; prohibitively long if there is no SSD
         self.s_per_ssd_byte: Floats = np.zeros(0)
 
         # Derived when an instance joins, leaves or changes its role.
         self.num_prefills = self.num_decodes = self.most_decode_tokens = 0
         self.least_context_tokens = 0.0
-        self.infinite: Floats = np.zeros(0)  # a template array to copy
-        self.mixed: Bools | None = None  # instances of both roles; None means that there are none
+        self.infinite: Floats = np.zeros(0)  # a template to copy
+        self.mixed: Bools | None = None  # the instances with both roles, or None if there are none
         # Mixed instances that fill their steps with prompts, whatever the TBT SLO; None means none.
         self.fills_steps: Bools | None = None
-        self.decodes_alike = True  # all decode instances have equal decode coefficients
+        self.decodes_alike = True  # whether all decode instances have the same decode coefficients
         # Rows without the role to decode that had decodes when a role last changed.
         self.remainders: list[int] = []
         # Mixed instances, where they size the chunks of prompts by the TBT SLO.

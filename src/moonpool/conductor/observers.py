@@ -27,7 +27,7 @@ class ClusterObserver:
         most that are cached on any one instance."""
 
     def accepted(self, tracked: TrackedRequest, now: float) -> None:
-        """Called when a new request is placed or waits, so it was not refused."""
+        """Called when a new request was not refused: it was placed, or it waits."""
 
     def placed(self, tracked: TrackedRequest, planned: PlannedAttempt, now: float) -> None:
         """Called when an attempt is booked; it is now `tracked.attempt`."""
@@ -71,7 +71,7 @@ class ClusterObserver:
         """Called when blocks have moved from the DRAM of an instance to its SSD."""
 
     def prefix_taken(self, report: PrefixTakenOver, now: float) -> Sequence[ConductorAction]:
-        """Called when an instance has copied a prefix from another one, as the Conductor told it.
+        """Called when an instance has copied a prefix from another one, as the Conductor commanded.
         Returns the actions to perform."""
         return ()
 

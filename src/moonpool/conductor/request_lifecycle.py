@@ -388,7 +388,7 @@ class RequestLifecycle:
         else:
             tracked.generated.extend([token.token_id for token in tokens])
         if self._suspects.line and self._suspects.note_tokens(tracked):
-            self._has_room = True  # the next waiting request may find room
+            self._has_room = True  # a waiting request may find room now
         tracked.account.charge(num_tokens, now)
         is_first = tracked.record.first_token_s is None
         if is_first and tracked.request.is_embedding:
@@ -451,7 +451,7 @@ class RequestLifecycle:
 
     def _hold_back(self, tracked: TrackedRequest, now: float) -> None:
         """Lets the request wait while another one runs alone."""
-        tracked.has_waited = True  # the request is not rejected for the time that this wait takes
+        tracked.has_waited = True  # this wait is no reason to reject the request
         self.waiting.add(tracked, now)
 
     def move(self, tracked: TrackedRequest, now: float) -> None:
@@ -487,7 +487,7 @@ class RequestLifecycle:
         on another instance."""
         tracked.explanation.add(text)
         self._unbook(tracked, now)
-        tracked.has_waited = True  # the request is not rejected for the time that this has taken
+        tracked.has_waited = True  # the lost time is no reason to reject the request
         tracked.num_faults += at_fault
         is_last = tracked.num_faults >= self._max_attempts or now >= tracked.request.deadline_s
         if is_last or (tracked.request.forwarded and tracked.generated):

@@ -46,13 +46,13 @@ class Attempt:
     prefill_ns: int
     num_tokens: int  # context length: tokens of the prompt and of the answer so far
     booked_tokens: int  # KVCache tokens booked on the decoder; 0 means that none are needed there
-    decodes: bool  # whether it decodes: False if the first token is also the last
+    decodes: bool  # whether the attempt decodes; False if the first token is also the last
     tbt_s: float  # predicted
-    # keys of the blocks that its prefill adds to the prefill instance
+    # keys of the blocks that the attempt's prefill adds to the prefill instance
     expected_keys: Sequence[BlockKey]
     begins_at: int = 0  # number of tokens of the answer before this attempt
-    waits: bool = False  # whether it waits to join the batch of its decode instance
-    # whether its decode instance computes the prompt in chunks beside other decodes
+    waits: bool = False  # whether the attempt waits to join the batch of its decode instance
+    # whether the decode instance computes the prompt in chunks beside other decodes
     in_chunks: bool = False
     interval: DecodeInterval | None = None
     interval_tokens: int = 0  # answer length on which the predicted end is based; 0 means none
@@ -78,7 +78,7 @@ class ShareAccount:
     weight: float = 1.0
     given: float = 0.0  # computed tokens over the tenant's weight, decayed up to `at_s`
     at_s: float = 0.0
-    held_tokens: int = 0  # KVCache tokens that its requests under way hold
+    held_tokens: int = 0  # KVCache tokens that the tenant's requests under way hold
     num_under_way: int = 0
     seen_s: float = 0.0
 
@@ -106,25 +106,27 @@ class TrackedRequest:
     account: ShareAccount = field(default_factory=ShareAccount)
     share: float = 1.0  # weight of the request's tenant
     cache_share: float = 1.0  # share of each instance's cache that the tenant may have
-    competes: bool = False  # whether other tenants had requests when it arrived
+    competes: bool = False  # whether other tenants had requests when this one arrived
     num_attempts: int = 0
-    num_decisions: int = 0  # number of decisions about its admission
-    predicted_step_s: float = 0.0  # step time of its decode instance, as predicted at admission
-    num_faults: int = 0  # faults since its last token
-    # whether it had to wait for an instance or for room, or to begin again, by no fault of its own
+    num_decisions: int = 0  # number of decisions about the request's admission
+    predicted_step_s: float = 0.0  # step time of the decode instance, as predicted at admission
+    num_faults: int = 0  # number of faults since the request's last token
+    # whether the request had to wait for an instance or for room, or to begin again, by no fault of
+    # its own
     has_waited: bool = False
-    call_has_begun: bool = False  # whether another choice of its call was admitted before
-    # prompt tokens cached where it was first considered; None before that
+    call_has_begun: bool = False  # whether another choice of the call was admitted before
+    # prompt tokens that were cached where the request was first considered; None before that
     found_tokens: int | None = None
     num_named_tokens: int = -1  # number of tokens from which `keys` were computed
     predicted_output_tokens: float = 0.0
     generated: list[int] = field(default_factory=list)
     explanation: Explanation = field(default_factory=Explanation)
-    num_turns: int = 0  # turns of its session before this one
-    pause_s: float | None = None  # time since the previous turn of its session
-    program: Program | None = None  # the program that it is a call of
-    crowded: list[int] = field(default_factory=list)  # rows to which its program should not move
-    # instances where it failed; others are preferred
+    num_turns: int = 0  # number of turns of the session before this one
+    pause_s: float | None = None  # time since the previous turn of the session
+    program: Program | None = None  # the program of which the request is a call
+    # rows to which the request's program should not move
+    crowded: list[int] = field(default_factory=list)
+    # instances where the request failed; others are preferred
     failed_on: set[InstanceId] = field(default_factory=set)
 
 
@@ -135,7 +137,7 @@ class Drain:
 
     reason: str  # for people
     since_s: float
-    until_s: float  # time at which a role change is given up, or a departure takes place
+    until_s: float  # time at which a role change is given up, or at which a departure takes place
     becomes: Role | None  # the new role, or None if the instance leaves
     commanded: bool = False  # whether the instance has received the command
     returns: bool = False  # whether another process takes the place of the instance
@@ -147,20 +149,21 @@ class InstanceState:
 
     info: InstanceInfo
     row: int
-    role: Role  # its own role, or the role that a mixed instance is given (`roles.mixed_split`)
+    # the instance's own role, or the role that a mixed instance is given (`roles.mixed_split`)
+    role: Role
     prefills: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     # the running attempts among `prefills`
     started: dict[AttemptId, Attempt] = field(default_factory=dict)
     decodes: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
     # requests that were prefilled here and are decoded elsewhere, until their attempts end
     handed_over: dict[AttemptId, TrackedRequest] = field(default_factory=dict)
-    # attempts that fetch a prefix from here
+    # attempts that fetch a prefix from this instance
     serving: dict[AttemptId, Attempt] = field(default_factory=dict)
-    # tokens booked here for a prefix of an instance that leaves, by number of the fetch
+    # tokens booked here for a prefix of an instance that leaves, by the number of the fetch
     handover_tokens: dict[int, int] = field(default_factory=dict)
-    freed_s: float = NEVER_S  # when the prefill before the oldest started one ended
+    freed_s: float = NEVER_S  # time at which the prefill before the oldest started one ended
     load: InstanceLoad | None = None
-    resyncing: bool = False  # whether a snapshot of its blocks was requested
+    resyncing: bool = False  # whether a snapshot of the instance's blocks was requested
     drain: Drain | None = None
     hot: HotPrefixes | None = None  # the most used prefixes of the instance, if requested
     prefill_factor: LearnedFactor = field(default_factory=LearnedFactor)

@@ -564,5 +564,5 @@ class Config(Struct, frozen=True):
 
 
 def is_own_policy(name: str) -> bool:
-    """Whether it has the form "module:Class"."""
+    """Whether the name has the form "module:Class"."""
     return _OWN_POLICY.fullmatch(name) is not None

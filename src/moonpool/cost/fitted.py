@@ -112,7 +112,7 @@ class FittedCost(Struct, frozen=True):
     shared_memory_bytes_per_s: float = 4e9
     network_bytes_per_s: float = 1e9
     ssd_read_bytes_per_s: float = 0.0  # 0 means that there is no SSD tier
-    mixed: tuple[float, float] | None = None  # f' and g'; None means the same as f and g
+    mixed: tuple[float, float] | None = None  # f' and g'; None means that they equal f and g
     tile_tokens: int = 1
     contention: tuple[float, float] = (1.0, 1.0)
     control_latency_s: float = 0.0
@@ -213,7 +213,7 @@ class ChunkChoice(Struct, frozen=True):
     context_tokens: int  # context tokens of each decode
     chunk_tokens: int  # tokens of the chunk, without the decodes
     step_s: float  # predicted
-    holds: bool  # False: even the smallest chunk misses the SLO
+    holds: bool  # False if even the smallest chunk misses the SLO
 
 
 class Profile(FittedCost, frozen=True):
@@ -403,7 +403,7 @@ def pipelined(whole: FittedCost, num_stages: int) -> FittedCost:
         return whole
     a, b, c, d = (x / num_stages for x in whole.prefill)
     e, f, g = whole.decode
-    mixed = whole.mixed or (f, g)  # for one stage's share of the decodes
+    mixed = whole.mixed or (f, g)  # the coefficients for one stage's share of the decodes
     domain = whole.domain and whole.domain.of_stages(num_stages)
     return msgspec.structs.replace(
         whole,

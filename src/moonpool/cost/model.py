@@ -29,13 +29,13 @@ class Chunk(NamedTuple):
 
     num_tokens: int
     start: int  # number of context tokens before the chunk, cached or computed earlier
-    cached_tokens: int  # number of cached tokens of its prompt, where computing began
-    last: bool  # whether it ends the prompt, so that its last token needs logits
+    cached_tokens: int  # number of cached tokens of the prompt, at which computing began
+    last: bool  # whether the chunk ends the prompt, so that its last token needs logits
     prompt_tokens: int = 0  # tokens of the whole prompt; 0 if unknown
 
     @property
     def first(self) -> bool:
-        """Whether it is the first computed chunk of its prompt."""
+        """Whether this is the first computed chunk of its prompt."""
         return self.start == self.cached_tokens
 
 
@@ -44,8 +44,8 @@ class CostModel(Protocol):
 
     @property
     def tile_tokens(self) -> int:
-        """Steps of a multiple of this many tokens use the device best; 1 means that it has no
-        tiles."""
+        """Steps of a multiple of this many tokens use the device best; 1 means that the device has
+        no tiles."""
         ...
 
     def prefill_s(self, num_tokens: int, cached_tokens: int) -> float:

@@ -88,7 +88,8 @@ class LearnedFactor:
         self._seconds = 0.0
         self._expected_s = 0.0
         self._num_summed = 0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # ratio, expected seconds
+        # (ratio, expected seconds) of recent steps
+        self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     @property
     def is_learned(self) -> bool:
@@ -124,7 +125,7 @@ class LearnedFactor:
         return changed
 
     def inherit(self, value: float) -> bool:
-        """Begins with the factor of others. Returns True if that changed it."""
+        """Begins with the factor of other instances. Returns True if the factor changed."""
         if self.has_steps:
             return False
         changed = value != self.value
@@ -206,11 +207,12 @@ class FactorsBySize:
     def __init__(self, share: float) -> None:
         """`share`: the quantile, defined as in `LearnedFactor`."""
         self._share = share
-        # recent samples with their class of size
+        # recent samples as (class of size, ratio)
         self._all: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._ratios: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
-        self._values: dict[int, float] = {}  # factor by class of size, since the last observation
+        # factor by class of size, computed since the last observation
+        self._values: dict[int, float] = {}
         self._num_observed = 0
 
     def value(self, size: int) -> float:

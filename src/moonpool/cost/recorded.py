@@ -24,13 +24,13 @@ class InstanceRecord(Struct, frozen=True):
     transfer: tuple[float, ...] = ()
     factors: dict[str, float] = msgspec.field(
         default_factory=dict
-    )  # the `LearnedFactor` objects of the Conductor
+    )  # names of the Conductor's `LearnedFactor` objects
 
 
 class CostEstimatorRecord(Struct, frozen=True):
     """The costs of all instances, as recorded. `errors` are the prediction errors, by predicted
-    quantity. With `only_estimates`, a simulated step takes the time of its hardware, and profiles
-    are only what the instances and the Conductor estimate with."""
+    quantity. With `only_estimates`, a simulated step takes the time of its hardware, and the
+    profiles serve only the estimates of the instances and the Conductor."""
 
     instances: tuple[InstanceRecord, ...]
     errors: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Endpoints from DNS: the addresses of a name with one port, or a service (SRV records).
 
 A name is looked up every 2 seconds, and less often if it has hundreds of records. A resolver may
-leave out some of many, so an endpoint is gone when two answers in a row lack it.
+leave out some of many records, so an endpoint is gone when two answers in a row lack it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ async def _ask(query: bytes, host: str, port: int) -> tuple[bytes, bytes]:
         transport.close()
     if len(data) < 4 or not struct.unpack(">H", data[2:4])[0] & _CUT:
         return query, data
-    # the answer is long, so it is fetched by TCP
+    # a long answer is fetched by TCP
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(struct.pack(">H", len(query)) + query)

@@ -108,7 +108,7 @@ class Listing(Struct, frozen=True):
 
     endpoints: tuple[Endpoint, ...] = ()
     objectives: dict[str, int] = msgspec.field(default_factory=dict)
-    fails_open: bool | None = None  # None means that the source does not say
+    fails_open: bool | None = None  # None means that the source does not tell it
     is_whole: bool = True
 
 
@@ -185,7 +185,8 @@ def endpoint_of(name: str, role: Role, place: str) -> Endpoint:
 
 
 def read_ranks(value: object, what: str) -> int:
-    """Reads a number of data-parallel ranks; 0: the server is asked. Raises EndpointError."""
+    """Reads a number of data-parallel ranks; 0 means that the server is asked. Raises
+    EndpointError."""
     text = str(value)
     if text == ALL_RANKS:
         return 0

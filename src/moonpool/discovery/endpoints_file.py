@@ -10,8 +10,8 @@ time.
       - {name: premium, priority: 5}
 
 llm-d requires name, IP address and port. Here the address may be a host name, too, and `objectives`
-is an addition. The file is looked at twice a second. A changed file is read once it has stayed the
-same from one look to the next, so that it is not read while it is written.
+is an addition. The file is checked twice a second. A changed file is read once it has stayed the
+same from one check to the next, so that it is not read while it is written.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class EndpointsFile:
 
 
 def parse_endpoints(data: bytes) -> tuple[Listing, list[str]]:
-    """Parses the text of such a file. Returns also why entries are left out: a wrong one leaves out
-    no other. Raises SourceError."""
+    """Parses the text of such a file. Also returns why entries are left out; a wrong entry leaves
+    out no other entry. Raises SourceError."""
     found = _plain(data)
     entries = found.get("endpoints", ()) if isinstance(found, dict) else ()
     if not isinstance(found, dict) or "endpoints" not in found:

@@ -225,7 +225,7 @@ class ObjectList:
                     continue  # a bookmark, which has only the version
                 update(objects)
         if asyncio.get_running_loop().time() - began_s < 1.0:
-            await asyncio.sleep(1.0)  # the server ends each watch at once, so this must wait
+            await asyncio.sleep(1.0)  # waits, because the server ends each watch at once
         return version
 
 

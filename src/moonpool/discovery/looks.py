@@ -1,4 +1,4 @@
-"""Follows a source that is looked at again and again, and that may leave out a server once."""
+"""Follows a source that is read again and again, and that may leave out a server once."""
 
 from __future__ import annotations
 

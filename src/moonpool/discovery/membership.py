@@ -61,8 +61,8 @@ class _Known:
     server: Endpoint
     joined_s: float | None = None
     seen_s: float = 0.0
-    free_s: float = 0.0  # time before which it may not join
-    is_told: bool = False  # whether it was reported that the server is held off
+    free_s: float = 0.0  # time before which the server may not join
+    is_told: bool = False  # whether a line was logged that the server is held off
     hold_off: HoldOff = field(default_factory=HoldOff)
 
 

@@ -217,7 +217,7 @@ async def actor_places(source: RayActorSource, api: RayApi) -> list[Place]:
 def read_replicas(details: Row, application: str) -> list[Place]:
     """Returns the replicas of an application, from Ray Serve's own description. Raises
     SourceError."""
-    if not details.get("controller_info"):  # also the case while Ray's state is being restored
+    if not details.get("controller_info"):  # also missing while Ray's state is being restored
         raise SourceError("Ray Serve does not run there")
     try:
         groups = [one for one in details["target_groups"] if one["app_name"] == application]

@@ -37,7 +37,7 @@ class EndpointSource(Protocol):
 
 class CheckedSource(EndpointSource, Protocol):
     async def check(self) -> None:
-        """Reads it once, before anything starts. Raises SourceError."""
+        """Reads the source once, before anything starts. Raises SourceError."""
         ...
 
 
@@ -59,7 +59,7 @@ class Sources:
     earlier source is used."""
 
     def __init__(self, sources: Sequence[EndpointSource], names: Sequence[str]) -> None:
-        """`names`: what was written for each."""
+        """`names`: the text of each source on the command line."""
         self._sources, self._names = sources, names
         self._heard: dict[int, Listing] = {}
 

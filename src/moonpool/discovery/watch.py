@@ -60,7 +60,7 @@ class Discovery:
 
     def _step(self) -> None:
         listed = [rank for each in self._listing.endpoints for rank in self._ranks_of(each)]
-        # otherwise the servers of an earlier supervisor would seem to be gone
+        # with an incomplete listing, servers of an earlier supervisor would seem to be gone
         if not self._listing.is_whole:
             known = {each.name for each in listed}
             listed += [each for each in self.membership.joined if each.name not in known]
@@ -81,7 +81,7 @@ class Discovery:
         found = self._rank_counts.ranks_of(server)
         if found is not None:
             return found
-        # the servers of an earlier supervisor, until the source has listed
+        # servers of an earlier supervisor stay until the source has listed
         joined = self.membership.joined
         return [each for each in joined if each.name.rpartition(".")[0] == server.name]
 

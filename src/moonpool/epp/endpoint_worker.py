@@ -88,8 +88,8 @@ class EndpointWorker(VllmWorker):
         return LocalLink(self.instance_id, self, self._shared.owner)
 
     async def _with_parsers(self, facts: VllmFacts) -> VllmFacts:
-        """Calls go to the server unchanged, so the head does not need their tokens. It estimates
-        them if the model's files cannot be read."""
+        """Calls go to the server unchanged, so the head does not need their tokens, and estimates
+        the tokens if the model's files cannot be read."""
         found = await super()._with_parsers(facts)
         if found.offer.takes == "tokens":
             found = replace(found, offer=replace(found.offer, takes="either"))

@@ -151,14 +151,14 @@ class Exchange:
             self._response_mode = message.protocol_config.response_body_mode
         if not headers.end_of_stream:
             if self._request_mode == wire.DUPLEX:
-                return []  # sends nothing until the body is here
+                return []  # sends nothing until the whole body has come
             if self._request_mode == wire.BUFFERED:
                 return [wire.GO_ON_REQUEST]
         self._is_routed = True
         return [wire.request_sent_on(self._spare_route(), None)]
 
     async def _on_body(self, body: HttpBody) -> list[ProcessingResponse]:
-        if self._is_routed:  # it was not awaited
+        if self._is_routed:  # the call was routed without waiting for the body
             return [ProcessingResponse(request_body={})]
         self._room.add(body.body)
         if not body.end_of_stream:
@@ -263,7 +263,7 @@ TAIL_BYTES = 16 << 10
 """vLLM writes the usage last."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
 _DONE = (DONE, b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
-_EMPTY = b'"content":""'  # the role comes before the first token, with this content
+_EMPTY = b'"content":""'  # the first chunk has the role, and this content, before the first token
 
 
 class ResponseWatch:

@@ -117,7 +117,7 @@ class Members:
         last = ""
         while not member.leaves:
             try:
-                # one per turn of the loop, so that calls can be placed in between
+                # one server per turn of the loop, so that calls can be placed in between
                 async with self._making:
                     member.worker = self._make(member.endpoint, self._shared)
                     await asyncio.sleep(0)

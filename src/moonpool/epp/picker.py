@@ -302,7 +302,7 @@ class Picker:
         """Returns the endpoints to which the gateway may go if the chosen one does not respond:
         those with the least work."""
         if not self._num_fallbacks or route.endpoint.rank is not None:
-            return ()  # the number of a rank would be sent along
+            return ()  # none, because the fallbacks would get the number of the rank, too
         fitting = [
             (len(state.prefills) + len(state.decodes), name)
             for name, state in model.conductor.instances.items()

@@ -94,7 +94,7 @@ class RoutedCall:
 
     def on_submit(self, server: ServingEndpoint, submit: SubmitRequest) -> None:
         leg = _Leg(server, submit.attempt.attempt_id)
-        if submit.handle:  # the pair's decode server, whose response the client already gets
+        if submit.handle:  # the pair's decode server, whose response the client already receives
             self._decode = leg
             self._post()
             return

@@ -109,7 +109,7 @@ class ResponseStream:
     def refusal(self) -> RequestRefused:
         """Returns the refusal of a refused answer."""
         assert self._refused is not None
-        # the request's record has counted the refusal
+        # the record of the request has already counted the refusal
         return RequestRefused.of(self._refused.refusal, is_counted=True)
 
 
@@ -124,7 +124,7 @@ class WorkWatch:
 
     @property
     def number(self) -> int | None:
-        """Returns the number of the call that is being processed."""
+        """Returns the number of the call that is being processed, or None."""
         return None if self.mark is None else self.mark.number
 
     def __call__(self, request_id: RequestId | None) -> None:
@@ -231,8 +231,8 @@ class Answers:
         if answer is None:
             self.ended.settle(record)
             return
-        answer.ended = ended  # the outcome is settled when the reader has judged the last output
-        # timings are read only after this turn of the event loop
+        answer.ended = ended  # the outcome is final when the reader has judged the last output
+        # the timings are read only after this turn of the event loop
         answer.timings_s = record.stages_s()
         if record.outcome == FinishReason.ABORT and not answer.refused:
             answer.refuse(Refuse(record.request_id, Refusal(503, "aborted", "aborted")))

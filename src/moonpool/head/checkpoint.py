@@ -103,5 +103,5 @@ def _read_all(child: int, reader: int) -> tuple[bytes, int]:
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while len(data) <= MAX_CHECKPOINT_BYTES and (read := pipe.read(_READ_BYTES)):
             data += read
-    _, status = os.waitpid(child, 0)  # a child whose pipe is closed ends by SIGPIPE
+    _, status = os.waitpid(child, 0)  # if its pipe is closed, the child ends by SIGPIPE
     return bytes(data), status

@@ -80,7 +80,7 @@ async def _begin(
     link.prepared(shares, threads_per_process(config))
     if begin.launch:
         pin_thread(shares[0].others if shares else ())
-    settle_memory()  # done while the first worker starts, which takes longer
+    settle_memory()  # runs while the first worker starts, which takes longer
     if begin.is_first and begin.launch:
         await _wait_for_workers(head, config.cluster.num_instances, link.stop)
     if begin.is_first and not begin.launch:

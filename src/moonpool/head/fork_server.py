@@ -135,7 +135,7 @@ class ForkServer:
                 await asyncio.gather(keeper, return_exceptions=True)
         self._shut()
         process = self._process or ForkedProcess(self.pid)
-        if self._limits_s:  # it still loads modules that nobody needs any more
+        if self._limits_s:  # the fork server still loads modules that no process needs any more
             process.kill()
         await _end(process)
         if self._spare is not None:
@@ -248,12 +248,12 @@ class ForkServer:
             self._shut()
             raise
         except asyncio.CancelledError:
-            self._shut()  # its late reply would be taken for the reply to the next line
+            self._shut()  # a late reply would be taken for the reply to the next line
             raise
 
     async def _ask_at(self, control: socket.socket, line: bytes, fd: int | None) -> int:
         loop = asyncio.get_running_loop()
-        # set only now, because no code here waits for orphans of other processes
+        # set only now, because this process does not wait for orphans
         adopt_orphans(True)
         limit_s = self._limits_s.pop() if self._limits_s else FORK_S
         try:
@@ -311,12 +311,12 @@ def open_fork_server(
 
     The fork server first calls `prepare`, which imports what these processes need. After the first
     fork, which becomes the head, the fork server calls `load`, and all later forks share what
-    `load` has loaded. `load` must not raise, and must leave no thread. The same holds for `settle`,
-    which the fork server calls once nothing was forked for `IDLE_S`. `renewal` starts another fork
-    server, by `prepare` alone, when one has ended. Must be called before the process has threads or
-    an event loop. Returns None if the system does not support it, or if the process has threads, of
-    which a fork would copy only one. Raises OSError if the system cannot fork. Does not return in a
-    forked process.
+    `load` has loaded. `load` must not raise, and must leave no thread. `settle`, which the fork
+    server calls once no process was forked for `IDLE_S`, must not raise or leave a thread either.
+    `renewal` starts another fork server, by `prepare` alone, when one has ended. Must be called
+    before the process has threads or an event loop. Returns None if the system does not support it,
+    or if the process has threads, of which a fork would copy only one. Raises OSError if the system
+    cannot fork. Does not return in a forked process.
     """
     if not _may_fork():
         return None
@@ -329,7 +329,8 @@ def open_fork_server(
         theirs.close()
         return ForkServer(pid, ours, renewal)
     ours.close()
-    os.setsid()  # Ctrl-C must reach only the supervisor
+    # puts the process into a session of its own, so that Ctrl-C reaches only the supervisor
+    os.setsid()
     end_with(parent_pid)
     # finds the command line now, because it cannot be found after variables have moved
     setproctitle.getproctitle()

@@ -133,7 +133,7 @@ class ClusterHead:
         self._webhook = WantedWebhook(config.conductor.autoscale_webhook)
         self.open_links: set[WorkerLink] = set()
         self._links: dict[InstanceId, WorkerLink] = {}
-        self._inherited: set[InstanceId] = set()  # instances from an earlier head
+        self._inherited: set[InstanceId] = set()  # instances that an earlier head had
         self._attention = AttentionLinks(config.cluster.attention_each, self._links, self.setup)
         self._half_open: dict[WorkerLink, None] = {}  # oldest first
         self._clock = ListeningClock(now())
@@ -174,7 +174,7 @@ class ClusterHead:
         for instance_id, offer in offers.items():
             try:
                 await self.served.expect_offer(instance_id, offer)
-            except (ClusterError, ConfigError) as error:  # told again when the server comes back
+            except (ClusterError, ConfigError) as error:  # logged again when the server comes back
                 unread.add(instance_id)
                 log.error("%s: %s", instance_id, error)
         for model in self.served:
@@ -380,7 +380,7 @@ class ClusterHead:
         if self._leaving:
             return "the server is stopping"
         lacks = [model.lack for model in self.served]
-        return min(lacks, default=NO_SERVER)  # "" if one of the models is served
+        return min(lacks, default=NO_SERVER)  # "" if at least one of the models is served
 
     # The end
 
@@ -528,7 +528,7 @@ class ClusterHead:
         if self._attention.drop(link) and not (self._stopping or link.is_ordered) and default:
             default.observer.instance_lost(link.instance_id)
         if self.standbys.drop(link):
-            self._lead()  # without a standby, workers wait for this head alone
+            self._lead()  # without a standby, workers wait for this head, which begins to lead now
         if not link.instance_id:
             log.warning("closed a control connection: %s", reason)
         elif not self._stopping and not (self._is_starting and link.has_failed):
@@ -580,7 +580,8 @@ class ClusterHead:
             missed_s = self._clock.tick(self.now())
             if missed_s:
                 log.warning("the head stood still for %.1f s; its workers get this time", missed_s)
-                await asyncio.sleep(TICK_S)  # messages are read before deadlines count
+                # messages are read first, and deadlines checked after that
+                await asyncio.sleep(TICK_S)
             self._post(Tick())
             self._live.tick(self.now())
             self.on_tick()

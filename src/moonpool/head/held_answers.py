@@ -38,7 +38,8 @@ class HeldAnswers:
         `state`: what an earlier program of this process has left."""
         state = HeldState() if state is None else state
         self.culprits = Culprits(state.ended)
-        self._answers = dict(state.answers)  # number of the answer -> socket, log
+        # maps the number of an answer to its socket and its log
+        self._answers = dict(state.answers)
         self._cut_answers = dict(state.cut_answers if cut_answers is None else cut_answers)
         # connections of clients that have no call under way
         self._connections = list(state.connections)

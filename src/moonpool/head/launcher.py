@@ -102,7 +102,8 @@ class LocalLauncher:
             name: Keeper(name, partial(self.spawn, role, name), self._oom_kills)
             for role, name in self._wanted
         }
-        self.keepers: list[asyncio.Task[None]] = []  # a keeper ends when it gives up on its worker
+        # tasks; each ends when it gives up on its worker
+        self.keepers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._started = False
         self._listed: dict[str, tuple[Role, str]] = {}
@@ -141,7 +142,7 @@ class LocalLauncher:
             self.keepers.remove(former)
             self._kept.pop(name, None)
         if name not in self._listed:
-            return  # the server left again in the meantime
+            return  # the server has left again in the meantime
         role, place = self._listed[name]
         self._places[name] = ("--vllm", place)
         keeper = Keeper(name, partial(self.spawn, role.value, name), self._oom_kills)

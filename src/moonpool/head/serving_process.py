@@ -88,9 +88,10 @@ class ServingProcess:
         try:
             tell(packets)
             self.process = await spawn(theirs)
-            theirs.close()  # closed here, so that the supervisor's end closes with the process
+            theirs.close()  # closed here, so that the pipe ends when the process ends
             code = await self.process.wait()
-            with contextlib.suppress(TimeoutError):  # reads what the process has still sent
+            # reads the messages that the process has still sent
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_PACKETS_S):
                     await silent.wait()
             number = self.held.culprits.judge(code, self.held)

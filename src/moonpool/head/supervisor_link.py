@@ -378,7 +378,7 @@ class SupervisorLink:
                 sock.close()
 
     def _on_end(self) -> None:
-        os._exit(1)  # the supervisor is gone, and with it everything that could continue
+        os._exit(1)  # the supervisor has ended, and without it no answer could continue
 
 
 def _peer(sock: socket.socket) -> str:

@@ -25,7 +25,9 @@ class WantedWebhook:
     def __init__(self, url: str) -> None:
         """`url`: the URL of the webhook, or "" for none."""
         self._url = url
-        if url:  # imported now, and not while calls wait; without a URL a head starts sooner
+        # imported here, so that a head without a webhook starts sooner, and no call has to wait
+        # later
+        if url:
             import httpx  # noqa: F401
         self._newest: InstancesWanted | None = None
         self._task: asyncio.Task[None] | None = None

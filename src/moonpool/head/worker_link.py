@@ -76,7 +76,7 @@ class WorkerLink:
         self._reason = ""
         self.has_failed = False  # whether the worker could not start, or its model was rejected
         self.instance_id = InstanceId("")
-        self.pid, self.host = 0, ""  # set for an attention worker; an instance's are in its info
+        self.pid, self.host = 0, ""  # set for an attention worker; `info` has them for an instance
         self.is_ordered = False  # whether the worker was told to end
         self.release = ""  # release of an instance's worker, or "" if unknown
         # time of the last message, on the head's clock of listening

@@ -273,7 +273,8 @@ class BlockSpace:
         self._reservations[number] = _Reservation(wanted, tuple(blocks), depths)
         self._reserved_keys.update(wanted)
         place = dict(zip(wanted, blocks, strict=True))
-        return [place.pop(key, None) for key in keys]  # a key that occurs twice has one place
+        # if a key occurs twice, only the first gets its place
+        return [place.pop(key, None) for key in keys]
 
     def reserved(self, number: int) -> tuple[BlockId, ...]:
         """The places of a reservation, in its order; () if there is none."""

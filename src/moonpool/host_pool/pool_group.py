@@ -31,9 +31,9 @@ class GroupFound:
 class _Find:
     keys: Sequence[BlockKey]
     until_s: float
-    num_tried: int = 0  # length of the prefix that all spaces look for now
+    num_tried: int = 0  # length of the prefix for which all spaces look now
     by_rank: dict[int, BlocksFound] = field(default_factory=dict)
-    is_waiting: bool = False  # whether it waits for blocks that others store
+    is_waiting: bool = False  # whether the find waits for blocks that other clients store
 
 
 class BlockGroup:
@@ -113,7 +113,7 @@ class BlockGroup:
             self._begin(found.owner, find, num_blocks)
             return
         if num_blocks < len(find.keys) and now < find.until_s:
-            find.is_waiting = True  # the blocks that were found stay held
+            find.is_waiting = True  # the blocks that were found so far stay held
             return
         self._end(found.owner, find)
 

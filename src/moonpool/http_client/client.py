@@ -98,7 +98,8 @@ class HttpResponse:
                 self._flow.resume_reading()
 
     async def _next(self) -> bool:
-        """Waits for news. False means that the response has ended. Raises ConnectionFailedError."""
+        """Waits for more of the response. Returns False if the response has ended. Raises
+        ConnectionFailedError."""
         assert self._ended is not None
         if self._ended.done():
             self._ended.result()
@@ -191,7 +192,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.reusable:  # no answer is expected
+        if self.reusable:  # no request waits for an answer
             self.close()
             return
         self._now_s = monotonic()
@@ -218,12 +219,12 @@ class _Connection(asyncio.Protocol):
     # Callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._num_head_bytes >= 0:  # otherwise it follows the body
+        if self._num_head_bytes >= 0:  # otherwise, the header is a trailer, which follows the body
             self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         status, headers = self._parser.get_status_code(), self._headers
-        if status < 200:  # the final answer follows
+        if status < 200:  # this is an interim response, which the final one follows
             self._headers = {}
             return
         self._num_head_bytes = -1

@@ -393,7 +393,7 @@ class BlockPool:
             self._depth_of,
             self._withdrawn,
         )
-        run: list[BlockId] = []  # blocks from the last one of the prompt to the first
+        run: list[BlockId] = []  # blocks of one prompt, from the last to the first
         for block_id in reversed(blocks):
             holds[block_id] = left = holds[block_id] - 1
             if not left:
@@ -436,7 +436,7 @@ class BlockPool:
 
     def _cached_twin(self, block_id: BlockId) -> BlockId | None:
         """Returns the cached block with this block's content: itself, or the block that has its
-        key."""
+        key, or None without such a block."""
         if self._key_of[block_id] is not None:
             return block_id
         key = self._twin_key.get(block_id)

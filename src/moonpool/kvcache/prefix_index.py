@@ -49,7 +49,7 @@ class _Announced:
     num_blocks: int
     next_sequence: int = 0
     in_sync: bool = False
-    # keys in order of their reports, from which owners follow
+    # keys in the order in which they were reported, from which owners follow
     keys: dict[BlockKey, None] = field(default_factory=dict)
     # number of further calls of `expect` for a key
     again: dict[BlockKey, int] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._holders: dict[BlockKey, int] = {}
-        self._demoted: dict[BlockKey, int] = {}  # holders that have the block on the SSD only
+        self._demoted: dict[BlockKey, int] = {}  # holders that have the block only on the SSD
         self._expecting: dict[BlockKey, int] = {}
         self._replicas = ReplicaTracker()
         self._instances: dict[InstanceId, _Announced] = {}
-        self._bits: list[int] = []  # by row, the one int object for the set of this row alone
+        self._bits: list[int] = []  # one int object for each row, the set of this row alone
         self._free_rows: list[int] = []
 
     def __len__(self) -> int:

@@ -161,7 +161,7 @@ class ServerHandshake(Handshake):
 
     def _answer(self, step: _Step) -> bytes | None:
         if self._client is None and isinstance(step, Hello):
-            # done first, because the other fields may differ
+            # checked first, because the other fields may differ
             _agree(self._hello, step, self._versions)
             self._client = step
             proof = _mac(self._secret, b"server", step, self._hello)

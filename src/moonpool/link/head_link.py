@@ -125,7 +125,7 @@ class HeadLink:
         self._tls = tls
         self._num_cuts = 0  # number of lost connections in a row
         self._was_told = False  # whether the head knows `fatal`
-        self._was_open = False  # whether a connection was open, so that the head uses no TLS
+        self._was_open = False  # whether a connection without TLS was open to this head
         self._refused = False  # whether this head must not be tried again at once
         self._loop = asyncio.get_running_loop()
         self._closed: asyncio.Future[str] = self._loop.create_future()
@@ -245,7 +245,7 @@ class HeadLink:
             if self._silent_s is not None:
                 self._silent_s += 1
                 if self._silent_s > SILENT_HEAD_S:
-                    self._refused = True  # another head is tried next
+                    self._refused = True  # another head is tried now
                     channel.abort(f"no message for {SILENT_HEAD_S} s")
 
     def _note_cut(self, channel: HeadChannel) -> None:

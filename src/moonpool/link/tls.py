@@ -29,7 +29,7 @@ class PeerTls:
     """The contexts of both sides. The files are read once, when this is made."""
 
     def __init__(self, certfile: str, keyfile: str, ca_certs: str) -> None:
-        """The three are names of PEM files. An empty `keyfile` means that the key is in
+        """All arguments are names of PEM files. An empty `keyfile` means that the key is in
         `certfile`. Raises PeerTlsError."""
         self.server = _context(ssl.PROTOCOL_TLS_SERVER, certfile, keyfile, ca_certs)
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, certfile, keyfile, ca_certs)

@@ -65,7 +65,7 @@ class _FrontConnection:
         return self._channel is not None and self._channel.protocol > 0
 
     def begin(self, host: str, port: int) -> None:
-        """Connects, unless it does so or has just failed."""
+        """Connects, unless a connection is being made or has just failed."""
         now = time.monotonic()
         if self._channel is None and now - self._tried_s > RETRY_S:
             self._tried_s = now
@@ -124,7 +124,8 @@ class _RoutedAttempt:
     route: TokenRoute
     connection: _FrontConnection
     position: int  # position of the next token in the answer
-    tokens: list[Token] = field(default_factory=list)  # tokens that were sent and not reported
+    # tokens that were sent to the front, but not yet reported to the head
+    tokens: list[Token] = field(default_factory=list)
     reported: bool = False
     last_s: float = 0.0
     longest_gap_s: float = 0.0
@@ -154,7 +155,7 @@ class TokenRoutes:
         self._gaps_s: list[float] = []  # gaps of steps that are not reported yet
 
     def note(self, command: Command) -> None:
-        """The head sends a command."""
+        """Notes that the head has sent a command."""
         match command:
             case StartPrefill() if command.target is None and command.attempt.route is not None:
                 self._add(command, command.attempt.route, 0)
@@ -243,7 +244,7 @@ class TokenRoutes:
             routed.tokens += item.tokens
             if routed.reported:
                 self._unreported[item.attempt_id] = routed
-            else:  # the first token of the attempt
+            else:  # this is the first token of the attempt
                 by_head.append(self._unheard(item.attempt_id, routed))
         if self._unreported:
             self._gaps_s.append(report.gap_s)
@@ -292,7 +293,8 @@ class TokenRoutes:
             return []
         gap_s = 0.0
         if all(gaps_s) and all(len(work.tokens) == len(gaps_s) for work in works):
-            gap_s = fsum(gaps_s) / len(gaps_s)  # steps of the same decodes, repeated
+            # the steps have the same decodes, so they are reported as repeated steps
+            gap_s = fsum(gaps_s) / len(gaps_s)
         return [StepTokens(attempts=tuple(works), gap_s=gap_s)]
 
     def _longest(self, routed: _RoutedAttempt) -> float:

@@ -14,7 +14,8 @@ from moonpool.types import Struct
 
 WINDOW_MINUTES = 5
 BINDS_SHARE = 0.005
-"""If a smaller share of requests misses the SLOs, the neighbours' misses give the bottleneck."""
+"""If less than this share of requests misses the SLOs, the bottleneck is taken from the misses of
+clusters with one instance fewer."""
 
 
 class Moment(Struct, frozen=True):
@@ -26,7 +27,8 @@ class Moment(Struct, frozen=True):
 
 
 class InstanceLossEffect(Struct, frozen=True):
-    """The effect of one instance fewer: the outcome, and cause and moment of most misses."""
+    """The effect of one instance fewer: the outcome, the main cause of the misses, and the five
+    minutes with the most misses."""
 
     change: str
     outcome: Outcome
@@ -35,7 +37,8 @@ class InstanceLossEffect(Struct, frozen=True):
 
 
 def worst_moment(outcome: Outcome) -> Moment | None:
-    """Returns the five minutes whose arrivals missed most often, or None if none missed."""
+    """Returns the five minutes in which the most requests arrived that missed their SLOs, or None
+    if none missed."""
     arrived = {minute: number for minute, number, _ in outcome.misses_by_minute}
     missed = {minute: number for minute, _, number in outcome.misses_by_minute}
     best: tuple[int, int] | None = None
@@ -73,7 +76,7 @@ def broken_by_fewer(
 
 
 def binding(choice: Assessment, fewer: Sequence[InstanceLossEffect]) -> str:
-    """Returns the bottleneck of the choice, or "" if one instance fewer still lacks nothing."""
+    """Returns the bottleneck of the choice, or "" if no request misses with one instance fewer."""
     misses = choice.misses()
     if sum(misses.values()) >= BINDS_SHARE * choice.outcomes[0].attainment.num_requests:
         return main_cause(misses)

@@ -33,7 +33,7 @@ CAUSES = {
     Cause.POOL.value: "the cache of prompts is too small for those that run",
     Cause.DEADLINE.value: "requests reach their deadline before they are answered",
 }
-"""Names of what a cluster lacks, for readers who do not know the technical words."""
+"""Each cause of misses in words for readers who do not know the technical terms."""
 
 
 class PlanAnswer(Struct, frozen=True):
@@ -142,7 +142,7 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
     demand = prepared.demand
     text = (
         f"{_up_to(plan.rooms, demand)}{choice.share:.1%} of the trace's requests keep both SLOs:"
-        f" {slo_words(prepared.base.slo)}. Wanted are {goal.wanted:.0%}"
+        f" {slo_words(prepared.base.slo)}. The goal is {goal.wanted:.0%}"
     )
     classes = choice.outcomes[0].classes
     if prepared.base.slo.classes and len(classes) > 1:
@@ -158,8 +158,8 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
 
 
 def _up_to(rooms: Sequence[Room], demand: Demand) -> str:
-    """Says how much load the choice (the first entry of the rooms) bears, and how much the next
-    cluster at the same price bears."""
+    """Returns in words how much load the choice (the first entry of `rooms`) bears, and how much
+    the next cluster at the same price bears."""
     load = demand.load_words
     if not rooms or (demand.at_once and rooms[0].missed is None):
         return f"The trace's load of {load}. "
@@ -219,5 +219,5 @@ def _nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
         text += f" {less}{best.share:.1%}"
         text += f": {CAUSES[cause]}" if cause else ""
     if plan.stopped:
-        return f"{text}. It ended early: {plan.stopped}."
+        return f"{text}. The search ended early: {plan.stopped}."
     return f"{text}. Raise the SLOs, lower --attainment, or name other --devices."

@@ -24,8 +24,8 @@ def decode_share(misses: Mapping[str, int]) -> float:
 
 
 class Arrangement(Struct, frozen=True):
-    """Instances with the least cache, their price, and their load by arithmetic. `name` orders
-    arrangements that are otherwise equal."""
+    """Numbers of instances by role, as a candidate `one` with the least cache. `load` is computed
+    (`Bounds.load`), not simulated. `name` orders arrangements that are otherwise equal."""
 
     one: Candidate
     usd_per_h: float
@@ -79,7 +79,7 @@ class Failure(Struct, frozen=True):
     """An arrangement that missed the SLOs with every tried setting, and what it lacked."""
 
     one: Candidate
-    decode_share: float  # share of the misses
+    decode_share: float  # share of the misses that decode caused
 
     def excludes(self, other: Candidate) -> bool:
         """Whether `other` has less of the resource that this arrangement lacked, and no more of any

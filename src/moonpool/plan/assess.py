@@ -1,8 +1,8 @@
 """Simulates candidates on the original trace, and on further samples of its workload.
 
 A candidate keeps the SLOs if the wanted share of the trace's requests meets them. Draws of the
-trace then give the interval of that share. Runs are counted in whole traces. Simulations end at
-the limit of runs, at the time limit or with an interrupt.
+trace then give the interval of that share. Each simulation counts as one run, even if it ends
+early. The search ends at the limit of runs, at the time limit or with an interrupt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StoppedError(RuntimeError):
 
 
 Report = Callable[[str, float, float | None], None]
-"""Gets the name of the stage, the runs so far, and the estimated seconds left, if known."""
+"""Receives the stage in words, the number of runs so far, and the estimated seconds left."""
 
 
 class PlanGoal(Struct, frozen=True):
@@ -40,7 +40,7 @@ class PlanGoal(Struct, frozen=True):
     wanted: float = 0.9
     confidence: float = 0.95
     num_draws: int = 6
-    max_runs: float = 400.0  # in whole traces
+    max_runs: float = 400.0  # a simulation that ends early counts in full
     first_seed: int = 0
     time_limit_s: float = float("inf")
 
@@ -165,11 +165,11 @@ class Assessor:
     def sure(
         self, candidate: Candidate, seeds: Sequence[int], num_requests: int | None = None
     ) -> Assessment | None:
-        """Assesses the candidate on these draws, which have this many requests on average. Returns
-        None if the candidate does not keep the SLOs at the wanted confidence.
+        """Assesses the candidate on the draws of `seeds`, which have `num_requests` requests on
+        average. Returns None if the candidate does not keep the SLOs at the wanted confidence.
 
-        If no later draws can make up for a bad draw, the simulations end. The draws that are most
-        likely to show a failure come first. Raises the errors of `look`.
+        The simulations end once no later draws can make up for the draws so far, so the caller
+        should give the draws first that are most likely to fail. Raises the errors of `look`.
         """
         known = self.looks.get(candidate) or self._more_failed(candidate)
         outcomes = [] if known is None else [known]
@@ -178,7 +178,7 @@ class Assessor:
             least = self._least_share(outcomes, 1 + len(seeds), num_requests)
             if least is None:
                 return None
-            if number % 2 == 0:  # the next draw runs ahead, with an equal goal
+            if number % 2 == 0:  # the next draw runs ahead, so both draws have the same goal
                 asked = least
             ahead = [self._trial(candidate, later, asked) for later in seeds[number + 1 :][:1]]
             outcomes += self._run([self._trial(candidate, seed, asked)], ahead)

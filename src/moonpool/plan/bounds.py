@@ -1,11 +1,12 @@
 """Bounds the load and the attainment of a cluster by arithmetic, before any simulation.
 
-A step of N tokens takes at least their share of the time of a large step. Prompt tokens that an
-endless cache holds cost nothing. A decode step has at most as many sequences as fit in memory and
-keep the TBT. Drafts bring the tokens of their acceptance rate, and some more by chance. Each draft
-costs a row of a step, and a draft model costs its rounds. For the arrivals of a window of time,
-prefill instances have at most the window's length and the TTFT SLO; decode instances also have the
-time of an answer. At most the requests with the least work that fill this time can be effective.
+A step of N tokens takes at least the share of these tokens in the time of a large step. Prompt
+tokens that an endless cache holds cost nothing. A decode step has at most as many sequences as fit
+in memory and keep the TBT. Drafts bring as many tokens as their acceptance rate promises, and some
+more by chance. Each draft costs a row of a step, and a draft model costs its rounds. For requests
+that arrive in a window of time, prefill instances have at most the window's length and the TTFT
+SLO; decode instances have the time of an answer in addition. If the requests with the least work
+fill this time, no further request can be effective.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Bounds:
 
     def _slowest_s(self) -> float:
         """Returns how long programs take if their calls just keep the SLOs. A call of a program has
-        no fixed window of time, because it may come later."""
+        no fixed window of time, because the call arrives later if an earlier answer takes
+        longer."""
         slo = self._base.slo.loosest
 
         def answered_s(row: TraceRow) -> float:
@@ -158,7 +160,8 @@ class Bounds:
         shares: dict[int, list[float]] = {}
         found = []
         for context, answer in _pairs(self._input, self._output):
-            size = 1 << (context + 1).bit_length() - 1  # the size is at most the context
+            # a power of two, at most the context of the first decode
+            size = 1 << (context + 1).bit_length() - 1
             if size not in shares:
                 batch = min(room // size, config.engine.max_sequences)
                 shares[size] = [
@@ -180,8 +183,8 @@ def _pairs(left: np.ndarray, right: np.ndarray) -> Sequence[tuple[int, int]]:
 
 
 def tokens_of_step(acceptance: float, drafts: int, answer_tokens: int) -> float:
-    """Returns the tokens of an answer that a step with this many drafts brings with luck: the mean
-    plus twice the mean's deviation over the steps of the answer."""
+    """Returns the tokens that a step with this many drafts adds to an answer with luck: the mean
+    plus LUCK standard deviations of the mean over the steps of the answer."""
     if not drafts or answer_tokens <= 0:
         return 1.0
     chances = [acceptance**number for number in range(drafts + 1)]
@@ -204,7 +207,7 @@ def _least_share_s(node: NodeHardware, context: int, most: int, tbt_s: float, dr
         return cost.step_s((), batch * (1 + drafts), batch * context), rounds_s
 
     least_s, low, high = sum(times_s(1)), 1, max(most, 1)
-    while low < high:  # a larger batch takes longer, but less per sequence
+    while low < high:  # a larger batch takes longer, but less time per sequence
         batch = (low + high + 1) // 2
         stage_s, rounds_s = times_s(batch)
         if stage_s * cost.num_stages + rounds_s > MOST_OVER * tbt_s:

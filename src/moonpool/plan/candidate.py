@@ -253,8 +253,8 @@ class Neighbour(Struct, frozen=True):
 
 
 def neighbours(of: Candidate, steps: Steps) -> list[Neighbour]:
-    """Returns the candidates that differ in one instance, one step of cache, SSD or chunk, or in
-    eviction. Candidates that differ in an instance come first."""
+    """Returns the candidates that differ by one instance, by one step of cache, SSD or chunk size,
+    or in the eviction policy. Candidates that differ by an instance come first."""
     found = _instance_neighbours(of)
     for name, choices, words in (
         ("cache_tokens", steps.caches, "{} cached tokens an instance"),

@@ -122,10 +122,11 @@ def least_next_share(
     num_requests: int | None = None,
 ) -> float | None:
     """Returns the share that the next run must have, so that the `low` of `num_runs` runs of at
-    least `wanted` each can reach `wanted`, within the rounding. Returns None if `low` cannot.
-    `num_requests` is the mean number of requests of all runs, if known.
+    least `wanted` each can reach `wanted`, within `rounding`. Returns None if `low` cannot reach
+    it. `num_requests` is the mean number of requests of all runs, if known.
 
-    The highest `low` is concave in that share, and highest if all other shares are equal.
+    The highest `low` is a concave function of that share, with its maximum where all further shares
+    are equal.
     """
     known = [run.share for run in runs]
     least = wanted
@@ -149,7 +150,7 @@ def least_next_share(
 def least_mean(num_requests: int, wanted: float, confidence: float) -> float:
     """Returns the least mean share at which this many independent requests have an interval above
     the wanted share, or a number above 1 if no share has."""
-    low, high = 0, num_requests + 1  # counts below low are too few, counts from high on suffice
+    low, high = 0, num_requests + 1  # counts below `low` are too few; counts from `high` on suffice
     while low < high:
         middle = (low + high) // 2
         if middle <= num_requests and _wilson(middle, num_requests, confidence)[0] < wanted:

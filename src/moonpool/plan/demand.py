@@ -45,7 +45,8 @@ BURST_INSTANCES = 64
 
 
 class Demand(Struct, frozen=True):
-    """The requests in order: arrival, prompt tokens, tokens that an endless cache hits, answer.
+    """The requests in order: arrival, prompt tokens, prompt tokens that an endless cache would hit,
+    answer tokens.
 
     A call of a program arrives when its tools have run, as if earlier calls took no time.
     """
@@ -87,9 +88,11 @@ class Demand(Struct, frozen=True):
 
 
 class Need(Struct, frozen=True):
-    """The instances of one kind of node that the busiest time needs, by the cost model.
+    """The number of instances on one kind of node that the busiest time of the trace needs, by the
+    cost model.
 
-    `idle_ttft_s` is the TTFT on an idle cluster, at the quantile of the wanted share.
+    `idle_ttft_s` is the quantile of the TTFT on an idle cluster that belongs to the wanted share
+    of requests.
     """
 
     prefill: int
@@ -120,8 +123,8 @@ def demand_of(workload: Workload, block_tokens: int) -> Demand:
 def call_times_s(
     rows: Sequence[TraceRow], answered_s: Callable[[TraceRow], float]
 ) -> Iterator[float]:
-    """Yields when each request arrives, if an answer takes this long. A call of a program arrives
-    after the calls that it waits for, and after its tools."""
+    """Yields the time at which each request arrives if its answers take as long as `answered_s`
+    says. A call of a program arrives after the calls that it waits for, and after its tools."""
     ended_s: dict[str, float] = {}
     for row in rows:
         at_s = max((ended_s[name] for name in row.after if name in ended_s), default=None)
@@ -138,8 +141,9 @@ def prefill_times_s(demand: Demand, node: NodeHardware) -> list[float]:
 
 
 def busiest_span(demand: Demand, work_s: Sequence[float]) -> Span:
-    """Returns the sixth of the trace, of at least `LEAST_SPAN_S`, with the most prefill work, after
-    a warm-up half as long; or the whole trace if it is shorter than two such spans."""
+    """Returns the span with the most prefill work, with a warm-up of half its length before it. The
+    span is SPAN_SHARE of the trace, but at least `LEAST_SPAN_S`; a trace shorter than two such
+    spans is returned whole."""
     length_s = max(demand.duration_s * SPAN_SHARE, LEAST_SPAN_S)
     if demand.duration_s < 2 * length_s:
         return WHOLE
@@ -188,7 +192,7 @@ def _decode_instances(
     number = 1
     while number < MOST_INSTANCES:
         batch = 1.0
-        for _ in range(64):  # Little's law gives the batch
+        for _ in range(64):  # Little's law gives the number of sequences in the batch
             step_s = decoder.estimate.decode_step_s(ceil(batch), ceil(batch * context))
             batch = rate_rps / number * answer * step_s
             if step_s > config.slo.loosest.tbt_s or batch > most:
@@ -236,8 +240,8 @@ FIRST_CHUNK_TOKENS = 2048
 
 
 class Prepared(Struct, frozen=True):
-    """The candidates at which a search begins, and the sizes it chooses from. `left_out` says why
-    kinds of nodes are left out."""
+    """The candidates at which a search begins, and the sizes that it chooses from. `left_out` has
+    the reasons why kinds of nodes are left out."""
 
     base: Config
     demand: Demand
@@ -256,7 +260,8 @@ class Prepared(Struct, frozen=True):
 def truth_for(base: Config, kinds: Sequence[NodeKind], cost: str | None) -> Config:
     """Returns `base` with the cost model for these kinds of nodes.
 
-    If all kinds are the measured node, this is the measured cost model, otherwise roofline.
+    The cost model is the measured one if the only kind is the measured node, otherwise the
+    roofline.
     """
     measured = NodeKind(calibrated.DEVICE, calibrated.NUM_DEVICES)
     if cost is None:
@@ -431,9 +436,9 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 
 class Reasons:
-    """Collects why kinds of nodes are left out, each reason once for all sizes of a node. Kinds
-    that differ only in size share one of `lines`, with the reason of the size that lacks least.
-    Callers note the kinds in rising size."""
+    """Collects the reasons why kinds of nodes are left out. Kinds that differ only in size share
+    one of `lines`, with the reason of the size that is nearest to being usable. Callers note the
+    kinds in rising size."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], list[tuple[NodeKind, str]]] = {}

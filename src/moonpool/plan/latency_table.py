@@ -1,4 +1,5 @@
-"""Counts answered requests by their times relative to their SLOs, to judge a run by other SLOs.
+"""Counts answered requests by their latency relative to their SLOs, so that a run can be judged by
+other SLOs.
 
 A run's requests were admitted and batched under its own SLOs, so the share within other SLOs is an
 estimate. For longer SLOs the estimate is low, because fewer requests would have been refused.
@@ -19,9 +20,9 @@ MULTIPLES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 3
 class ClassOutcome(Struct, frozen=True):
     """The outcome of one class of requests; "" is the class of requests that name no class.
 
-    `times` counts the answered requests as (index of the least multiple of the TTFT SLO that they
-    kept, likewise of the TBT SLO, number of requests). An index past the last multiple means that
-    they kept no multiple.
+    `times` counts the answered requests as (index in MULTIPLES of the least multiple of the TTFT
+    SLO that they kept, the same index for the TBT SLO, number of requests). An index past the last
+    multiple means that the requests kept no multiple.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """Says whether attention offloading pays (Lamina, arXiv 2405.01814v2).
 
-Decode nodes are compared by the cost model, and by the search's results with and without them. The
-paper compares with nodes of the computing device alone. The paper omits the comparison with nodes
-of only the memory device at the same price; this module always makes it.
+Decode nodes with and without attention devices are compared by the cost model, and by the cheapest
+clusters that the search found with each. The paper compares with nodes of the computing device
+alone. The paper omits the comparison with nodes of only the memory device at the same price; this
+module always makes it.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class DecodeNode(Struct, frozen=True):
 
 
 def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
-    """Returns the largest node of attention devices alone that the same price buys, with a power of
-    two of devices."""
+    """Returns the largest node that has attention devices only and costs no more than `kind`; its
+    number of devices is a power of two."""
     usd = kind.usd_per_h(prices)
     number = MOST_DEVICES
     while number > 1 and prices.node_usd_per_h(kind.attention_device, number) > usd:
@@ -70,8 +71,8 @@ def all_memory(kind: NodeKind, prices: Prices) -> NodeKind:
 
 
 def with_rivals(kinds: Sequence[NodeKind], prices: Prices) -> list[NodeKind]:
-    """Returns the kinds, and for each kind that offloads its rival. Raises ConfigError if a device
-    has no price."""
+    """Returns the kinds, and for each kind that offloads attention the node of `all_memory`. Raises
+    ConfigError if a device has no price."""
     rivals = [all_memory(kind, prices) for kind in kinds if kind.offloads]
     return list(dict.fromkeys([*kinds, *rivals]))
 
@@ -137,8 +138,8 @@ def _decode_node(
 
 
 def _largest_batch(cost: StepCost, context_tokens: int, most: int, limit_s: float) -> int:
-    """Returns the largest batch within the limit, by bisection: a step's time never falls with its
-    batch."""
+    """Returns the largest batch whose step takes at most `limit_s`. Bisection finds it, because a
+    larger batch never takes less time."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-// What a plan's stored runs say of another load, other service levels, and another cluster.
+// Reads from a plan's stored runs how another load, other SLOs or another cluster would do.
 "use strict";
 const data = JSON.parse(document.getElementById("runs").textContent);
 const of = id => document.getElementById(id);
@@ -6,14 +6,14 @@ const round = (value, digits) => Number(value.toPrecision(digits || 3)).toLocale
 const percent = share => (100 * share).toFixed(1) + " %";
 const seconds = value => value >= 0.1 ? round(value) + " s" : round(1000 * value) + " ms";
 
-// The share of a run's requests within multiples of their SLOs; with classes, of the class with least.
+// The share of a run's requests within multiples of their SLOs; with SLO classes, the lowest share of a class.
 function judged(run, ttft, tbt) {
   const shares = run.classes.map(one => one.times.reduce(
     (sum, [first, then, number]) => sum + (first <= ttft && then <= tbt ? number : 0), 0) / Math.max(one.requests, 1));
   return Math.min(...shares);
 }
 
-// A value between the two simulated loads around `load`, on a straight line.
+// Interpolates a value between the two simulated loads around `load`, on a straight line.
 function between(runs, load, value) {
   const after = runs.findIndex(run => run.load >= load - 1e-9);
   if (after < 0) return {value: value(runs[runs.length - 1]), from: runs[runs.length - 1], to: null};

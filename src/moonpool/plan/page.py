@@ -147,8 +147,8 @@ def attainment_by_price(plan: ClusterPlan, wanted: float) -> ReportFigure:
 def _by_load(
     plan: ClusterPlan, stored: Sequence[StoredRun], figures: dict[str, Any], prepared: Prepared
 ) -> list[ReportFigure]:
-    """Returns the charts of the choice at several loads, with each size of DRAM, or no chart
-    without stored runs."""
+    """Returns the chart of the choice at several loads, with a line for each size of DRAM, or no
+    chart without stored runs."""
     if plan.choice is None or not stored:
         return []
     chosen = plan.choice.candidate
@@ -181,7 +181,8 @@ def _by_load(
 
 
 def _ended(plan: ClusterPlan) -> str:
-    """Says why the search ended early. An answer without a choice says it itself."""
+    """Returns why the search ended early, or "" if it did not. If no cluster was found, the answer
+    contains the reason, so this is "" then, too."""
     if not plan.stopped or plan.choice is None:
         return ""
     return f"The search ended early: {plan.stopped}."

@@ -1,4 +1,4 @@
-"""Finds which of several clusters at one price bears the most load beyond the trace's load."""
+"""Finds which of several clusters at the same price bears the most load."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from moonpool.types import Struct
 SPEEDS = (1.1, 1.25, 1.5, 2.0, 3.0)
 """The multiples of the trace's speed to try, one after the other."""
 FasterLook = Callable[[Sequence[Candidate], float, float | None], list[Outcome]]
-"""Simulates clusters at a multiple of the trace's speed. The last argument is the next multiple."""
+"""Simulates clusters at a multiple of the trace's speed. The last argument is the multiple that is
+tried next."""
 
 
 class Room(Struct, frozen=True):
     """The load that a cluster bears. It keeps the SLOs at `kept` times the trace's speed, and
-    misses them at `missed`, mostly for lack of `lacked`. `missed` is None if no simulated speed
-    missed them."""
+    misses them at `missed` times that speed, mostly because it lacks `lacked`. `missed` is None if
+    no simulated speed missed them."""
 
     candidate: Candidate
     kept: float

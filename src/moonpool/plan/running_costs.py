@@ -63,7 +63,7 @@ def cost_lines(costs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _notes(chosen: Candidate, prepared: Prepared, priced: Priced) -> Iterator[str]:
-    """Says where prices come from, and for what sizes step times were measured."""
+    """Yields notes on where prices come from, and for which sizes step times were measured."""
     kinds = [chosen.kind, *([chosen.decode_kind] if chosen.decode else [])]
     names = [name for kind in kinds for name in (kind.device, kind.attention_device) if name]
     for name in dict.fromkeys(names):

@@ -9,10 +9,11 @@
                 SLOs, its cache is reduced. If not, it excludes arrangements with less of what it
                 lacked.
     settling    For clusters that keep the SLOs, the cheapest SSD, eviction, cache and chunk size
-                are found. Each neighbour of the best cluster is tried afterwards.
-    drawing     Draws of the trace give the interval of the best cluster's attainment. The sure
-                choice is the cheapest cluster, from the best upwards, whose interval lies above
-                the goal.
+                are found. Each cheaper neighbour of the best cluster is tried afterwards.
+    levelling   Of the clusters at the best price, the one that bears the most load is the choice.
+    drawing     Draws of the trace give the interval of the choice's attainment. The sure choice is
+                the cheapest tried cluster, from the choice upwards, whose interval lies above the
+                goal. At the end, all neighbours of the choice are simulated.
 
 The choice of simulations follows from their outcomes alone, not from the time they take or the
 number of processes. While the search waits for one simulation, idle processes run simulations that
@@ -125,8 +126,8 @@ class Planner:
         self._best: Candidate | None = None
         self._last_failed: Candidate | None = None
         self._settings: dict[str, Any] = {}
-        self._chunks: dict[str, int] = {}  # chunk size by layout
-        self._new_failures: list[Failure] = []  # since the last exclusion
+        self._chunks: dict[str, int] = {}  # chunk size of the best cluster by layout
+        self._new_failures: list[Failure] = []  # failures since the last exclusion
         self._visited: set[Candidate] = set()
         self._open: list[Arrangement] = []
         self._loads: dict[str, tuple[float, float]] = {}  # like FIRST_LOADS, by layout
@@ -221,7 +222,8 @@ class Planner:
             now = msgspec.structs.replace(more, cache_tokens=now.cache_tokens)
 
     def _richest(self, one: Candidate) -> Candidate | None:
-        """Returns the candidate with the most cache, then the most SSD, below the best price."""
+        """Returns the candidate with the most cache, then the most SSD, below the best price, or
+        None if there is none."""
         for cache, ssd in product(reversed(self._steps.caches), reversed(self._steps.ssds)):
             rich = msgspec.structs.replace(one, cache_tokens=cache, ssd_tokens=ssd)
             if self._price(rich) < self._most:
@@ -276,7 +278,8 @@ class Planner:
         ]
 
     def _most_promising(self) -> Arrangement | None:
-        """Returns the arrangement with the largest saving times its chance to keep the SLOs."""
+        """Returns the arrangement with the largest saving times its chance to keep the SLOs, or
+        None if there is none."""
         most = self._most * (1 - LEAST_GAIN)
         self._open = [
             each
@@ -341,7 +344,8 @@ class Planner:
         if rich is None:
             return False
         ahead = self._next_if_failed(chosen)
-        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])  # next if `rich` keeps
+        # needed next if `rich` keeps the SLOs
+        bare = msgspec.structs.replace(rich, ssd_tokens=self._steps.ssds[0])
         likely = _chance(chosen, self._loads) > 0.5
         ahead = [bare, *ahead] if likely else [*ahead, bare]
         found, outcome = with_any_chunk(rich, self._look, self._steps, self._wanted, ahead)
@@ -410,7 +414,8 @@ class Planner:
             self._try_cheaper_neighbours()
 
     def _others_at_price(self, best: Candidate) -> list[Candidate]:
-        """Returns arrangements with the settings of the best, with the least load first."""
+        """Returns up to MOST_LEVEL other arrangements at the price of the best, with its settings
+        and with the least load first."""
         alike = {name: getattr(best, name) for name in SETTINGS}
         starts = [msgspec.structs.replace(start, **alike) for start in self._prepared.starts]
         listed = arrangements(starts, self._prepared.layout, best.num_instances)
@@ -441,7 +446,7 @@ class Planner:
         if num_requests is not None:
             confidence = self._assessor.goal.confidence
             if least_mean(num_requests, self._wanted - ROUNDING, confidence) > 1.0:
-                return None  # too few requests never give a sure interval
+                return None  # with too few requests, no interval is narrow enough
         self._assessor.doing = "a sure choice"
         known = [
             one for one, outcome in self._assessor.looks.items() if outcome.share >= self._wanted
@@ -471,7 +476,8 @@ class Planner:
         return max(round(sum(numbers) / len(numbers)), 1)
 
     def _grown_variants(self, one: Candidate) -> list[Candidate]:
-        """Returns the candidate with up to two more instances and two more steps of cache."""
+        """Returns the candidate with up to two more instances, each with its cache and with a cache
+        that is two steps larger."""
         found = []
         roles = [role for role in ("prefill", "decode", "mixed") if getattr(one, role)]
         for adds in product((0, 1, 2), repeat=len(roles)):

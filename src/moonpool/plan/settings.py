@@ -50,8 +50,8 @@ def with_any_chunk(
 ) -> tuple[Candidate, Outcome]:
     """Tries chunk sizes until one keeps the SLOs; returns the candidate that got furthest.
 
-    If decodes are slow, smaller chunks are tried first, otherwise larger chunks. The search may
-    simulate the candidates `ahead` next if no chunk size keeps the SLOs.
+    If decodes are slow, smaller chunks are tried first, otherwise larger chunks. If no chunk size
+    keeps the SLOs, the search may simulate the candidates `ahead` next.
     """
     others = _other_chunks(one, steps)
     # If most requests miss on split instances, no chunk size helps, so another cluster is next.
@@ -107,7 +107,8 @@ def cheapest_settings(
 
 
 def _variants(best: Candidate, price: Price, steps: Steps) -> list[Candidate]:
-    """Returns cheaper candidates with another SSD, eviction or chunk, and the most cache."""
+    """Returns cheaper candidates with another SSD size, eviction or chunk size, each with the most
+    cache."""
     found = []
     smaller = [cache for cache in steps.caches if cache < best.cache_tokens]
     for ssd in steps.ssds:
@@ -130,7 +131,7 @@ def least_cache(one: Candidate, look: Look, steps: Steps, wanted: float) -> Cand
     without it. Each look divides the remaining sizes of cache into thirds."""
     bare = change(one, ssd_tokens=steps.ssds[0])
     caches = [cache for cache in steps.caches if cache < one.cache_tokens]
-    best, low, high = one, -1, len(caches)  # fails up to low, keeps the SLOs from high on
+    best, low, high = one, -1, len(caches)  # `low` fails, `high` keeps the SLOs
     if one != bare:
         ahead = [change(bare, cache_tokens=caches[i]) for i in _thirds(low, high)]
         if look([bare], ahead)[0].share >= wanted:

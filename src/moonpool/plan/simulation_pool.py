@@ -10,7 +10,8 @@ as run only once the search asks for it. So trials ahead change neither the sear
 runs. A trial ahead stops if a trial that the search asked for has no process.
 
 `concurrent.futures.ProcessPoolExecutor` does not fit: a trial may take minutes, and on Ctrl-C or an
-error the executor waits for running trials, since Python before 3.14 cannot terminate its workers.
+error the executor waits for running trials, because it cannot terminate its workers before Python
+3.14.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class SimulationPool:
         stop: Callable[[], bool] = lambda: False,
         ahead: Sequence[Trial] = (),
     ) -> list[Outcome]:
-        """Returns the outcomes in order. Calls `report` with the number of new outcomes so far. The
-        trials `ahead` may come next, with the likeliest first, so idle processes run them.
+        """Returns the outcomes in order. Calls `report` with the number of new outcomes so far.
+        Idle processes run the trials `ahead`, which the search may ask for next; the likeliest
+        comes first.
 
         Raises StopRequestedError once `stop` says so. The pool runs no trial after that.
         """
@@ -122,7 +124,7 @@ class SimulationPool:
         return [trial for trial in trials if trial not in self._known and trial not in begun]
 
     def _make_room(self, num_waiting: int, asked: Sequence[Trial]) -> None:
-        """Stops as many trials that were not asked for as the asked trials need processes."""
+        """Stops trials that were not asked for, so that each asked trial gets a process."""
         lacking = num_waiting - len(self._idle) - len(self._told_to_stop)
         for line, trial in self._under_way.items():
             if lacking > 0 and trial not in asked and line not in self._told_to_stop:

@@ -1,8 +1,8 @@
-"""Stores the runs for a plan's page and tables: the search's own, and clusters at several loads.
+"""Stores the runs for a plan's page and tables: the search's runs, and clusters at several loads.
 
-The search ends a run as soon as it fails. For the page, three clusters run to the end, at several
-loads and with several sizes of DRAM: the choice, twice the choice's instances, and the cheapest
-cluster of other hardware.
+The search ends a run as soon as it fails. For the page, clusters run to the end, at several loads
+and with several sizes of DRAM: the choice, twice the choice's instances, and the cheapest cluster
+of up to OTHER_HARDWARE other mixes of hardware and layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moonpool.types import Struct
 SPEEDS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 """The multiples of the trace's load at which stored runs are simulated."""
 OTHER_HARDWARE = 3
-"""The number of mixes of hardware beside the choice's hardware."""
+"""At most this many other mixes of hardware and layout are simulated besides the choice's mix."""
 MEMORY_STEPS = (-4, 0, 4)
 """The sizes of DRAM to store runs for, in search steps relative to the cluster's own size."""
 
@@ -37,8 +37,8 @@ class StoredRun(Struct, frozen=True):
 
 
 def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[StoredRun]:
-    """Runs the page's clusters at all loads, with the trace's own load first. If the allowed runs
-    or the time end earlier, or Ctrl-C comes, returns the runs until then."""
+    """Runs the page's clusters at all loads, with the trace's own load first. If the limit of runs,
+    the time limit or Ctrl-C ends the simulations, returns the runs so far."""
     found: list[StoredRun] = []
     clusters = page_clusters(plan, steps)
     assessor.doing = "loads of the page"
@@ -57,8 +57,8 @@ def stored_runs(plan: ClusterPlan, assessor: Assessor, steps: Steps) -> list[Sto
 
 
 def with_room(plan: ClusterPlan, stored: Sequence[StoredRun], wanted: float) -> ClusterPlan:
-    """Returns the plan with the room of its choice. If the search did not look for the room, the
-    stored runs give it."""
+    """Returns the plan with the room of its choice. If the search did not look for its room, the
+    stored runs tell it."""
     if plan.choice is None or plan.rooms:
         return plan
     chosen = plan.choice.candidate
@@ -107,7 +107,7 @@ COLUMNS = (
     *("share", "ended_early", "ttft_p50_s", "ttft_p90_s", "tbt_p90_s", "hit_ratio", "lacked"),
     *("slo_class", "class_share"),
 )
-"""The columns of the table of runs. A run with classes of service levels has a row per class."""
+"""The columns of the table of runs. A run with several SLO classes has a row per class."""
 
 
 def run_rows(

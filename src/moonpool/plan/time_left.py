@@ -55,5 +55,6 @@ def time_words(seconds: float | None) -> str:
 
 
 def share_done(used_s: float, left_s: float | None) -> float:
-    """Returns the share of the whole time that is over, from 0 to 1, or 0 if it is unknown."""
+    """Returns the share of the whole time that is over, from 0 to 1, or 0 if the time left is
+    unknown."""
     return 0.0 if left_s is None else used_s / max(used_s + left_s, 1e-9)

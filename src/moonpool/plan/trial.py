@@ -2,8 +2,8 @@
 
 A trial has the same outcome in any process, and an outcome is independent of the machine. A
 rejected request is a miss, and a failed request too. The cause of a miss is the reason of the
-rejection, or the SLO that the request broke. Whether decode lacked speed or memory follows from the
-use of both at that moment.
+rejection, or the SLO that the request broke. Whether decode lacked speed or memory follows from how
+much of both was in use at that moment.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SAMPLE_S = 60.0  # interval of the simulation's series, which the planner does n
 
 
 class Span(Struct, frozen=True):
-    """Part of a trace in seconds. Arrivals in [begin, end) are counted. Arrivals in the `warm_up_s`
-    before `begin` are served and fill the caches, but are not counted."""
+    """Part of a trace in seconds. Arrivals in [begin_s, end_s) are counted. Arrivals in the
+    `warm_up_s` before `begin_s` are served and fill the caches, but are not counted."""
 
     begin_s: float = 0.0
     end_s: float = float("inf")
@@ -58,8 +58,8 @@ class Workload(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """One simulation to run. `seed` gives a draw of the trace, or the original trace if it is 0.
-    With `give_up_below`, a run ends once less than that share of requests can be effective."""
+    """One simulation to run. `seed` gives a draw of the trace, or the original trace if it is 0. A
+    run ends once less than the share `give_up_below` of its requests can be effective."""
 
     config: Config
     seed: int = 0
@@ -93,7 +93,8 @@ class Outcome(Struct, frozen=True):
         return self.attainment.share
 
     def how_far(self) -> tuple[float, int]:
-        """A sort key that orders runs that gave up by the number of requests until then."""
+        """Returns a sort key. Runs that gave up come below all others, in the order of the number
+        of requests that had ended by then."""
         if not self.gave_up:
             return self.share, 0
         return 0.0, sum(arrived for _, arrived, _ in self.misses_by_minute)
@@ -199,7 +200,7 @@ class Watcher(Collector):
         self.misses[self._cause(record, reason)] += 1
 
     def _note_gaps(self, gap_runs: Sequence[tuple[float, int]]) -> None:
-        """Does nothing, because outcomes do not contain the gaps of all requests, and sorting these
+        """Does nothing, because outcomes do not contain gaps between tokens, and sorting all gaps
         takes time."""
 
     def _cause(self, record: RequestRecord, reason: str) -> Cause:
@@ -221,7 +222,8 @@ class Watcher(Collector):
         return stages_s.get("handover", 0.0) > 0.5 * record.slo.ttft_s
 
     def _decode(self) -> Cause:
-        """Returns whether speed or memory of the decoding instances is nearer to its limit."""
+        """Returns the cause of a slow answer: speed or memory of the decoding instances, whichever
+        is nearer to its limit."""
         held = memory = 0
         step_s = 0.0
         nodes = [n for n in self._simulation.nodes.values() if n.role is not Role.PREFILL]
@@ -293,8 +295,8 @@ def _until_hopeless(
 
 
 def _end_if_hopeless(watcher: Watcher, most_misses: int, stop: Callable[[], bool]) -> None:
-    """Ends a hopeless run after any call of a program, because later calls do not come from the
-    trace."""
+    """Ends a hopeless run when a call of a program has ended, because calls that follow others are
+    not read from the trace, where `_until_hopeless` would stop them."""
     if stop():
         raise StopRequestedError
     if watcher.num_missed > most_misses:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from moonpool.config.tables import Config
 from moonpool.plugins.entry_points import entry_points, load
 
-if TYPE_CHECKING:  # a supervisor reads no models
+if TYPE_CHECKING:  # imported for types only, because a supervisor reads no models
     from moonpool.text.model_info import ModelInfo
     from moonpool.text.tokenizer import TokenizerParts
 

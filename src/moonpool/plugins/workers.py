@@ -46,7 +46,7 @@ class RunnableWorker(Protocol):
         """Serves until the head stops this worker, or it is cancelled. Raises WorkerError."""
 
     def not_ready(self) -> str:
-        """Returns "", or why it does not work for the head now."""
+        """Returns "", or why this worker does no work for the head now."""
 
 
 @runtime_checkable

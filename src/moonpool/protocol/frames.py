@@ -91,8 +91,8 @@ class Setup(Struct, frozen=True, tag=True):
     engine: EngineConfig
     slo: SloConfig  # service levels of requests without an SLO of their own
     learning: bool  # whether instances correct their cost model online
-    num_instances: int  # number of instances expected on one machine, which share its memory
-    # number of processes expected on one machine with all stages, which share its cores
+    num_instances: int  # number of instances that share the memory of one machine
+    # number of processes that share the cores of one machine, including all stages
     num_processes: int
     attention: tuple[PeerAddress, ...] = ()  # attention workers of this instance
     # how blocks are divided among the attention workers

@@ -25,7 +25,7 @@ class CountedHistogram:
         add(self._sum, value)
 
     def grown(self, by: Callable[[str], float]) -> Growth:
-        """`by`: by how much each counter has grown, by name."""
+        """`by`: the growth of each counter, by name."""
         return Growth(tuple(int(by(name)) for name in self._buckets), by(self._sum))
 
 

@@ -32,7 +32,7 @@ class KnownHeads:
             self._addresses = [HeadAddress(host=host, port=port)]
 
     def next_address(self) -> None:
-        """The present address does not serve: try the next one."""
+        """Goes on to the next address, because no head serves at the present one."""
         self._at = (self._at + 1) % len(self._addresses)
 
     def accept_leader(self, leadership: Leadership) -> bool:

@@ -272,7 +272,7 @@ class PrefillDone(Struct, frozen=True, tag=True):
 
 class DecodeAccepted(Struct, frozen=True, tag=True):
     """The local check of the SLO passed and the KVCache has arrived: the attempt decodes (Mooncake
-    step 4). The client sees the first token only then, so that waiting for the KVCache counts as
+    step 4). The client gets the first token only now, so that waiting for the KVCache counts as
     TTFT and not as TBT."""
 
     attempt_id: AttemptId
@@ -409,7 +409,7 @@ class TierLoad(Struct, frozen=True):
 
 
 class CacheView(Struct, frozen=True):
-    """How it is known what a vLLM server caches, and how right that is.
+    """How the head knows what a vLLM server caches, and how right this knowledge is.
 
     `source`: "events" that the server publishes; "assumed" from the prompts that it has received,
     because no events were asked for; "distrusted": assumed likewise, because events are missing or

@@ -36,9 +36,9 @@ class OfferedAdapter(Struct, frozen=True):
 
 class ModelOffer(Struct, frozen=True):
     """The model that one server offers. `root`: the folder or id of its weights. `names`: the names
-    by which its clients know it. `paths`: the endpoints that the server has; all endpoints if it
-    does not tell. `parses`: the parts that it has proved to parse in its answers. `takes`: the
-    kinds of prompts that it takes.
+    by which its clients know it. `paths`: the endpoints of the server, or all endpoints if the
+    server does not tell. `parses`: the parts of its answers that the server parses itself, as a
+    test has shown. `takes`: the kinds of prompts that it takes.
     """
 
     root: str

@@ -1,4 +1,5 @@
-"""The form of a message for a peer of the version before, which refuses fields that it lacks.
+"""The form of a message for a peer of the previous version, which refuses fields that it does not
+know.
 
 Fields with their default value are left out. So a setting or field of a newer version reaches such
 a peer only if it is in use, and the peer then refuses the message. Fields that the peer can do

@@ -1,7 +1,7 @@
 """The class that a Serve configuration names as its request router.
 
 Serve pickles the router class by value, with all modules below its own, and a copied class is not
-identical to the original. So this one has nothing but an import, which each process makes.
+identical to the original. So this module has nothing but an import, which each process makes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ActorGroup:
 
 def first_groups(config: Config, num_heads: int) -> list[ActorGroup]:
     """The groups of a new cluster: one for the heads, and one for each role. So a lost node takes
-    as few of each role as possible."""
+    as few instances of each role as possible."""
     cluster = config.cluster
     counts = {
         HEAD: num_heads,

@@ -1,8 +1,8 @@
 """A cluster on Ray: its placement groups and actors, from `deploy` to `RayDeployment.stop`.
 
-The process that calls `deploy` owns them: when it ends, however it ends, Ray ends them all. What
-runs does not depend on that process otherwise. KVCache and tokens go over moonpool's own
-connections; Ray carries names, places and commands to start and stop.
+The process that calls `deploy` owns the groups and actors: when that process ends, however it ends,
+Ray ends them all. The running cluster does not depend on that process otherwise. KVCache and tokens
+go over moonpool's own connections; Ray carries names, places and commands to start and stop.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RayDeployment:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._own = settled(config)  # the configuration of the processes
+        self._own = settled(config)  # the configuration with which the processes start
         self._name = config.ray.name
         self._environment = worker_environment(
             secrets.token_bytes(32), self._own.engine.threads
@@ -100,8 +100,9 @@ class RayDeployment:
         self._started: list[_Started] = []
         self._added: dict[Role, dict[int, _Started]] = {Role.PREFILL: {}, Role.DECODE: {}}
         self._leaving: dict[Any, _Started] = {}
-        self._pools: dict[str, Any] = {}  # their actors, by nodes
-        self._is_ours = False  # whether `stop` disconnects from Ray
+        self._pools: dict[str, Any] = {}  # pools' actors by node
+        # whether moonpool itself has connected to Ray, so that `stop` disconnects
+        self._is_ours = False
         self._requested: list[dict[str, float]] = []
 
     # Start
@@ -139,8 +140,8 @@ class RayDeployment:
 
     def _start_local(self, common: dict[str, Any]) -> None:
         """Starts a Ray of this machine alone, whose CPUs are shared by as many processes as are
-        asked for. All other requested resources must exist, because nobody would add them. Raises
-        ClusterError.
+        asked for. All other requested resources must exist on this machine, because nobody would
+        add them. Raises ClusterError.
         """
         log.info("this machine runs no Ray: starting a local one")
         total = total_of(first_groups(self.config, num_heads=1))
@@ -256,8 +257,8 @@ class RayDeployment:
     # While it serves
 
     def leader(self) -> HeadPlace | None:
-        """Returns where the head that leads serves, or None if none does now, or it is out of
-        reach."""
+        """Returns where the leading head serves, or None if no head leads now, or the leading head
+        is out of reach."""
         found: HeadPlace | None = self._ask_heads("place")
         return found
 
@@ -268,7 +269,7 @@ class RayDeployment:
         return found | {f"pool-{node_id[:12]}": actor for node_id, actor in self._pools.items()}
 
     def check_start(self) -> None:
-        """Raises ClusterError if a process could not be kept up."""
+        """Raises ClusterError if a process could not be kept running."""
         for name, actor in self.actors().items():
             with contextlib.suppress(RayError, GetTimeoutError):
                 if ray.get(actor.has_failed.remote(), timeout=ASK_S):
@@ -333,8 +334,8 @@ class RayDeployment:
             self._end(self._leaving.pop(reference))
 
     def urls(self) -> list[str]:
-        """Returns where the heads serve, or will once they lead: a client that loses one tries the
-        next."""
+        """Returns the addresses at which the heads serve, or will once they lead; a client that
+        loses one head tries the next."""
         return [url for url in self._ask_each("url") if url]
 
     def _ask_heads(self, method: str) -> Any:
@@ -367,7 +368,8 @@ class RayDeployment:
                 actor.leave.remote(within_s) for each in heads for actor in each.actors.values()
             ]
             ray.get(ends, timeout=within_s + 2 * LEAVE_S)
-        with contextlib.suppress(RayError, GetTimeoutError):  # also if the heads took too long
+        # raised also if the heads took too long to start
+        with contextlib.suppress(RayError, GetTimeoutError):
             pools = [actor.leave.remote(0.0) for actor in self._pools.values()]
             ray.get(pools, timeout=2 * LEAVE_S)
         for started in every:

@@ -34,7 +34,8 @@ loading."""
 
 @dataclass(frozen=True, slots=True)
 class HeadActorSettings:
-    """`toml`: the whole configuration. `scheme`, `api_host` and `api_port`: where clients come."""
+    """`toml`: the whole configuration. `scheme`, `api_host` and `api_port`: the address for
+    clients."""
 
     toml: str
     scheme: str
@@ -61,7 +62,8 @@ class HeadActor(ProcessActor):
         self._wanted = WantedListener()
         self._file = Path(mkdtemp(prefix="moonpool-"), "moonpool.toml")
         self._is_standby = False
-        self._was_here = self._is_again  # a head of this name, which may have led
+        # whether a head of this name ran before this one, which may have led
+        self._was_here = self._is_again
         self._keep(name)
 
     async def standing(self) -> Standing:
@@ -76,7 +78,8 @@ class HeadActor(ProcessActor):
         return HeadPlace(await self.url(), self._host, self._port)
 
     async def url(self) -> str:
-        """Returns where this head serves, or will once it leads; "" while that is not settled."""
+        """Returns the address at which this head serves, or will once it leads; "" while the
+        address is not known."""
         if not await self.pid():
             return ""
         shown = self._settings.api_host
@@ -93,7 +96,7 @@ class HeadActor(ProcessActor):
         return bool(await self.pid()) and await self._try(b"")
 
     async def _answers(self) -> bool:
-        """Whether more than its supervisor answers: the supervisor accepts clients earlier."""
+        """Whether the head itself answers; its supervisor accepts clients earlier."""
         return await self._try(b"GET /health HTTP/1.0\r\n\r\n")
 
     async def _try(self, request: bytes) -> bool:
@@ -128,7 +131,7 @@ class HeadActor(ProcessActor):
         return await self._start(moonpool_line(*line))
 
     async def _leader(self) -> HeadPlace | None:
-        """Looks for the head that leads. Returns None if this one has to lead."""
+        """Looks for the head that leads. Returns None if this head has to lead."""
         is_again, is_first = self._was_here, not self._before.names
         others = self._others if is_again else self._before
         patience_s = AGAIN_S if is_again else FIRST_S
@@ -140,7 +143,7 @@ class HeadActor(ProcessActor):
             standings = await others.standings()
             if is_again and is_first and set(standings) == {"starts"}:
                 return None
-            if standings:  # a standby takes over soon, or a head starts before this one
+            if standings:  # a standby takes over soon, or another head starts before this one
                 heard_s = time.monotonic()
             elif time.monotonic() - heard_s > patience_s:
                 return None

@@ -16,7 +16,7 @@ Standing = Literal["leads", "stands by", "starts"]
 
 @dataclass(frozen=True, slots=True)
 class HeadPlace:
-    """Where a head serves clients, and where workers join it."""
+    """The addresses at which a head serves clients, and at which workers join it."""
 
     url: str
     host: str
@@ -39,12 +39,12 @@ class HeadFinder:
         self._handles: dict[str, Any] = {}
 
     async def leader(self) -> HeadPlace | None:
-        """Returns where the head that leads serves; None means that no actor says that it does."""
+        """Returns where the leading head serves, or None if no actor says that it leads."""
         places = await asyncio.gather(*(self._ask(name, "place") for name in self.names))
         return next(filter(None, places), None)
 
     async def standings(self) -> list[Standing]:
-        """Returns what the heads within reach do."""
+        """Returns the state of each head within reach."""
         found = await asyncio.gather(*(self._ask(name, "standing") for name in self.names))
         return [standing for standing in found if standing is not None]
 

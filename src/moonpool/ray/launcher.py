@@ -37,7 +37,7 @@ class RayLauncher:
     def _follow(self, deployment: RayDeployment, stop: threading.Event) -> None:
         told: list[str] = []
         while not stop.wait(LOOK_S):
-            with contextlib.suppress(RayError):  # Ray itself is being restarted
+            with contextlib.suppress(RayError):  # raised while Ray itself is being restarted
                 deployment.step()
             if not told:
                 deployment.check_start()
@@ -54,8 +54,8 @@ class RayLauncher:
 
 
 def _is_up(place: HeadPlace) -> bool:
-    """Whether the cluster serves. A head of another machine may be out of reach from here: then it
-    is enough that it leads."""
+    """Whether the cluster serves. A head of another machine may be out of reach from here; then the
+    cluster serves if that head leads."""
     try:
         return httpx.get(f"{place.url}/health", timeout=ASK_S, verify=False).is_success  # noqa: S501
     except httpx.ConnectError:

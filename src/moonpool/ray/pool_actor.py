@@ -14,7 +14,7 @@ from moonpool.ray.process_actor import ProcessActor
 
 
 class PoolActor(ProcessActor):
-    """Keeps the pool running. Its blocks outlive that process, and are removed when the actor
+    """Keeps the pool running. The pool's blocks outlive its process, and are removed when the actor
     leaves. The memory of an actor that was killed is removed by a later pool of this cluster on the
     same machine, if its node is gone."""
 
@@ -26,7 +26,7 @@ class PoolActor(ProcessActor):
         num_bytes: int,
         flags: Sequence[str],
     ) -> None:
-        """`cluster`: its name in Ray. `num_bytes`: bytes of memory for blocks."""
+        """`cluster`: the name of the cluster in Ray. `num_bytes`: bytes of memory for blocks."""
         super().__init__(name, environment)
         self._num_bytes, self._flags = num_bytes, tuple(flags)
         self._socket = pool_socket(cluster, own_node())

@@ -1,4 +1,4 @@
-"""Where the pool of a node is found by the actors on it."""
+"""The places at which the actors of a node find its pool."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ def own_node() -> str:
 
 
 def pool_environment(cluster: str) -> dict[str, str]:
-    """How vLLM and the worker before it find the pool of this node."""
+    """Returns the environment variables by which vLLM, and the worker in front of it, find the pool
+    of this node."""
     return {SOCKET_VARIABLE: str(pool_socket(cluster, own_node()))}

@@ -54,11 +54,11 @@ class ProcessActor(ABC):
         return self._keepers[0].pid if self._keepers else 0
 
     async def has_failed(self) -> bool:
-        """Whether the process could not be kept up at the start of the cluster."""
+        """Whether the process could not be kept running at the start of the cluster."""
         return any(task.done() and not task.result() for task in self._tasks)
 
     async def note_started(self) -> None:
-        """The cluster is up: from now on no process is given up."""
+        """Notes that the cluster is up, so that no process is given up from now on."""
         for keeper in self._keepers:
             keeper.is_started = True
 

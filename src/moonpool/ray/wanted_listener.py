@@ -39,7 +39,7 @@ class WantedListener:
             self._url = f"http://{HOST}:{sock.getsockname()[1]}{self._path}"
             config = uvicorn.Config(
                 self._serve,
-                interface="asgi3",  # which uvicorn does not see in a bound method
+                interface="asgi3",  # stated, because uvicorn does not detect it from a bound method
                 log_config=None,
                 log_level="warning",
                 lifespan="off",

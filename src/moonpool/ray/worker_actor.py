@@ -35,7 +35,7 @@ class WorkerActor(ProcessActor):
         flags: Sequence[str],
         heads: Sequence[str],
     ) -> None:
-        """`heads`: the names of their actors."""
+        """`heads`: the names of the head actors."""
         super().__init__(name, environment)
         self._role = role
         self._flags = tuple(flags)

@@ -75,7 +75,7 @@ class EventLogError(Exception):
 
 
 class LoggedEvent(msgspec.Struct, frozen=True):
-    """An event, when the Conductor received it, and what it decided then."""
+    """An event, the time when the Conductor received it, and the decisions that followed."""
 
     now: float
     event: ConductorEvent
@@ -100,7 +100,7 @@ class EventLogFile(msgspec.Struct, frozen=True):
     tenant_weights: dict[str, float]
     wall_s: float
     segments: tuple[Segment, ...]
-    tenant_caches: dict[str, float] = {}  # earlier releases wrote none
+    tenant_caches: dict[str, float] = {}  # empty in logs of earlier releases
 
 
 class EventLog:
@@ -111,7 +111,8 @@ class EventLog:
         is kept."""
         self.max_segment_bytes = max_bytes // 2
         self.segments: list[Segment] = [Segment()]
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=list)  # any sequence of token ids
+        # lists stand for any sequence of token ids
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=list)
 
     @property
     def full(self) -> bool:

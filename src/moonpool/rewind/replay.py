@@ -1,4 +1,4 @@
-"""Runs a Conductor over the events of a log and compares what it decides."""
+"""Runs a Conductor over the events of a log and compares its decisions with those of the log."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ TRACE_BLOCK_TOKENS = 16
 class Difference:
     """An event at which the replay decided differently from the log."""
 
-    number: int  # of the event
-    at_s: float  # since the first event
+    number: int  # number of the event
+    at_s: float  # seconds since the first event
     logged: tuple[str, ...]
     replayed: tuple[str, ...]
 
 
 class LoggedArrival(NamedTuple):
     request: Request
-    keys: Sequence[BlockKey]  # of the prompt's full blocks
+    keys: Sequence[BlockKey]  # keys of the prompt's full blocks
     block_tokens: int
 
 
@@ -47,7 +47,7 @@ class Replay:
     num_decisions: int = 0
     first_s: float | None = None
     now: float = 0.0
-    differences: list[Difference] = field(default_factory=list)  # the first ones
+    differences: list[Difference] = field(default_factory=list)  # only the first differences
     num_differences: int = 0
     arrivals: list[LoggedArrival] = field(default_factory=list)
     ended: dict[str, tuple[RequestRecord, tuple[str, ...]]] = field(default_factory=dict)
@@ -129,7 +129,8 @@ def trace_lines(
         request = arrival.request
         num_full = request.num_prompt_tokens // TRACE_BLOCK_TOKENS
         names = _trace_blocks(arrival)
-        names += [(number, place) for place in range(len(names), num_full)]  # shared by no other
+        # ids that no other prompt shares
+        names += [(number, place) for place in range(len(names), num_full)]
         length = output_tokens.get(request.request_id, 0) or request.sampling.max_tokens
         row: dict[str, Any] = {
             "chat_id": number,
@@ -148,7 +149,7 @@ def trace_lines(
 
 
 def _trace_blocks(arrival: LoggedArrival) -> list[Any]:
-    """Names for the blocks of a trace that the prompt's full blocks consist of."""
+    """Returns ids for the blocks of a trace that make up the prompt's full blocks."""
     size, keys = arrival.block_tokens, arrival.keys
     if size and TRACE_BLOCK_TOKENS % size == 0:
         each = TRACE_BLOCK_TOKENS // size

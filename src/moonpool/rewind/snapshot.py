@@ -79,12 +79,13 @@ class _Writer:
     def __init__(self, extra: Iterable[Any]) -> None:
         self._extra = {_name(each) for each in extra}
         self._numbers: dict[int, int] = {}  # by identity
-        self._objects: list[Any] = []  # kept, so that identities stay theirs
+        # keeps the objects alive, so that no other object gets the id of one
+        self._objects: list[Any] = []
 
     def write(self, root: object) -> bytes:
         self._number(root)
         nodes = []
-        for each in self._objects:  # grows while it is read
+        for each in self._objects:  # the list grows while it is read
             nodes.append(self._node(each))
         return msgspec.msgpack.encode(nodes)
 
@@ -168,7 +169,7 @@ class _Reader:
         self._nodes = nodes
         self._extra = {_name(each): each for each in extra}
         self._made: list[Any] = [_UNSET] * len(nodes)
-        self._ints: dict[int, int] = {}  # equal ones are one object, as in the prefix index
+        self._ints: dict[int, int] = {}  # makes equal ints one object, as in the prefix index
 
     def read(self) -> Any:
         for number, node in enumerate(self._nodes):

@@ -252,7 +252,7 @@ class AttemptLifecycle:
         instance accepts any decode."""
         scheduler, attempt = self._scheduler, request.attempt
         if attempt.max_step_s is not None or attempt.slo.tbt_s == float("inf"):
-            return ""  # the request waits for a batch instead, or has no SLO
+            return ""  # the request waits for a batch instead of being rejected, or has no SLO
         if not scheduler.running and not scheduler.joining:
             return ""
         step_s = scheduler.step_s_with(request)
@@ -398,7 +398,8 @@ class AttemptLifecycle:
         seconds /= num_steps
         if self._config.learning:
             context_tokens += len(step) * (num_steps - 1) // 2
-            stages = self._config.micro_batches  # each micro-batch has about as many decodes
+            # each micro-batch has about the same number of decodes
+            stages = self._config.micro_batches
             expected_s = self._cost.decode_step_s(stages * len(step), stages * context_tokens)
             self._scheduler.decode_factor.observe(seconds, expected_s)
         return seconds
@@ -415,7 +416,7 @@ class AttemptLifecycle:
     def _end_prefill(self, request: RequestState, token: Token) -> None:
         """Reports the first token and hands the request over to its decode instance."""
         finish = request.finish_reason(self._eos)
-        request.tokens.pop()  # the decode instance computes the newest token
+        request.tokens.pop()  # the decode instance computes the newest token again
         attempt_id = request.attempt_id
         self._actions_out.report(PrefillDone(attempt_id=attempt_id, token=token, finish=finish))
         self._scheduler.remove(request)

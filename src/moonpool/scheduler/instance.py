@@ -290,7 +290,7 @@ class Instance:
         self._actions_out.report(self._kv_cache.take_snapshot())
 
     def _on_switch_role(self, command: SwitchRole) -> None:
-        # attempts are not affected, because their commands have all they need
+        # running attempts go on, because their commands have all they need
         self.role = command.role
         self._actions_out.report(RoleChanged(role=self.role))
 

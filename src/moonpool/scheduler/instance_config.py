@@ -25,7 +25,7 @@ class InstanceConfig(Struct, frozen=True):
     prefix_caching: bool = True
     eviction: PolicyName = "lru"
     batching: Batching = "chunked"
-    # most steps in progress at a time: more than one for the stages of a pipeline
+    # most steps in progress at a time; more than one if the stages of a pipeline overlap
     max_steps_in_flight: int = 1
     micro_batches: int = 1  # number of steps that divide the decodes evenly: one per stage
     # KVCache tokens that the engine's own memory holds; 0 means the whole pool

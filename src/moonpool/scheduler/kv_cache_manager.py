@@ -98,13 +98,13 @@ class KVCacheManager:
         self.store_shared = config.store_shared and self.tier is not None
         self._prefix_caching = config.prefix_caching
         self._kept_tokens = config.kept_tokens
-        # whether all layers have a window, so that tokens before the last ones are not seen
+        # whether all layers have a window, so that earlier tokens are not needed
         self.has_windows = config.kept_tokens > 0
         self.continuations: Continuations | None = None
         if config.speculative is not None:
             self.continuations = Continuations(self.pool, layout.block_tokens)
         self._next_sequence = 0
-        # blocks that requests have found again; None without a tier to copy them to
+        # blocks that requests have found again, or None if there is no tier to copy them to
         self._reused: list[BlockId] | None = None
         if self.tier is not None and config.ssd_write_ahead and not config.store_shared:
             self._reused = []
@@ -167,7 +167,7 @@ class KVCacheManager:
 
     def acquire_arrived(self, request: RequestState) -> None:
         """Holds the cached blocks of a waiting request's prefix, with gaps while more arrive."""
-        if not request.fetching:  # blocks that a transfer still writes must stay held
+        if not request.fetching:  # blocks that a transfer may still write must stay held
             self.pool.release(request.fetch_owner)
         if request.arriving:
             found = self.pool.find_all(request.keys[: self.max_cached_blocks(request)])

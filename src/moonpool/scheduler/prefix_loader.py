@@ -55,8 +55,8 @@ class _Read:
 class PrefixLoader:
     """Owns the fetches, loads and look-ups of waiting requests, and the reads of peers.
 
-    The scheduler holds the requests: it skips a request while `arriving` is set, unless
-    `LayerwiseOverlap` lets the request compute early.
+    The scheduler holds the requests: it skips a request while `RequestState.arriving` is true,
+    unless `LayerwiseOverlap` lets the request compute early.
     """
 
     def __init__(
@@ -82,10 +82,11 @@ class PrefixLoader:
         # factor by which loads take longer than `cost` predicts
         self._load_factor = LearnedFactor()
         self._learning = learning
-        self._num_doubted = 0  # number of loads that pay by `cost`, but not by the learned factor
+        # number of loads that would pay by `cost`, but not with the learned factor
+        self._num_doubted = 0
         # id of a load -> requests that wait for it
         self._waiting_for: dict[str, list[RequestState]] = {}
-        self._reads: dict[str, _Read] = {}  # peers' reads that wait for loads
+        self._reads: dict[str, _Read] = {}  # reads of peers that wait for loads
 
     # Requests of this instance
 

@@ -109,7 +109,7 @@ class RequestState:
     lookup_start: int | None = None  # index in `keys` from which a shared store is looked up
     fetched_blocks: list[BlockId] = field(default_factory=list)
     fetch_first_index: int = 0  # index in `keys` of the first fetched block
-    # whether the attempt has ended while transfers or steps may still touch its blocks
+    # whether the attempt has ended, while transfers or steps may still use its blocks
     closing: bool = False
     started: bool = False  # whether PrefillStarted was reported
     # blocks present or arriving when the request began to compute early; 0 without overlap
@@ -128,11 +128,11 @@ class RequestState:
     stream_broken: bool = False
     # account of its tenant, or None if the request is in no queue of the scheduler
     account: TenantAccount | None = None
-    aged_s: float = 0.0  # time from which the request counts as one of the best priority
+    aged_s: float = 0.0  # the time from which the request counts as one of the best priority
     # drafts (guessed tokens) in the step in progress; not part of `tokens`
     drafts: tuple[int, ...] = ()
     draft_task: DraftTask | None = None  # work of the draft model in the step in progress
-    speculation: DraftState | None = None  # None if the request was never offered a draft
+    speculation: DraftState | None = None  # None if the request was never given a draft
 
     @property
     def attempt_id(self) -> AttemptId:

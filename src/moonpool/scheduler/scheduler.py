@@ -240,7 +240,8 @@ class Scheduler:
         lacking = [r for r in self.running if r.tokens.size > len(r.block_ids) * block_tokens]
         for request in lacking:
             if request.phase is not RequestPhase.RUNNING or not request.num_uncomputed:
-                continue  # just preempted, or all tokens of the request are in steps in progress
+                # the request was just preempted, or all its tokens are in steps in progress
+                continue
             while not self._kv_cache.grow(request, request.tokens.size):
                 # A prefill that hands over never lacks blocks, so the last victim is `request`.
                 idle = (
@@ -320,7 +321,7 @@ class Scheduler:
         assert self._newest_joining is not None
         newest = self._newest_joining.attempt
         if newest.slo == attempt.slo and newest.max_step_s is not None:
-            max_step_s = newest.max_step_s  # the Conductor has learned a new limit since
+            max_step_s = newest.max_step_s  # the Conductor has sent a new limit since
         context_tokens = sum(r.tokens.size for r in self.running) + request.tokens.size
         seconds = self.cost.decode_step_s(len(self.running) + 1, context_tokens)
         return seconds * self.decode_factor.value <= max_step_s
@@ -345,7 +346,7 @@ class Scheduler:
                 break
             if request.arriving:
                 if not self._allocate_overlapping(request):
-                    skipped.append(self.waiting.popleft())  # later requests pass this one meanwhile
+                    skipped.append(self.waiting.popleft())  # later requests may pass this one
                     continue
             elif not self._allocate(request):
                 break
@@ -405,7 +406,7 @@ class Scheduler:
         request.phase = RequestPhase.RUNNING
         self.running.append(request)
         if request.started or request.has_first_token:
-            return  # the request was preempted before
+            return  # the request was preempted earlier in this step
         request.num_reused = request.num_computed
         if not request.overlapping:
             request.report_started(self._actions_out, request.num_computed)

@@ -259,7 +259,7 @@ class Demotion:
             slot, key = store.slots[index], store.keys[index]
             if not tier.fill(slot, key, store.depths[index], store.owners[index]):
                 void.append(slot)
-        if event.hung:  # the hung disk could overwrite what is written to these slots next
+        if event.hung:  # a hung disk could later overwrite new content of these slots
             tier.slots.release_some(owner, store.slots[:num_stored])
             tier.slots.hand_over(owner, BlockOwner("hung:store", event.store_id))
             self._hung[event.store_id] = store.slots[num_stored:]

@@ -19,7 +19,7 @@ from moonpool.types import BlockKey
 
 UNBOUNDED_BLOCKS = 1 << 40
 _OWNER = BlockOwner("work")
-_REPORT_EVERY = 1024  # in prompts; a pool queues its changes until a caller takes them
+_REPORT_EVERY = 1024  # number of prompts; a pool queues its changes until a caller takes them
 
 
 class PromptBlocks(NamedTuple):

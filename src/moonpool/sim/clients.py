@@ -46,7 +46,7 @@ class Clients:
         self._held: Arrival | None = None
         self._most_programs = most_programs
         self.num_sent = 0
-        self.num_to_come = 0  # calls whose tools run, and calls to retry
+        self.num_to_come = 0  # number of calls that wait for a call that was given up
         self.num_never_sent = 0  # calls that wait for a call that was given up
         self.has_more = True
 

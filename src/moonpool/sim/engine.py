@@ -32,8 +32,8 @@ NO_DRAFTS: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 @dataclass(slots=True)
 class EngineFigures:
-    """The totals of one engine. A bubble is the idle time between two steps. Tokens are `outside`
-    if the cost was not measured for a prompt, or a batch of decodes, of this size."""
+    """The totals of one engine. A bubble is the idle time between two steps. Tokens count as
+    outside if the cost was not measured for a prompt, or a batch of decodes, of this size."""
 
     num_steps: int = 0
     busy_s: float = 0.0  # time of one stage; stages are equal, but the first has the draft model
@@ -64,8 +64,9 @@ class _Repeated:
 class _Held:
     """A step that cannot end before the blocks that it reads have arrived."""
 
-    layer_s: float  # least compute time left after the last block arrived
-    ended: StepEnded | None = None  # set by the first of end of compute and release
+    layer_s: float  # least time to compute after the last block has arrived
+    # set by whichever comes first, the end of computing or the release
+    ended: StepEnded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class SimEngine:
         held = self._held
         assert held is not None
         self._held = None
-        if held.ended is None:  # while the step is still computed, `_end_held` ends it later
+        if held.ended is None:  # as long as the step is still computed, `_end_held` ends it later
             held.ended = StepEnded((), 0.0, missed)
             return
         self._free_s[0] = self._clock.now + held.layer_s

@@ -67,7 +67,7 @@ class Link:
         self.name = name
         self.bytes_per_s = bytes_per_s
         self.peak_flows = 0
-        self._flows: dict[Flow, None] = {}  # the moving flows, in order of joining
+        self._flows: dict[Flow, None] = {}  # the flows under way, in the order in which they joined
         self.num_bound = 0  # number of flows whose bottleneck is this link
         self._used = 0.0  # sum of the flows' rates
         self._banked_bytes: float = 0  # an exact int until a flow is cancelled
@@ -136,7 +136,7 @@ class Flow:
         self.state = FlowState.STARTING
         self.started_s = network.clock.now
         self._left_bytes: float = num_bytes
-        self._settled_s = self.started_s  # the time for which _left_bytes holds
+        self._settled_s = self.started_s  # the time at which `_left_bytes` was computed
         self._rate = 0.0
         self._bottleneck: Link | None = None  # None if limit_bytes_per_s is the limit
         self._timer: Timer | None = None
@@ -183,8 +183,8 @@ class Network:
         self.clock = clock
         self.links: dict[str, Link] = {}
         self.num_rerated = 0  # number of computed rates, the cost of fair sharing
-        self._new_flows: dict[Flow, None] = {}  # to rate at the end of this instant
-        self._changed_links: dict[Link, None] = {}  # to rate with their bound flows
+        self._new_flows: dict[Flow, None] = {}  # flows to rate at the end of this instant
+        self._changed_links: dict[Link, None] = {}  # links whose bound flows are to be rated
         self._rerate_timer: Timer | None = None
 
     def add_link(self, name: str, bytes_per_s: float) -> Link:
@@ -391,7 +391,7 @@ def _fill(region: dict[Flow, None]) -> dict[Link, None]:
         link._level = inf
         heap.append((spare / link._num_open if spare > 0.0 else 0.0, order, link))
     heapify(heap)
-    limited.sort(key=_limit_of, reverse=True)  # the lowest limit comes last
+    limited.sort(key=_limit_of, reverse=True)  # the lowest limit comes last in the list
     while heap:
         level, order, link = heap[0]
         num_open = link._num_open
@@ -400,7 +400,8 @@ def _fill(region: dict[Flow, None]) -> dict[Link, None]:
             continue
         spare = link._spare
         level_now = spare / num_open if spare > 0.0 else 0.0
-        if level_now > level:  # computed before other flows of this link stopped rising
+        # this level was computed before other flows of the link stopped rising
+        if level_now > level:
             heapreplace(heap, (level_now, order, link))
             continue
         if limited and limited[-1].limit_bytes_per_s <= level_now:
@@ -425,7 +426,7 @@ def _stop_rising(flow: Flow, rate: float, bottleneck: Link | None) -> None:
     for link in flow.path:
         link._spare -= rate
         link._num_open -= 1
-        link._top = rate  # rates come in rising order
+        link._top = rate  # the highest rate so far, because rates come in rising order
 
 
 def _uncertified(region: dict[Flow, None], links: dict[Link, None]) -> dict[Flow, None]:

@@ -28,7 +28,8 @@ class _Program:
     failed: bool = False
     input_tokens: int = 0
     recomputed_tokens: int = 0
-    keys: set[Any] = field(default_factory=set)  # blocks computed for this program
+    # keys of the blocks that were computed for this program
+    keys: set[Any] = field(default_factory=set)
     sessions: list[str] = field(default_factory=list)
 
     def take(self, inner: _Program) -> None:
@@ -55,8 +56,9 @@ class ProgramFigures:
         self.num_failed = self.num_calls = self.num_retries = 0
         self.input_tokens = self.recomputed_tokens = 0
         self._block_tokens = block_tokens
-        self._programs: dict[str, _Program] = {}  # by the first agent's session
-        self._roots: dict[str, str] = {}  # root by session
+        self._programs: dict[str, _Program] = {}  # programs by the session of their first agent
+        # maps a session to the session of its program's first agent
+        self._roots: dict[str, str] = {}
 
     @property
     def num_under_way(self) -> int:

@@ -48,7 +48,7 @@ class SimInstance:
         self.info = info
         self.instance = instance
         self._pool = instance.pool
-        self.held_block_s: dict[Role, float] = {}  # KVCache occupation, blocks x seconds
+        self.held_block_s: dict[Role, float] = {}  # KVCache occupation by role, in blocks x seconds
         self.role_s: dict[Role, float] = {}  # time in each role
         self.busy_s: dict[Role, float] = {}  # compute time in each role, complete after `note_role`
         self._clock = clock

@@ -102,14 +102,15 @@ class Simulation:
         self.past_nodes: list[SimInstance] = []  # instances that a restart replaced
         self.last_arrival_s = self.last_end_s = 0.0
         self.announced: list[tuple[float, str]] = []
-        self.wanted: list[tuple[float, int, int]] = []  # (seconds, prefill, decode)
+        self.wanted: list[tuple[float, int, int]] = []  # entries are (seconds, prefill, decode)
         self.timeline = Timeline(POOL_SERIES, settings.sample_s)
         self._perturbation = Perturbation(settings.noise, settings.slow, settings.recorded)
         self._latency_s = hardware.control_latency_s
         self._rng = Random(self.seed)
         self._messengers: dict[InstanceId, SimMessenger] = {}
         self._links: dict[InstanceId, NodeLinks] = {}
-        self._num_output_tokens: dict[str, int] = {}  # str keys: a `RequestId` costs a call
+        # the keys are str, because a `RequestId` would cost a call
+        self._num_output_tokens: dict[str, int] = {}
         self._num_prompt_tokens: dict[str, int] = {}
         self._tick_s, self._busy_s = inf, 0.0
         self.clients = self._clients()
@@ -422,7 +423,8 @@ class Simulation:
         While all programs pause, ticks become rarer with time, until the next call."""
         now = self.clock.now
         scales = self.config.conductor.autoscale and self.clients.has_more
-        states = self.conductor.instances.values()  # read only where no request is under way
+        # the states are read only where no request is under way
+        states = self.conductor.instances.values()
         if self._num_output_tokens or scales or any(state.drain for state in states):
             self._busy_s = now
         elif not self.clients.in_pause:

@@ -99,7 +99,8 @@ class _Stream:
     num_bytes: int = 0
     finished: bool = False
     ended: bool = False
-    early: list[Sequence[tuple[int, BlockId]]] | None = None  # sent before the receiver was ready
+    # slices that were sent before the receiver was ready
+    early: list[Sequence[tuple[int, BlockId]]] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ class SimMessenger:
         peers: dict[InstanceId, SimMessenger],
     ) -> None:
         self.figures = TransferFigures()
-        self.gone = False  # True when its instance has left
+        self.gone = False  # whether this instance has left
         self._id = instance_id
         self._clock = network.clock
         self._network = network

@@ -103,7 +103,8 @@ def _with_progress(
 
 
 def _policy_name(policy: Any) -> str | None:
-    """Returns the name under which a policy stands in the configuration and the figures."""
+    """Returns the name under which a policy stands in the configuration and the figures, or None if
+    no policy is given."""
     if policy is None or isinstance(policy, str):
         return policy
     named = policy if hasattr(policy, "__qualname__") else type(policy)

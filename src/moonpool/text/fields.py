@@ -45,7 +45,7 @@ class Fields:
         return name in self._values
 
     def has(self, name: str) -> bool:
-        """Whether it has a value."""
+        """Whether the field has a value."""
         return self._values.get(name) is not None
 
     def renamed(self, aliases: Mapping[str, str]) -> Fields:
@@ -115,7 +115,7 @@ class Fields:
         return self._list(name, str, "texts")
 
     def number(self, name: str, default: float | None = None, or_zero: bool = False) -> float:
-        """A finite number above 0, or also 0."""
+        """A finite number above 0, or 0 if that is allowed."""
         value = self._values.get(name)
         if value is None:
             value = default

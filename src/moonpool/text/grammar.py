@@ -130,7 +130,7 @@ _BRACE = ord("{")
 
 @cache
 def _single_bytes() -> LLTokenizer:
-    return LLTokenizer("byte")  # takes a few milliseconds, so once
+    return LLTokenizer("byte")  # made once, because this takes a few milliseconds
 
 
 class _LlguidanceVocabulary(TokenizerWrapper):

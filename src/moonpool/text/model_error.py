@@ -15,9 +15,9 @@ LARGEST = {
     "sliding_window": LARGEST_TOKEN,
 }
 LARGEST_SIZE = 1 << 24
-LARGEST_EXPERTS = 1 << 17  # of all layers together
+LARGEST_EXPERTS = 1 << 17  # the most experts of all layers together
 LARGEST_NUMBER = 1e30
-"""No model has numbers near these. A larger number would fill the memory before any weight is
+"""No model has numbers near this one. A larger number would fill the memory before any weight is
 read."""
 
 

@@ -1,4 +1,5 @@
-"""The folder of a model: where it is, and what its small files say. The module needs no torch."""
+"""The folder of a model: its place, and the content of its small files. The module needs no
+torch."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def file_in(folder: Path, name: str) -> Path:
     try:
         own, target = folder.resolve(), path.resolve()
         path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name of no file
+    # raised for a loop of links, or for a name that no file can have
+    except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{folder} has no file {shown_name(name)}: {reason}") from None
     blobs = own.parent.parent / "blobs"

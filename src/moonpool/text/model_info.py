@@ -46,7 +46,7 @@ class ModelInfo:
     sampling: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hidden_size: int = 0
-    pooling: Pooling = "none"  # of its embeddings; "none": this engine computes none
+    pooling: Pooling = "none"  # how embeddings are made; "none" if this engine computes none
     adapters: tuple[AdapterInfo, ...] = ()
 
 
@@ -61,7 +61,9 @@ def read_model_info(name: str) -> ModelInfo:
     return ModelInfo(
         vocab_size,
         tuple(end for end in dict.fromkeys(ends) if end < vocab_size),
-        0,  # the external engine reports it: RoPE scaling extends the number in config.json
+        # unknown: the external engine reports it, because RoPE scaling extends the number in
+        # config.json
+        0,
         str(folder),
         sampling_defaults(folder),
     )

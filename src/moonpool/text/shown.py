@@ -12,7 +12,7 @@ _LIMITS.maxstring = _LIMITS.maxother = _LIMITS.maxlong = MAX_CHARS
 
 
 def shown(value: object) -> str:
-    """The value as Python writes it, cut where it is long."""
+    """The value as Python writes it, cut if it is long."""
     text = _LIMITS.repr(value)
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
 

@@ -102,7 +102,7 @@ class Tokenizer(Vocabulary, Protocol):
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
-        /,  # so that a template argument may have any name
+        /,  # positional only, so that a template argument may have any name
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         **template_arguments: Any,

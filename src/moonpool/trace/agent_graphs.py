@@ -77,7 +77,7 @@ class GraphParser:
             row = self._decode(line)
         except MALFORMED as error:
             raise LineError(explain(line, _GraphLine, "agentic", error)) from None
-        if row.schema == SCHEMA:  # the header of a second file that follows the first
+        if row.schema == SCHEMA:  # this is the header of a second file that follows the first
             if row.block_size != self.block_tokens:
                 raise LineError(f"block_size is {row.block_size}, before it {self.block_tokens}")
             return OTHER_LINE

@@ -89,7 +89,7 @@ class Turn:
         self.input_tokens = row.input_tokens
         self.output_tokens = row.output_tokens
         self.hit_blocks = hit_blocks
-        self.index = index  # number of the turn, 1 for a first turn
+        self.index = index  # number of the turn; the first turn has 1
 
 
 class TurnTracker:

@@ -279,7 +279,8 @@ _EVENING = (
 # fmt: on
 SHIFTING_DAY = Mix(
     name="shifting-day",
-    day_s=7_200.0,  # 24 hours of five minutes each, to be simulated in a minute
+    # each of the 24 hours lasts five minutes, so that a day is simulated in a minute
+    day_s=7_200.0,
     kinds=(
         MixComponent(profile=DOCUMENTS, by_hour=_MORNING),
         MixComponent(profile=CHATS, by_hour=_EVENING),

@@ -2,7 +2,7 @@
 have run.
 
 Pure: the driver tells what ended, and gets what starts then and after how long. The simulator and
-`replay` share it, and so what a client does that is refused (`retry_after_s`).
+`replay` share this module, so that refused clients do the same in both (`retry_after_s`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class ClosedLoop(Generic[T]):
     """The calls that were read and have not ended."""
 
     def __init__(self) -> None:
-        # calls that wait, by the call that they wait for
+        # maps a call to the calls that wait for it
         self._open: dict[str, list[_Waiting[T]]] = {}
         self._failed: set[str] = set()
-        self.num_dropped = 0  # number of calls of programs that were abandoned
+        self.num_dropped = 0  # number of dropped calls of abandoned programs
         self.num_waiting = 0
 
     def drops(self, call: T) -> bool:
@@ -64,13 +64,13 @@ class ClosedLoop(Generic[T]):
         return True
 
     def add(self, call: T) -> bool:
-        """Notes that a call was read. Whether it starts at its own time."""
+        """Notes that a call was read. Returns whether the call starts at its own time."""
         if not call.call:
             return True
         missing = [name for name in call.after if name in self._open]
         self._open[call.call] = []
         if call.after and not missing:
-            return True  # the calls before it ended before it was read
+            return True  # the calls for which it waits had ended before it was read
         waiting = _Waiting(call, len(missing))
         for name in missing:
             self._open[name].append(waiting)

@@ -94,7 +94,7 @@ class ProgramLines:
         self._names = ProgramNames()
 
     def begin(self) -> None:
-        """A pass over the file begins: names are free again."""
+        """Notes that a pass over the file begins, so that all names are free again."""
         self._names = ProgramNames()
 
 
@@ -155,7 +155,8 @@ class WekaParser(ProgramLines):
                 continue
             num_input, num_output = whole_length(request, "in"), whole_length(request, "out")
             begin_s = duration(request, "t") or 0.0
-            if not num_input or not num_output:  # the call is counted, and no call waits for it
+            # the call is counted, but no other call waits for it
+            if not num_input or not num_output:
                 rows.append(ParsedRow(UNTIMED, 0, 0, session=session, after=waits_for))
                 continue
             think_s = duration(request, "think_time")
@@ -187,7 +188,7 @@ class WekaParser(ProgramLines):
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise LineError(f"hash_ids of a request of {session} is not a list of integers")
         num_blocks = -(-num_tokens // self.block_tokens)
-        if not ids:  # then each prompt of the agent continues the previous one
+        if not ids:  # without ids, each prompt of the agent continues the previous one
             return tuple(block_id(f"{session}//{i}".encode()) for i in range(num_blocks))
         if len(ids) < num_tokens // self.block_tokens or len(ids) > num_blocks:
             raise LineError(
@@ -196,7 +197,7 @@ class WekaParser(ProgramLines):
         root = session.partition("/")[0]
         found = [block_id(f"tools/{num_shared}/{one}".encode()) for one in ids[:num_shared]]
         found += [block_id(f"{root}/{one}".encode()) for one in ids[num_shared:]]
-        if len(found) < num_blocks:  # the id of the last, partial block
+        if len(found) < num_blocks:  # adds the id of the last, partial block
             found.append(block_id(f"{session}/{num_tokens}/{ids[-1] if ids else 0}/end".encode()))
         return tuple(found)
 

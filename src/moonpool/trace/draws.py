@@ -76,7 +76,7 @@ class BurstClock:
         self._long = _two_rates(profile.burst_long_cv2)
         self._is_even = profile.burst_short_cv2 == profile.burst_long_cv2 == 0
         self._number = -1
-        self._even_s = 0.0  # end of the current period
+        self._even_s = 0.0  # time at which the present period ends
         self._real_s = 0.0
         self._rate = 1.0
         self._long_rate = 1.0
@@ -106,7 +106,7 @@ class DayClock:
         self._by_hour = by_hour
         self._hour_s = day_s / len(by_hour)
         self._hour = 0
-        self._even_s = by_hour[0] * self._hour_s  # end of the current hour
+        self._even_s = by_hour[0] * self._hour_s  # time at which the present hour ends
 
     def real_s(self, even_s: float) -> float:
         """The real time of `even_s`, which must not decrease between calls."""

@@ -32,7 +32,7 @@ _EDGE_SHARE = 0.3  # share of the duration that is left out at either end
 _SHARED_FAN_OUT = 16  # number of different continuations that make a prefix a shared prompt
 _MAX_TURN_SHARES = 6
 _MIN_SAMPLES = 20
-_TOOL_GAP_S = 10.0  # pauses below this are tools, because a person does not read and write faster
+_TOOL_GAP_S = 10.0  # shorter pauses are tools, because a person does not read and write so fast
 _MIN_TOOL_SHARE = 0.05
 
 

@@ -51,8 +51,8 @@ def generate(
     profile.
 
     `closed_loop`: whether sessions are programs, in which each turn waits for the previous one, and
-    a gap begins at that one's end. Only sessions that begin within the trace have rows in it.
-    Raises TraceError.
+    a gap begins at the end of the previous turn. Only sessions that begin within the trace have
+    rows in it. Raises TraceError.
     """
     check_profile(profile)
     _check_limits(num_requests, duration_s, rate_rps)
@@ -174,7 +174,7 @@ class _Session:
         self.calls_tool = False
         self.repeats = False
         self.ids: list[int] | None = None
-        self.hash_ids: tuple[int, ...] = ()  # block ids of its last row
+        self.hash_ids: tuple[int, ...] = ()  # block ids of the session's last row
 
     @property
     def length_class(self) -> int:

@@ -48,7 +48,7 @@ USAGE = frozenset({"usage", "usage_details", "token_usage", "usage_metadata", "t
 """Objects in which `input` and `output` are numbers of tokens."""
 _IN_USAGE = ("input", "prompt"), ("output", "completion")
 _CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
-"""Anthropic's `input_tokens` leaves these tokens of the prompt out."""
+"""Fields of prompt tokens that Anthropic's `input_tokens` leaves out."""
 
 MAX_DEPTH = 6
 MAX_OBJECTS = 500
@@ -73,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class JsonLogParser:
-    """Finds the requests of a log. A line that is none gives OTHER_LINE."""
+    """Finds the requests of a log. A line that is no request gives OTHER_LINE."""
 
     format = "log"
     header_lines = 0
@@ -147,7 +147,7 @@ class JsonLogParser:
         return row._replace(session=program, parent=_text(fields, "parent_program"))
 
     def _time(self, value: Any, place: _Place) -> int:
-        """Returns units of 100 ns. Raises LineError."""
+        """Returns the time in units of 100 ns. Raises LineError."""
         where = _dotted(place.holder, place.arrival)
         number = _number(value)
         if number is None:
@@ -242,7 +242,7 @@ def _place_of(objects: Objects) -> _Place | None:
 
 def _arrival_near(usage: tuple[str, ...], objects: Objects) -> tuple[tuple[str, ...], str] | None:
     """Returns the best name of an arrival in the objects around the usage, the innermost first, or
-    else in any other object."""
+    else in any other object; None if no object has one."""
     best: tuple[bool, int, int, tuple[str, ...], str] | None = None
     for path, fields in objects:
         name = _named(fields, ARRIVAL)
@@ -307,7 +307,7 @@ def _fits(fields: dict[str, Any], place: _Place) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """The number that a value is, or that its text is; infinity for one above all times."""
+    """The number that a value is, or that its text is; infinity for a number above all times."""
     if isinstance(value, str) and len(value) <= 40:
         try:
             value = float(value) if set(value) & set(".eEnN") else int(value)

@@ -64,7 +64,7 @@ _Length = (
     Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
     | Annotated[float, msgspec.Meta(ge=0, le=MAX_LENGTH_TOKENS)]
 )
-"""Programs write 12.0 where a column has gaps."""
+"""A length, which programs write as 12.0 where a column has gaps."""
 _Priority = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 

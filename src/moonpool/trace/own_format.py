@@ -96,7 +96,8 @@ class OwnParser:
             row.priority,
             row.call,
             row.after,
-            row.delay_s if row.after else None,  # a delay without calls would be one of its session
+            # a delay without calls would count as a pause of the session
+            row.delay_s if row.after else None,
             row.parent,
             row.tool,
             slo_class=row.slo_class,

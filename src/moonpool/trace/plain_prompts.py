@@ -3,7 +3,7 @@
 * A line with one prompt: AIPerf's `single_turn` and `random_pool` (`text` or `texts`), and the
   custom files of `vllm bench serve` (`prompt`, `output_tokens`).
 * ShareGPT's conversations: a list of messages `from` a human and from a model. Each answer becomes
-  a call as long as its text; `jq -c '.[]' FILE > FILE.jsonl` writes each on a line.
+  a call as long as its text; `jq -c '.[]' FILE > FILE.jsonl` writes each conversation on a line.
 
 Without times, all calls begin at once.
 """
@@ -31,7 +31,7 @@ def is_prompt(first: dict[str, Any]) -> bool:
     """Whether a file's first object is a prompt and what belongs to it."""
     if first.keys() <= _KNOWN:
         return any(name in first for name in _PROMPTS)
-    # vLLM's custom files may have further columns; a log would tell when a request came.
+    # vLLM's custom files may have further columns, but a log would state when each request came.
     return isinstance(first.get("prompt"), str) and not has_arrival(first)
 
 

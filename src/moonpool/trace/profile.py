@@ -56,8 +56,8 @@ class Branches(Struct, frozen=True):
     because they grew too long."""
 
     class_share: tuple[float, ...]  # share of follow-ups by length class of the previous prompt
-    kept_share: Quantiles  # share of the previous prompt's full blocks that is kept
-    new_share: Quantiles  # new tokens relative to the tokens cut off
+    kept_share: Quantiles  # share of the previous prompt's full blocks that a follow-up keeps
+    new_share: Quantiles  # new tokens of a follow-up, relative to the tokens that it cuts off
 
 
 class GeneratorProfile(Struct, frozen=True):

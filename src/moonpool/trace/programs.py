@@ -2,7 +2,7 @@
 
 A row of a program starts not at a given time, but when the rows that it waits for have ended and
 its tools have run. Rows are read in the order in which their programs begin, so that each row is
-read before the rows that it waits for have ended. `CallOrder.place` gives it the time of its
+read before the rows that it waits for have ended. `CallOrder.place` gives each row the time of its
 program. A row without a prompt or an answer is left out, and the calls that wait for it wait for
 the calls before it instead.
 
@@ -39,8 +39,8 @@ class _Session:
     call: str = ""
     ended: float | None = None
     num_calls: int = 0
-    num_tokens: int = 0  # tokens of prompt and answer of its last call
-    pause_s: float = 0.0  # time before calls that were left out since its last one
+    num_tokens: int = 0  # tokens of prompt and answer of the session's last call
+    pause_s: float = 0.0  # time of the calls that were left out since the session's last one
     blocks: list[int] = field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ class _Call:
 
 
 class CallOrder:
-    """Reads the rows of a file in an order in which none waits for a later one, once."""
+    """Reads the rows of a file once, in an order in which no row waits for a later one."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class CallOrder:
             return row.time
         times = [self._named[name].time for name in (*row.after, *row.alongside)]
         if session is not None and (after or not (times or session.call)):
-            times.append(session.time)  # without a call: the first calls were left out
+            # without a kept call, the first calls of the session were left out
+            times.append(session.time)
         if not times:
             return row.time if row.time != UNTIMED else 0.0
         return max(times) + (0.0 if after else (row.delay_s or 0.0) * self._units_per_s)
@@ -228,7 +229,7 @@ class _Row:
     time: float
     after: tuple[str, ...]
     session: str
-    follows: bool  # whether it waits for the previous row of its session
+    follows: bool  # whether the row waits for the previous row of its session
 
 
 @dataclass(slots=True, eq=False)
@@ -242,7 +243,8 @@ class CallGraph:
 
     _rows: list[_Row] = field(default_factory=list)
     _named: dict[str, int] = field(default_factory=dict)
-    _times: dict[str, float] = field(default_factory=dict)  # time of each session at its last row
+    # maps each session to the time of its last row
+    _times: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: ParsedRow) -> None:
         """Adds the next row of the file."""

@@ -51,8 +51,8 @@ LOG_PARSERS = (JsonLogParser, VllmLogParser)
 NAMING_PARSERS = (AgentParser, GraphParser, OwnParser)
 """In these formats, rows may name later rows."""
 _JSONL = ("mooncake", "bailian")
-_HEAD_ROWS = 100  # number of rows that decide between seconds and milliseconds
-_HEAD_BYTES = 32 << 20  # fewer rows decide if they are long
+_HEAD_ROWS = 100  # number of rows from which the unit is inferred, seconds or milliseconds
+_HEAD_BYTES = 32 << 20  # if rows are long, fewer of them decide
 
 MAX_LINE_BYTES = 8 << 20
 """Longer than any row: a million block ids of seven digits each."""
@@ -63,7 +63,7 @@ MAX_OTHER_LINES, OTHER_LINES_PER_ROW = 10_000, 100
 """A log with more lines that are not requests is another kind of file."""
 SAMPLE_ROWS = 8192
 """Rows of which the times decide about ticks."""
-_MIN_ROWS_PER_TIME = 1.05  # fewer equal times are chance, or do not matter
+_MIN_ROWS_PER_TIME = 1.05  # below this, equal times are chance, or do not matter
 _MIN_REGULAR = 0.95  # share of gaps that must be multiples of the tick
 _TOLERANCE = 0.01  # tolerance as a share of a tick
 
@@ -136,7 +136,8 @@ class _Scan:
         self.index: _Index | None = None
         self.head_times = array("d")
         self.has_programs = False
-        self.needs_order = False  # whether the lines alone do not tell times and prompts
+        # whether a line alone does not give the time and the prompt of its row
+        self.needs_order = False
 
 
 def open_trace(
@@ -476,7 +477,8 @@ def open_file(path: Path) -> BinaryIO:
     if head.startswith(b"\x1f\x8b"):
         file.close()
         raise TraceError(f"{path} is compressed; unpack it with gunzip first")
-    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)  # spreadsheet programs write this mark
+    # spreadsheet programs write a byte-order mark
+    file.seek(len(BOM_UTF8) if head == BOM_UTF8 else 0)
     return file
 
 

@@ -91,8 +91,9 @@ class _Draw:
         self._times: list[float] = []
         self._common = common
         self._fresh = count(first_free)
-        self._names: dict[tuple[int, int], int] = {}  # (block of the trace, slot)
-        self._last_slot: dict[int, int] = {}  # last slot of a block of the trace
+        # ids of the draw by (block of the trace, slot)
+        self._names: dict[tuple[int, int], int] = {}
+        self._last_slot: dict[int, int] = {}  # the last slot of each block of the trace
         self._drawn: set[int] = set()  # rows of the trace that were drawn
         self._replaced: set[int] = set()  # rows of the draw whose prefix another row continues
 

@@ -155,7 +155,7 @@ class ProgramParser(Protocol):
     def units_per_s(self) -> float: ...
 
     def begin(self) -> None:
-        """Is told that a pass over the file begins."""
+        """Called when a pass over the file begins."""
         ...
 
     def parse_program(self, line: bytes) -> Sequence[ParsedRow]:

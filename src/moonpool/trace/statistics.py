@@ -74,7 +74,7 @@ class Blocks(Struct, frozen=True):
     references: int
     distinct: int
     never_reused_share: float
-    never_reused_full_share: float  # share of full blocks only
+    never_reused_full_share: float  # share of the full blocks that are never reused
     hit_ratio_blocks: float
     hit_ratio_tokens: float
     mean_request_hit_ratio: float

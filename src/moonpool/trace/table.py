@@ -285,15 +285,15 @@ def _with_times(
 ) -> TableFormat:
     """Returns `table` with the unit of its times.
 
-    Dates, or numbers. Times since 1970 tell their unit by their size. Others are milliseconds as in
-    Mooncake's files, unless some have fractions.
+    The times are dates or numbers. Times since 1970 tell their unit by their size. Others are
+    milliseconds as in Mooncake's files, unless some have fractions.
     """
     column = header.index(table.time)
     try:
         cells = [row[column] for row in map(_cells, first_rows) if len(row) > column]
         times = [float(cell) for cell in cells]
     except LineError:
-        return table  # the first pass names the faulty row
+        return table  # the first pass reports the faulty row
     except ValueError:
         return msgspec.structs.replace(table, is_dated=True)
     latest = max(filter(isfinite, times), default=0.0)

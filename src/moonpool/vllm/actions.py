@@ -23,8 +23,8 @@ from moonpool.vllm.known_cache import PrefixCounts
 class EngineOutput:
     """One increment of a request's output; the last one has a `finish`.
 
-    `handle` is set in the only output of a prefill that hands over: it names the place of its
-    KVCache.
+    `handle` is set in the only output of a prefill that hands over: it names the place of the
+    prompt's KVCache.
     """
 
     attempt_id: AttemptId
@@ -74,14 +74,15 @@ class CacheExplained:
 
 @dataclass(frozen=True, slots=True)
 class SlotsChanged:
-    """The engine's slots, or its saved slots, have changed. `counters`: what was done to them."""
+    """The engine's slots, or its saved slots, have changed. `counters`: how often slots were saved,
+    restored and so on, by name."""
 
     counters: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """The events of the engine's cache are judged again."""
+    """Time has passed, so the events of the engine's cache are judged again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class PoolReady:
-    """The pool has the first `num_blocks` blocks of what `AwaitPool` names, and gets no more."""
+    """The pool has the first `num_blocks` of the blocks that `AwaitPool` names, and gets no more of
+    them."""
 
     attempt_id: AttemptId
     num_blocks: int

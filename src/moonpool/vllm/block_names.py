@@ -45,8 +45,8 @@ def salt_of(
     layout_fingerprint: bytes, tenant: str, adapter: str = "", always: bool = False
 ) -> str | None:
     """Returns the cache salt of a tenant's prompts to an adapter: their root key, which the events
-    then contain. `always`: whether a salt is returned for no tenant, too, because a pool names its
-    blocks by it."""
+    then contain. Returns None if no salt is needed. `always`: whether a salt is returned without a
+    tenant, too, because a pool names its blocks by the salt."""
     has_salt = salt_part(tenant) or adapter or always
     return root_key(layout_fingerprint, tenant, adapter).hex() if has_salt else None
 
@@ -83,13 +83,13 @@ class ExternalBlocks:
         self._root = root_key(layout_fingerprint, "")
         self._block_tokens = block_tokens
         self._keys: dict[ForeignHash, BlockKey] = {}
-        self._copies: dict[tuple[ForeignHash, str], int] = {}  # by hash and medium
+        self._copies: dict[tuple[ForeignHash, str], int] = {}  # number of copies by hash and medium
         self._media: dict[ForeignHash, int] = {}
         self._holders: dict[BlockKey, int] = {}  # number of block hashes with each key
         self._changes = Changes()
         self.other_block_tokens = 0
-        """The block size of the last event whose blocks have another one; 0 means that there was
-        none."""
+        """The block size of the last event whose blocks have another size than this engine's; 0
+        means that there was no such event."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -184,7 +184,8 @@ class AssumedBlocks:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._held: dict[BlockKey, None] = {}  # keys of the blocks, the least recently used first
+        # keys of the held blocks, with the least recently used first
+        self._held: dict[BlockKey, None] = {}
         self._changes = Changes()
 
     def __len__(self) -> int:

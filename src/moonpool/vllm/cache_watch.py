@@ -60,14 +60,15 @@ class CacheWatch:
     async def run(self, view: Callable[[], CacheView | None]) -> None:
         """Reads the events and the server's counters again and again. `view`: returns what is
         assumed now."""
-        await asyncio.sleep(LOOK_MS / 1e3)  # a connection takes a moment to be set up
+        # a new connection takes a moment until it receives events
+        await asyncio.sleep(LOOK_MS / 1e3)
         while True:
             if self._reader is not None:
                 await self._look_at(self._reader)
             try:
                 counts = await self._dialect.counts()
             except VllmError:
-                counts = None  # the server's health is watched elsewhere
+                counts = None  # another part watches the server's health
             if counts is not None:
                 self._post(PrefixesCounted(counts))
                 self._compare(view())

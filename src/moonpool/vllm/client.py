@@ -133,12 +133,13 @@ class VllmClient:
             return None
         if not isinstance(found, dict) or self.rank is None:
             return found if isinstance(found, dict) else None
-        names = sorted(found, key=lambda name: (len(name), name))  # may begin above 0
+        # the numbers of ranks may begin above 0
+        names = sorted(found, key=lambda name: (len(name), name))
         return {name: found[name] for name in names[self.rank : self.rank + 1]}
 
     async def forward(self, path: str, body: bytes, traceparent: str = "") -> AsyncGenerator[bytes]:
         """Yields the parts of a response to a client's own body: each event of a stream, or the
-        whole response. The first one begins with a line, the content type. Raises VllmError."""
+        whole response. The first part begins with a line, the content type. Raises VllmError."""
         with _told():
             async with self._http.stream("POST", path, body, _traced(traceparent)) as response:
                 kind = response.headers.get(b"content-type", b"application/octet-stream")

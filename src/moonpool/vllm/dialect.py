@@ -79,8 +79,8 @@ def completion_body(
 ) -> bytes:
     """Returns the body of the request for one attempt.
 
-    Tokens generated before a fault are part of the prompt. The seed changes then, so later draws
-    are as random but not the same. Raises DialectError.
+    Tokens generated before a fault are part of the prompt. The request then has another seed, so
+    later draws are as random but not the same. Raises DialectError.
     """
     work, sampling = submit.attempt, submit.attempt.sampling
     num_done = len(work.token_ids) - work.num_prompt_tokens
@@ -283,6 +283,7 @@ def _top(
 def _finish(reason: str | None) -> FinishReason | None:
     if reason is None:
         return None
-    if reason not in _FINISHES:  # such as abort, or error if no KVCache could be fetched
+    # other reasons are, for example, abort, or error if no KVCache could be fetched
+    if reason not in _FINISHES:
         raise DialectError(f"it ended the output early ({reason[:50]})")
     return _FINISHES[reason]

@@ -28,7 +28,7 @@ from moonpool.vllm.block_names import (
 log = logging.getLogger("moonpool.vllm")
 
 MAX_MESSAGE_BYTES = 64 << 20
-QUEUED = 100_000  # most queued batches; vLLM keeps as many
+QUEUED = 100_000  # most batches that are queued; vLLM keeps the same number
 REPLAY_S = 5.0  # longest time without a message from the server
 LOOK_MS, REPLAY_LOOK_MS = 2000, 250
 """How long to wait for events: normally, and when they are requested again because none arrive."""
@@ -36,7 +36,7 @@ Connection = Literal["none", "open", "refused"]
 """The state of the connection to a publisher; `refused` means that what listens there is no
 publisher."""
 _SEQ_BYTES = 8
-_END = -1  # a sequence number that means that nothing more is repeated
+_END = -1  # the sequence number that ends a replay
 _MAX_TOKEN = (1 << 32) - 1
 
 _FIELDS = {
@@ -100,7 +100,7 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
     if kind == "AllBlocksCleared":
         return ExternalBlocksCleared()
     if not _are_hashes(hashes) or fields.get("group_idx"):
-        return None  # a group other than the first has another kind of layers
+        return None  # groups other than the first have other kinds of layers
     medium = str(fields.get("medium") or "")
     if kind == "BlockRemoved":
         return ExternalBlocksRemoved(hashes=tuple(hashes), medium=medium)
@@ -119,7 +119,7 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
         if parent is None and not first:
             return None  # the block belongs to another client, or to a vLLM that names no salts
     if first and not _is_salt(first):
-        return None  # blocks with images and similar content
+        return None  # blocks with images and similar content are left out
     return ExternalBlocksStored(
         hashes=tuple(hashes),
         parent=parent,
@@ -200,7 +200,7 @@ class EventReader:
             socket.close()
 
     async def _watch(self, monitor: Any) -> None:
-        """Notes how the connection to the publisher is."""
+        """Notes the state of the connection to the publisher."""
         zmq = self._zmq
         failures = (
             zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -214,7 +214,8 @@ class EventReader:
                 self.connection = "open"
             elif event & failures:
                 self.connection = "refused"
-            elif event == zmq.EVENT_DISCONNECTED:  # a socket of another kind ends it at once
+            # a socket of another kind ends the connection at once
+            elif event == zmq.EVENT_DISCONNECTED:
                 self.connection = "none" if self.is_open else "refused"
 
     def _socket(self, kind: int) -> Any:
@@ -253,7 +254,7 @@ class EventReader:
         elif due is not None and number > due:
             await self._catch_up(due)
         if self._next is not None and number < self._next:
-            return  # already received from the replay endpoint
+            return  # the batch was already received from the replay endpoint
         if self._next is not None and number > self._next:
             self._post(CacheEventsReceived((), lost=True))
         self._pass_on(number, frames[-1])
@@ -274,7 +275,8 @@ class EventReader:
         whether there was a reply."""
         if not self.replay:
             return False
-        socket = self._connected(self._zmq.DEALER, self.replay)  # one request gets many replies
+        # because one request gets many replies
+        socket = self._connected(self._zmq.DEALER, self.replay)
         try:
             await socket.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:

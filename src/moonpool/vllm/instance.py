@@ -86,10 +86,11 @@ class _VllmRequestState:
     attempt: AttemptSpec
     keys: list[BlockKey]
     hands_over: bool
-    first_token: Token | None = None  # first token, which the prefill instance has drawn
+    first_token: Token | None = None  # the first token, if the prefill instance has drawn it
     submitted: bool = False
-    prefilling: bool = False  # whether its prompt is computed here and has no token yet
-    then: SubmitRequest | PrefillDone | None = None  # what follows once the pool has its blocks
+    prefilling: bool = False  # whether the prompt is computed here and has no token yet
+    # the action that follows when the pool has copied the blocks
+    then: SubmitRequest | PrefillDone | None = None
     fetched_blocks: int = 0
     generated: list[int] = field(default_factory=list)
 
@@ -200,7 +201,7 @@ class VllmInstance:
             case LeaveCluster():
                 self._actions.append(ExitProcess())
             case StopReceiving() | MarkReplicas() | PrefetchBlocks():
-                pass  # the engine itself fetches and evicts
+                pass  # nothing to do, because the engine itself fetches and evicts
         self._announce()
         actions, self._actions = self._actions, []
         return actions
@@ -271,7 +272,7 @@ class VllmInstance:
         fetch = command.fetch
         if self._pool is None or fetch is None or not request.keys:
             self._submit_prefill(request, submit)
-        else:  # a copy from the other host comes first, and then the prefill
+        else:  # the copy from the other host comes first, and the prefill after it
             request.then = submit
             keys = tuple(request.keys[: fetch.num_blocks])
             self._actions.append(AwaitPool(command.attempt.attempt_id, keys, fetch.source))
@@ -292,7 +293,7 @@ class VllmInstance:
 
     def _begin_prefill(self, request: _VllmRequestState, early: bool = False) -> None:
         """Reports the start of a prefill, as far as it can be seen from outside. `early`: whether
-        it may wait for other prompts first."""
+        the prefill may wait for other prompts first."""
         held, most = 0, (len(request.attempt.token_ids) - 1) // self.layout.block_tokens
         for key in request.keys[:most]:
             if not self._holds(key):
@@ -428,7 +429,7 @@ class VllmInstance:
         request.prefilling = False
         if self._step is not None:
             self._step.decodes_alone = False
-        self._last_step_s = None  # the time since the last step included a prefill
+        self._last_step_s = None  # no gap is known, because the last step included a prefill
         if next(iter(self._queue)) != request.attempt.attempt_id:
             self._begin_prefill(
                 request
@@ -451,12 +452,13 @@ class VllmInstance:
         if not output.tokens:
             self._fail(output.attempt_id, "vLLM ended the prefill without a token")
             return
-        # a stop token ended it, not the limit of one token
+        # the answer ended by a stop token, not by the limit of one token
         ends = output.finish is FinishReason.STOP
         handle = output.handle
         if not handle and self._pool is not None:
             handle = self._pool.handle
-        if not ends and not handle:  # otherwise the decode instance would silently recompute it
+        # without a handle, the decode instance would silently compute the prompt again
+        if not ends and not handle:
             self._fail(output.attempt_id, NO_HANDLE)
             return
         done = PrefillDone(
@@ -526,7 +528,8 @@ class VllmInstance:
 
     def _note_counts(self, counts: PrefixCounts) -> None:
         first = self._first_counts
-        if first is None or counts.queries < first.queries:  # the engine has restarted its counters
+        # smaller counters show that the engine has restarted
+        if first is None or counts.queries < first.queries:
             first = self._first_counts = counts
         hits = counts.hits - first.hits
         if self.role is Role.DECODE:  # the hits of a decode instance are what its connector fetches
@@ -551,7 +554,7 @@ class VllmInstance:
             self._step.outputs.pop(attempt_id, None)
             self._step.decodes_alone = False
         if not self._attempts:
-            self._last_step_s = None  # the next step does not follow this one directly
+            self._last_step_s = None  # the next step does not follow the last one directly
 
     def _holds(self, key: BlockKey) -> bool:
         """Whether vLLM can have the block without computing it."""

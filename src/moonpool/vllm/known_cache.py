@@ -1,10 +1,10 @@
 """Tracks what a vLLM server caches, from its events or by assumption. This module is pure, like
 `vllm.instance`.
 
-The server's events tell, if it publishes any. Without events, the server is assumed to cache the
-prompts that it received. The truth of the events is checked: events must soon name each prompt that
-was computed here. If the events miss most prompts (none arrive, or they are from another server or
-about other blocks), the assumption is used until the events are right again.
+The server's events tell what it caches, if it publishes any. Without events, the server is assumed
+to cache the prompts that it received. The truth of the events is checked: events must soon name
+each prompt that was computed here. If the events miss most prompts (none arrive, or they are from
+another server or about other blocks), the assumption is used until the events are right again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class KnownCache:
         self._assumed = AssumedBlocks(num_blocks if caches else 0)
         self._caches = caches
         self.distrusts_events = self._told_distrust = False
-        # last block of a prompt -> time at which it counts as missing
+        # maps the last block of a prompt to the time at which it counts as missing
         self._due: dict[BlockKey, float] = {}
         self._were_named: deque[bool] = deque(maxlen=JUDGED)
         self._has_named = False  # whether the events have named a prompt that was computed here
-        self._told = self._used  # the part whose changes were taken last
+        self._told = self._used  # the part of which all changes were reported
 
     def __len__(self) -> int:
         return len(self._used)
@@ -131,7 +131,8 @@ class KnownCache:
     def _used(self) -> ExternalBlocks | AssumedBlocks:
         if self._reported is None or self.distrusts_events:
             return self._assumed
-        if not self._has_named and not len(self._reported):  # the events may never come
+        # the events may never come, so the assumption counts until they do
+        if not self._has_named and not len(self._reported):
             return self._assumed
         return self._reported
 

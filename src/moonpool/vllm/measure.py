@@ -1,8 +1,8 @@
 """Measures prefills and decode steps of a server with a few requests, and fits the cost model.
 
-A server is served by assumed times until then. Each request waits for a moment without other
-requests, which would make the times longer. What other requests cost, the Conductor learns while it
-serves.
+Until the times are measured, the Conductor uses assumed times for the server. Each request waits
+for a moment without other requests, which would make the times longer. What other requests cost,
+the Conductor learns while it serves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ FAR_BYTES_PER_S = 1e-6
 """vLLM itself fetches blocks, and is not a source for other instances. A source this slow is never
 chosen."""
 QUIET_S, QUIET_LOOK_S = 30.0, 0.02
-"""How long a request waits at most for a moment without others, and the time between two looks."""
+"""How long a request waits at most for a moment without other requests, and the time between two
+checks."""
 ASSUMED_COST = FittedCost(
     prefill=(0.02, 1e-4, 0.0, 0.0),
     decode=(0.02, 2e-4, 1e-8),

@@ -45,11 +45,11 @@ class OfferWatch:
                 if not await self._is_same():
                     return
             except (VllmError, DialectError):
-                pass  # the server's health is watched elsewhere
+                pass  # another part watches the server's health
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await self._due.wait()
-                await asyncio.sleep(LEAST_S)  # many calls may miss the same adapter
+                await asyncio.sleep(LEAST_S)  # waits, because many calls may miss the same adapter
             self._due.clear()
 
     async def _is_same(self) -> bool:
@@ -60,7 +60,8 @@ class OfferWatch:
         self._own = found
         adapters = self._adapters
         loaded = {one.id for one in listed if one.parent}
-        if loaded != {one.name for one in adapters}:  # some makes list their adapters elsewhere
+        # some makes of servers list their adapters elsewhere
+        if loaded != {one.name for one in adapters}:
             adapters = (await self._dialect.facts()).offer.adapters
         if adapters != self._adapters:
             self._adapters = adapters

@@ -1,5 +1,5 @@
 """Finds out what a server parses: tool calls (`--tool-call-parser`) and reasoning
-(`--reasoning-parser`). No endpoint tells, so it is asked for one short answer."""
+(`--reasoning-parser`). No endpoint tells, so the server is asked for one short answer."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class PooledBlocks:
         is_cached: Callable[[BlockKey], bool],
         sequence: int,
     ) -> BlocksChanged | None:
-        """Returns what the head does not know yet. `gained` and `lost` are the changes of vLLM's
-        own cache."""
+        """Returns the changes that the head does not know yet, or None if there are none. `gained`
+        and `lost` are the changes of vLLM's own cache."""
         stored: list[BlockKey] = []
         demoted: list[BlockKey] = []
         removed: list[BlockKey] = []

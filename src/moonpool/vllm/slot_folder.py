@@ -139,7 +139,7 @@ class SlotFolder:
         return True
 
     def is_intact(self, held: Held) -> bool:
-        """Whether the file is still the one that was saved. A file that is not is deleted."""
+        """Whether the file is still the one that was saved. Any other file is deleted."""
         note = self._read_note(held.name)
         if note is not None and self._digest(held.name, note.num_bytes) == note.digest:
             with contextlib.suppress(OSError):

@@ -149,7 +149,7 @@ class SlotKeeper:
                 return
 
     async def _look_at_folder(self) -> None:
-        """Another server may share the folder."""
+        """Takes over the changes of the folder, which another server may share."""
         assert self._folder is not None
         if not self._folder.has_changed():
             return

@@ -27,8 +27,8 @@ NAME_BYTES = 20
 
 class Prompt(NamedTuple):
     """A prompt that a slot is to compute. `root`: the key with which its chain of keys begins.
-    `identity`: the identity of the model and adapter that compute it; b"" means unknown, so it is
-    not saved."""
+    `identity`: the identity of the model and adapter that compute the prompt; b"" means unknown, so
+    the prompt is not saved."""
 
     token_ids: tuple[int, ...]
     root: BlockKey
@@ -68,9 +68,9 @@ def name_of(identity: bytes, root: BlockKey, token_ids: Sequence[int]) -> str:
 
 
 class SlotPlan(NamedTuple):
-    """Save what the slot holds, restore a file into it, and let it compute. `reuses`: whether it
-    may use the slot's content. `expected_tokens`: how many of the prompt's tokens should be in the
-    slot."""
+    """Save what the slot holds, restore a file into it, and let it compute. `reuses`: whether the
+    request may use the slot's content. `expected_tokens`: how many of the prompt's tokens should be
+    in the slot."""
 
     slot: int
     reuses: bool
@@ -100,7 +100,7 @@ class SlotTable:
         self.saves = saves
         self.files: dict[str, Held] = {}
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._by_key: dict[BlockKey, dict[str, None]] = {}  # -> names of files
+        self._by_key: dict[BlockKey, dict[str, None]] = {}  # names of files by key
         self._holders: Counter[BlockKey] = Counter()
         self._changes = Changes()
         self._roots: set[BlockKey] = set()
@@ -279,12 +279,12 @@ class SlotTable:
         return 0
 
     def _is_worth(self, held: Held | None) -> bool:
-        """Whether it is worth saving."""
+        """Whether the content is worth saving."""
         if held is None or not self.saves or not held.name or held.name in self.files:
             return False
         if held.num_tokens < LEAST_SAVED_TOKENS or not held.keys:
             return False
-        return held.keys[-1] not in self._by_key  # otherwise a file has as much, or more
+        return held.keys[-1] not in self._by_key  # otherwise, a file has the same blocks or more
 
     def _next_use(self) -> int:
         self._uses += 1

@@ -1,8 +1,8 @@
 """The process of an instance whose engine is a server that already runs: vLLM, or another make.
 
-The instance is joined while that server is healthy. When the server is gone, the instance leaves,
-so that its requests continue on other instances. When the server is back, the instance joins again
-as another incarnation.
+The instance is in the cluster while that server is healthy. When the server is gone, the instance
+leaves, so that its requests continue on other instances. When the server is back, the instance
+joins again as another incarnation.
 """
 
 from __future__ import annotations
@@ -262,7 +262,8 @@ class VllmWorker(InstanceProcess):
             self._perform(self._engine.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
-        async with self._join_lock:  # the head may be lost and found again meanwhile
+        # the lock is needed because the head may be lost and found again meanwhile
+        async with self._join_lock:
             engine = self._engine
             if engine is None or self._link.stopping:
                 return
@@ -477,7 +478,7 @@ class VllmWorker(InstanceProcess):
                 attempt_id, f"unexpected {type(error).__name__} in the server's client"
             )
         if self._requests.pop(attempt_id, None) is not None:
-            if not failure.refused:  # if the server refused, its client is told
+            if not failure.refused:  # if the server itself refused, its client is told
                 log.warning("%s: %s: %s", self._place.url, attempt_id, failure.message)
             self._post(failure)
 

@@ -38,7 +38,8 @@ class LayoutConnector(KVConnectorBase_V1, SupportsHMA):
             self._outcome("early")
 
     def get_handshake_metadata(self) -> None:
-        """Runs the proof at the first moment after vLLM's warm-up. vLLM asks all ranks together."""
+        """Runs the proof, because this is the first call after vLLM's warm-up. vLLM asks all ranks
+        together."""
         planted = os.environ.get("MOONPOOL_TEST_FAULTS", "")
         faults = [*MOVERS, *LAYOUTS, "nothing copied"] if planted == "all" else []
         for fault in ["", *faults, ""] if faults else [""]:

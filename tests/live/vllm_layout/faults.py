@@ -89,7 +89,8 @@ def wrong_stride(layout: CacheLayout) -> CacheLayout:
 
 
 def far_stride(layout: CacheLayout) -> CacheLayout:
-    """Places blocks further apart than they are, so that the last blocks lie in nobody's memory."""
+    """Places blocks further apart than they are, so that the last blocks lie outside the allocated
+    memory."""
     parts = (replace(part, block_stride_bytes=2 * part.block_stride_bytes) for part in layout.parts)
     return replace(layout, parts=tuple(parts))
 
@@ -101,7 +102,7 @@ def next_block(layout: CacheLayout) -> CacheLayout:
 
 
 def forget_a_layer(layout: CacheLayout) -> CacheLayout:
-    """Leaves out the last block."""
+    """Leaves out the last layer."""
     last = layout.parts[-1].layer_name
     return replace(layout, parts=tuple(p for p in layout.parts if p.layer_name != last))
 
@@ -123,7 +124,7 @@ LAYOUTS: dict[str, Callable[[CacheLayout], CacheLayout]] = {
 
 
 class Deaf:
-    """Copies nothing, but says that it did."""
+    """Copies nothing, but reports success."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 

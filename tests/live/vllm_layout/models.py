@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "layer_types": ["conv", FULL] * 2,
             "block_auto_adjust_ff_dim": False,
-            "conv_dim": 256,  # vLLM reads these two fields
+            "conv_dim": 256,  # this field and the next one are those that vLLM reads
             "block_dim": 256,
         },
     ),
@@ -63,7 +63,7 @@ def main() -> None:
     config = getattr(transformers, kind)(**BASE | own)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # far apart, so that every byte of KVCache matters
+        if parameter.dim() > 1:  # spreads the weights widely, so that every byte of KVCache matters
             torch.nn.init.normal_(parameter, std=0.08)
     model.save_pretrained(folder)
 

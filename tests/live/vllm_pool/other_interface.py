@@ -1,5 +1,5 @@
-"""Does the same as `run` in a vLLM with another interface: `python -m
-tests.live.vllm_pool.other_interface WHAT MODEL SETTINGS SALT OPTIONS`, where `change` knows WHAT.
+"""Runs `run` in a vLLM whose interface was changed: `python -m tests.live.vllm_pool.other_interface
+WHAT MODEL SETTINGS SALT OPTIONS`, where `change` knows WHAT.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tests.live.vllm_pool.run import main
 
 
 def get_finished(self: Any, finished_req_ids: set[str], num_steps: int = 0) -> Any:
-    """Has one parameter more than vLLM's own function."""
+    """Takes one parameter more than vLLM's own method."""
     return None, None
 
 
 def list_of(register: Any) -> Any:
-    """Gives connectors KVCache tensors without layer names."""
+    """Gives the connector KVCache tensors without layer names."""
 
     def register_kv_caches(self: Any, kv_caches: dict[str, Any]) -> None:
         register(self, list(kv_caches.values()))

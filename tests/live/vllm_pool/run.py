@@ -1,5 +1,6 @@
 """Runs a vLLM with the pool: `python -m tests.live.vllm_pool.run MODEL SETTINGS SALT OPTIONS`.
-Prints the tokens of its answers and the prompt tokens that came from the pool, and is then killed.
+Prints the tokens of vLLM's answers and the number of prompt tokens that came from the pool, and
+then waits to be killed.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def main() -> None:
     config = CONNECTOR | {"kv_connector_extra_config": json.loads(settings)}
     prompts = [[(7 * i + 11 * n) % 199 + 20 for i in range(200 + 40 * n)] for n in range(4)]
     llm = LLM(model, kv_transfer_config=config, **(OPTIONS | json.loads(options)))
-    time.sleep(3.0)  # its processes join the pool
+    time.sleep(3.0)  # gives vLLM's processes time to join the pool
     asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
     answers = []
-    for prompt in prompts:  # one by one: batches have other last bits
+    for prompt in prompts:  # one prompt at a time, because batches give other last bits
         one = {"prompt_token_ids": prompt, "cache_salt": salt}
         (answer,) = llm.generate([one], asked, use_tqdm=False)
         answers.append(list(answer.outputs[0].token_ids))
     hits = [m.value for m in llm.get_metrics() if m.name == "vllm:external_prefix_cache_hits"]
-    # Another request lets the last stores end, because it needs a step.
+    # Another request is sent, because the last stores end only when vLLM runs a step.
     llm.generate([{"prompt_token_ids": [5] * 8}], asked, use_tqdm=False)
     time.sleep(1.0)
     print("FOUND", json.dumps({"answers": answers, "hits": sum(hits)}), flush=True)

@@ -1,7 +1,8 @@
-"""`python -m tests.sim.mutants [NAME] [--json FILE]`: plants bugs, and shows what finds each.
+"""`python -m tests.sim.mutants [NAME] [--json FILE]`: plants bugs, and shows which check finds each
+of them.
 
-Each finding's case is run again without the mutant, and must pass. Ends with status 1 if a mutant
-is not found.
+The case that found a mutant is run again without the mutant, and must pass. Ends with status 1 if a
+mutant is not found.
 """
 
 from __future__ import annotations

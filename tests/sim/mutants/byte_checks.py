@@ -1,6 +1,6 @@
 """Checks real bytes: blocks on a disk, and blocks between two messengers.
 
-Each case draws its sizes, its faults and its contents from its number. Whatever is damaged, a block
+The number of a case is the seed of its sizes, faults and contents. Whatever is damaged, a block
 that counts as arrived must be the right one.
 """
 

@@ -1,4 +1,5 @@
-"""Plants bugs in what measures silence, with processes that are stopped for seconds."""
+"""Plants bugs in the code that measures silence. In these runs, processes are stopped for
+seconds."""
 
 from __future__ import annotations
 

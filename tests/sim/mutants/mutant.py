@@ -1,4 +1,5 @@
-"""Says what a mutant is, how it is planted, and how long a check takes to find it."""
+"""Defines mutants: what a mutant changes, how it is planted, and the search for a case that finds
+it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from typing import Any
 from tests.sim.mutants.checks import CHECKS
 
 CASE_LIMIT_S = 60
-"""A case that takes longer than this time hangs."""
+"""A case that takes longer than this counts as hanging."""
 PATCH_ERRORS = (AttributeError, ImportError, NameError, TypeError)
-"""Lists errors of a patch that no longer fits the product: these errors are not findings."""
+"""Errors that show that a patch no longer fits the product. They are not findings."""
 
 Make = Callable[[Any], Any]
 
@@ -35,7 +36,7 @@ class Mutant:
     name: str
     owner: object
     attribute: str
-    make: Make  # from the original attribute
+    make: Make  # makes the changed attribute from the original one
     like: tuple[str, ...] = ()
     check: str = "swarm"
 
@@ -54,7 +55,7 @@ class Finding:
     """The first case of a check that fails under a mutant."""
 
     case: int
-    num_cases: int  # cases tried, including this one
+    num_cases: int  # number of cases tried, including this one
     seconds: float
     what: str
 

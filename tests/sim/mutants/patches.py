@@ -18,7 +18,7 @@ def nothing(original: Method) -> Method:
 
 @contextmanager
 def edited(actions_out: ActionBuffer, edit: Callable[[Any], Any]) -> Iterator[None]:
-    """Passes each action that is added meanwhile through `edit`, which drops it by None."""
+    """Replaces each action that the block adds by the result of `edit`; None drops the action."""
     before = actions_out.take()
     yield
     kept = map(edit, actions_out.take())

@@ -1,4 +1,4 @@
-"""Plants bugs in what moves and keeps real bytes."""
+"""Plants bugs in the code that moves and stores real bytes."""
 
 from __future__ import annotations
 

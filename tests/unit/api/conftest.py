@@ -1,4 +1,4 @@
-"""Holds what the tests of the API share."""
+"""Holds fixtures that the tests of the API share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SharedCheck:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_grammar_check() -> Iterator[None]:
-    """Lets all applications use one process that compiles grammars: each start would take as long
-    as many tests. `test_grammar_bombs` has processes of its own."""
+    """Lets all applications use one process that compiles grammars, because the start of such a
+    process takes as long as many tests. `test_grammar_bombs` has processes of its own."""
     shared = SharedCheck()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_pool, "GrammarCheck", lambda: shared)

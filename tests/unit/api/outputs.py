@@ -1,4 +1,4 @@
-"""Holds outputs of many families, as their templates and tests write them, and reads these
+"""Holds outputs of many families, in the form of their templates and tests, and reads these
 outputs."""
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Reading:
         return [(function["name"], function["arguments"]) for function in functions]
 
     def check(self) -> None:
-        """Whether all parts equal the parts that the transcript was made from."""
+        """Asserts that all parts equal the parts from which the transcript was made."""
         wanted = [(name, arguments) for name, arguments in self.entry["calls"]]
         assert [(name, json.loads(text)) for name, text in self.arguments] == wanted
         assert self.text.strip() == self.entry["content"]

@@ -1,4 +1,4 @@
-"""Runs a head whose answers the test writes down."""
+"""Runs a head that gives the answers that a test has written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def one_by_one(data: bytes, *, logprobs: bool = False) -> list[Step]:
 
 
 class ScriptedHead:
-    """Implements `ServingBackend`. Records its calls, and which requests the client left early."""
+    """Implements `ServingBackend`. A head that records its calls, and the requests whose client
+    left early."""
 
     def __init__(self, script: Script | None = None, tokenizer: Tokenizer | None = None):
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
@@ -91,7 +92,7 @@ class ScriptedHead:
         self.num_drops = self.num_upgrades = 0
         self.num_views = 0
         self.most_views = 1
-        self.is_placed = True  # requests are, from the beginning
+        self.is_placed = True  # requests count as placed from the beginning
         self.explanations: dict[str, dict[str, Any]] = {}
 
     def models(self) -> list[ScriptedHead]:
@@ -145,7 +146,8 @@ class ScriptedHead:
     ) -> AsyncGenerator[Output, None]:
         self.delivered.append(delivered)
         outputs = self._outputs(request)
-        self.kept.append(outputs)  # so that only an explicit close ends it, not the collector
+        # keeps the outputs alive, so that only an explicit close ends them, not garbage collection
+        self.kept.append(outputs)
         return outputs
 
     async def _outputs(self, request: Request) -> AsyncGenerator[Output, None]:

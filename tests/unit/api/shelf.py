@@ -17,15 +17,15 @@ class Shelf:
         self.was_cut: list[int] = []
         self.log_fd = -1
         self.sent: list[tuple[int, int]] = []
-        """Returns, for each entry, the bytes of the log before it and the bytes of its
-        connection."""
+        """For each entry, the bytes of the log before the entry, and the bytes that its connection
+        had sent by then."""
         self._socket_fd = -1
         self._number = 6
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:
         self.close()
         self._socket_fd, self.log_fd = os.dup(socket_fd), os.dup(log_fd)
-        self.sent.clear()  # of an earlier log
+        self.sent.clear()  # forgets what was sent of an earlier log
         self._number += 1
         return self._number
 

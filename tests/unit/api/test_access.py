@@ -1,5 +1,5 @@
-"""Tests who may call which route, by the table of routes: with each kind of key, from this machine,
-from another, by a proxy, and from a web page."""
+"""Tests the table of routes: who may call which route, with each kind of key, from this machine,
+from another machine, through a proxy, and from a web page."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def code_of(answer: httpx.Response) -> str:
     """Returns why a request was not admitted, or "" if it was."""
     if answer.status_code not in (401, 403):
         return ""
-    error = answer.json()["error"]  # Anthropic's errors have no code
+    error = answer.json()["error"]  # errors in Anthropic's form have no code
     text = f"{error.get('code')} {error['message']}"
     kinds = {
         "invalid_api_key": "key is missing or invalid",
@@ -119,7 +119,7 @@ def test_each_route_has_a_rule_and_each_rule_a_route(monkeypatch: pytest.MonkeyP
     routes = {route.path for route in make_app(ScriptedHead()).routes}  # type: ignore[attr-defined]
     short = {
         path for path in routes - RULES.keys() if f"/v1{path}" in RULES
-    }  # the same routes without /v1
+    }  # adds the same routes without /v1
     assert routes - short == RULES.keys()
     for path in RULES:
         fewer = {other: rule for other, rule in RULES.items() if other != path}

@@ -1,4 +1,4 @@
-"""A good call gets its response, and the head gets the right request."""
+"""Tests valid calls: the client gets the right response, and the head the right request."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_stop_strings_across_tokens(
         assert (choice["text"], choice["finish_reason"]) == (text, reason)
         assert choice["stop_reason"] == stop_reason
     assert head.aborted == [], "a complete answer is not aborted"
-    if reason == "stop":  # the head learns that the answer ends, and where
+    if reason == "stop":  # the head learns that the answer ends, and after how many tokens
         said = text if fields.get("include_stop_str_in_output") else f"{text}{stop_reason}"
         name = response.headers["x-request-id"]
         assert head.finished == [(name, FinishReason.STOP, len(said.encode()))]
@@ -419,7 +419,8 @@ def test_what_a_request_leaves_open_is_drawn_as_the_model_says() -> None:
 
 
 def test_a_chat_without_a_limit_has_the_models() -> None:
-    """The built-in models do not end an answer, so a chat would last until its deadline."""
+    """Without a limit, a chat would last until its deadline, because the built-in models do not end
+    an answer."""
     head = ScriptedHead()
     head.card = msgspec.structs.replace(head.card, sampling={"max_tokens": 100.0})
     assert chat(head).status_code == complete(head).status_code == 200
@@ -549,7 +550,7 @@ def test_a_refused_choice_ends_its_siblings() -> None:
     "script",
     [
         [ValueError("a secret of the inside")],
-        [Output(tokens=(Token(97),))],  # there is no finish reason
+        [Output(tokens=(Token(97),))],  # an answer without a finish reason
     ],
 )
 def test_a_fault_inside_is_a_500_that_tells_nothing(script: list[object], stream: bool) -> None:

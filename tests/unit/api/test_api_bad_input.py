@@ -1,4 +1,5 @@
-"""A client's mistake gets an error in OpenAI's shape, with a 4xx; the head never sees the call."""
+"""Tests that a client's mistake gets a 4xx with an error in OpenAI's form, and that the call does
+not reach the head."""
 
 from __future__ import annotations
 
@@ -460,7 +461,7 @@ def calls(draw: st.DrawFn) -> tuple[str, bytes]:
     if draw(st.integers(0, 9)) == 0:
         body[draw(st.text(max_size=5))] = 1
     raw = json.dumps(body).encode()
-    if draw(st.integers(0, 4)) == 0:  # one byte is wrong
+    if draw(st.integers(0, 4)) == 0:  # changes one byte of the input
         at = draw(st.integers(0, len(raw) - 1))
         raw = raw[:at] + bytes((draw(st.integers(0, 255)),)) + raw[at + 1 :]
     return path, raw

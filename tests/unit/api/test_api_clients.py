@@ -1,4 +1,5 @@
-"""Accepts what clients of other servers send and expect: older names, neutral values, origins."""
+"""Tests that moonpool accepts the calls of other servers' clients: older names, neutral values,
+origins."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_the_documents_ranges_are_those_that_are_checked(path: str, body: dict[s
             num_checked += 1
             given = body | ({"echo": True} if found[limit] == 0 and "prompt" in body else {})
             good = call(ScriptedHead(), path, given | {field: found[limit]})
-            if (field, limit) != ("min_tokens", "maximum"):  # there the prompt exceeds the context
+            # left out, because with it the prompt exceeds the context
+            if (field, limit) != ("min_tokens", "maximum"):
                 assert good.status_code == 200, (field, good.text)
             bad = call(ScriptedHead(), path, given | {field: found[limit] + beyond})
             assert bad.status_code == 400, field
@@ -166,7 +168,8 @@ def likely(*top: tuple[int, float]) -> ScriptedHead:
 
 
 def test_tokens_of_equal_text_are_all_listed() -> None:
-    head = likely((97, -0.1), (0xE2, -2.0), (0xF0, -3.0))  # the last two are part of characters
+    # the last two candidates are parts of characters
+    head = likely((97, -0.1), (0xE2, -2.0), (0xF0, -3.0))
     [choice] = complete(head, logprobs=3).json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.1, "\ufffd": -2.0, "token_id:240": -3.0}]
 

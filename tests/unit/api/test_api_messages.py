@@ -1,4 +1,4 @@
-"""`/v1/messages` gives Anthropic's client what it reads, and each block has one place in a chat."""
+"""Tests `/v1/messages` with Anthropic's client, and the place of each block in a chat."""
 
 from __future__ import annotations
 

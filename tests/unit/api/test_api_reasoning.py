@@ -1,5 +1,5 @@
-"""The parser separates reasoning from the answer, in whatever pieces it comes, and loses no part of
-either."""
+"""Tests that the parser separates reasoning from the answer, however the text is cut into pieces,
+and loses no part of either."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_in_front_of_vllm_the_server_decides_whether_there_is_reasoning(text: st
 
 
 def test_gpt_oss_behind_vllm_may_reason_before_its_json() -> None:
-    """Whether the grammar is the grammar of the last message only."""
+    """The grammar must apply to the last message only."""
     text = (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
@@ -205,7 +205,7 @@ def test_a_reasoning_that_is_a_special_token_is_told_all_the_same() -> None:
 def test_tokens_of_reasoning_are_counted(
     template: str, text: str, count: int, one_by_one: bool
 ) -> None:
-    """Each token is a byte here. Tokens of the tags do not count."""
+    """Each token is a byte. Tokens of the tags must not be counted."""
     parts = spoken(*text) if one_by_one else spoken(text)
     head = ScriptedHead(lambda _: parts, ThinkingTokenizer(template))
     response = call(head, "/v1/responses", {"model": "fake", "input": "Hi"})
@@ -239,8 +239,8 @@ def test_a_server_may_leave_it_as_text() -> None:
 
 
 def test_a_client_with_all_tokens_gets_the_end_of_its_stream_only() -> None:
-    """If a limit ended an answer within its reasoning, the last increment has some reasoning
-    left."""
+    """If a limit ends an answer within its reasoning, the last increment has the reasoning that was
+    held back."""
     text = "<think>so it is </"
     whole = chat(head_saying(text), stream=True, return_token_ids=True)
     tokens = [
@@ -279,7 +279,7 @@ def test_reasoning_that_comes_back_is_told_to_the_template(sent: str, read: str)
 
 
 def test_gpt_oss_gets_thinking_only_where_its_template_takes_it() -> None:
-    """Whether a message with text, calls and thinking is refused."""
+    """A message with text, calls and thinking must be refused."""
     made = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     answer = {"role": "assistant", "tool_calls": [made], "reasoning": "hm"}
     template = "x{{ messages[0].thinking }}"

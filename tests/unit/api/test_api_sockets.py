@@ -1,4 +1,4 @@
-"""Tests what only a real socket shows: clients of other projects, clients that leave, bodies in
+"""Tests cases that need a real socket: clients of other projects, clients that leave, bodies in
 pieces."""
 
 from __future__ import annotations
@@ -167,14 +167,16 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
         with httpx.Client() as client:
             try:
                 response = client.post(path, content=huge, headers=headers)
-            except httpx.WriteError:  # the server closed before the client had sent all
+            # The server has closed the connection before the client had sent all.
+            except httpx.WriteError:
                 return
         assert response.status_code == 413
 
 
 def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_buffer, "SMALL_BYTES", 0)
-    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # room for eight of the largest bodies
+    # leaves room for eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)
     half = raw_request("/v1/completions", b"{" + b" " * 900, length=1000)
     with served(ScriptedHead(), ApiOptions(max_body_bytes=1000)) as url:
         links = [connected(url) for _ in range(8)]

@@ -9,8 +9,8 @@ AB = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
 def earliest_end(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Finds where the first stop string is complete; of the stop strings that end there, the
-    longest."""
+    """Returns the place where the first stop string is complete, and the longest of the stop
+    strings that end there."""
     for end in range(1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

@@ -1,5 +1,5 @@
-"""The parser finds calls of tools in the model's output, in whatever pieces it comes. Other text
-stays text, and a model that must call a tool can only write a call."""
+"""Tests that the parser finds calls of tools in the model's output, however it is cut into pieces,
+that other text stays text, and that a model that must call a tool can only write a call."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_tagged_arguments_have_the_types_of_the_schema(call: str, cuts: list[int
 
 @pytest.mark.parametrize("call", [QWEN_EDIT, GLM_EDIT], ids=["qwen", "glm"])
 def test_a_call_that_a_limit_cuts_comes_as_far_as_it_came_and_never_as_text(call: str) -> None:
-    """Whether only text is returned in part, and JSON that is not closed raises an error."""
+    """The part of the call that was written is returned as a call with incomplete JSON."""
     text = f"So.\n<tool_call>{call}".rstrip()
     whole = json.dumps(EDITED)
     lengths = set[int]()
@@ -342,7 +342,7 @@ def test_a_call_that_is_required_needs_no_template_that_knows_tools() -> None:
     [
         ({}, True),
         ({"required": ["city"]}, True),
-        ({"required": ["country"]}, False),  # otherwise no call would be possible
+        ({"required": ["country"]}, False),  # otherwise, no call would be possible
         ({"additionalProperties": True}, False),
         ({"allOf": [{"properties": {"country": {"type": "string"}}}]}, False),
         ({"properties": {}}, False),

@@ -1,5 +1,5 @@
-"""A model's chat template and tokenizer run within limits: a call beyond them gets one clear error,
-other calls are served meanwhile, and the server goes on."""
+"""Tests the limits of a model's chat template and tokenizer: a call beyond them gets one clear
+error, other calls are served meanwhile, and the server continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def template(bad: str) -> ApiOptions:
-    """Messages "bad" reach the bad part of the template; other messages are rendered."""
+    """Returns a template that reaches its bad part for the message "bad", and renders any other
+    message."""
     source = f"{{% if messages[0].content == 'bad' %}}{bad}{{% endif %}}ok"
     return ApiOptions(tokenizer="bytes", chat_template=source)
 
@@ -151,7 +152,7 @@ def test_a_tenant_whose_calls_take_too_long_leaves_the_others_their_turns(bad: s
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
-        assert await ask(reader, "good", "a") == 2  # the server still answers its sound calls
+        assert await ask(reader, "good", "a") == 2  # the server still answers valid calls
 
     run(template(bad), work)
 

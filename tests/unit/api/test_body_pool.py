@@ -1,5 +1,5 @@
-"""Other processes read large bodies: responses and errors are the same, and the loop keeps
-turning."""
+"""Tests processes that read large bodies: responses and errors are the same as without them, and
+the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -114,20 +114,21 @@ def test_tenants_take_turns_and_what_waits_is_bounded() -> None:
         names = [("a", f"a{n}") for n in range(30)] + [("b", f"b{n}") for n in range(2)]
         tasks = [asyncio.create_task(take(*name)) for name in names]
         await asyncio.sleep(0)
-        tasks[5].cancel()  # a client leaves while it waits
+        tasks[5].cancel()  # this client leaves while it waits
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(one, RequestRefused) for one in found) == 9
         assert order[0] == "a0"
         assert order.index("b0") < 3 and order.index("b1") < 5
         assert "a5" not in order
         again = [take("c", f"c{n}") for n in range(1 + 20)]
-        await asyncio.wait_for(asyncio.gather(*again), 60)  # all places are free again
+        # passes only if all places are free again
+        await asyncio.wait_for(asyncio.gather(*again), 60)
 
     asyncio.run(run())
 
 
 def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
-    """The pipe to the process breaks before the head hears of its end."""
+    """The pipe to the process breaks before the head learns that the process has ended."""
     body, others = json.dumps({"tokens": [72] * 50_000}).encode(), children()
 
     async def run() -> None:
@@ -135,7 +136,7 @@ def test_a_body_for_a_process_whose_end_is_not_known_yet_is_read() -> None:
         await reader.respond("detokenize", body, "", 60.0)
         [pid] = children() - others
         os.kill(pid, signal.SIGKILL)
-        while pid in children():  # the loop does not turn meanwhile
+        while pid in children():  # blocks the event loop until the process has ended
             time.sleep(0.001)
         assert len(await reader.respond("detokenize", body, "", 60.0)) > 50_000
         reader.close()

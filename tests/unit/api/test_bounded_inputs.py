@@ -1,4 +1,4 @@
-"""Inputs that are allowed and large, or odd and small, get an answer or one clear error."""
+"""Tests that allowed large inputs, and odd small ones, get an answer or one clear error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Input without end comes in each phase of a connection: the server ends the connection soon, takes
-little memory, and answers other clients meanwhile. Input that is long and allowed passes."""
+"""Sends input without end in each phase of a connection: the server must end the connection soon,
+take little memory, and answer other clients meanwhile. Long input that is allowed must pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moonpool.api.connection import bounded_protocol
 from moonpool.api.serving_backend import ApiOptions
 
 MOST_BYTES = 16 << 20
-"""Is more than all limits and the sockets' buffers together."""
+"""More than all limits and the sockets' buffers together."""
 SLACK_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 PATIENCE_S = 60.0
@@ -117,7 +117,7 @@ class Other:
 
 
 def send_without_end(link: socket.socket, piece: bytes) -> int:
-    """Sends until the server ends the connection or reads no more, or MOST_BYTES. Returns the
+    """Sends until the server ends the connection or stops reading, at most MOST_BYTES. Returns the
     number of sent bytes."""
     link.setblocking(False)
     whole = memoryview(piece * (PIECE_BYTES // len(piece) + 1))

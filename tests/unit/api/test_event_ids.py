@@ -1,4 +1,5 @@
-"""A client continues with the id of its last event, at a head without knowledge of the answer."""
+"""Tests a client that continues with the id of its last event, at a head that does not know the
+answer."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def test_an_answer_goes_on_from_any_event_at_another_head() -> None:
         whole = stream(ScriptedHead(lambda _: grouped(3, 1, 5)), path, body)
         assert len(whole) > 20
         for number, (last, _) in enumerate(whole[:-1]):
-            # Tokens arrive in other groups, and values that were drawn for the response are not
-            # drawn again.
+            # The tokens arrive in other groups than before. Values that were drawn for the response
+            # must not be drawn again.
             other = ScriptedHead(lambda _, number=number: grouped(1 + number % 7))
             assert stream(other, path, body, last) == whole[number + 1 :], (path, number)
 

@@ -63,7 +63,7 @@ print(json.dumps(said))
 
 def told(tokenizer: Path, kept: Path) -> dict[str, Any]:
     line = [sys.executable, "-c", HEAD, str(tokenizer), str(kept)]
-    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # otherwise, numpy starts threads
+    alone = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # with more than one, numpy starts threads
     done = subprocess.run(line, env=alone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

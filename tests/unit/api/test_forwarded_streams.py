@@ -102,7 +102,7 @@ def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gate = threading.Event()
     head = forwarding(gate, REFUSED)
     head.is_placed = False
-    threading.Timer(0.3, gate.set).start()  # many periods, in which no keep-alive may be sent
+    threading.Timer(0.3, gate.set).start()  # waits many periods, in which no keep-alive may be sent
     with asked(head, CHAT, gate) as response:
         assert response.status_code == 429
         assert response.headers["retry-after"] == "3"
@@ -133,7 +133,7 @@ def test_it_can_be_turned_off_and_whole_answers_are_left_alone() -> None:
 
 
 LARGE = b"x" * (24 << 20)
-"""Is more than the buffers of a connection hold."""
+"""More bytes than the buffers of a connection hold."""
 
 
 def leave_early(url: str, body: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ def test_a_whole_answer_that_was_lost_comes_again(stream: bool) -> None:
 
 
 def test_an_answer_that_broke_off_is_computed_anew() -> None:
-    """Whether the known part of the answer is dropped, because it is of no use and takes room."""
+    """The known part of the answer must be dropped, because it is of no use and takes room."""
     gate = threading.Event()
     one, *rest = parts(*EVENTS)
     head, keeper = forwarding(one, gate, *rest, END), Keeper()
@@ -215,7 +215,8 @@ def test_an_aborted_answer_is_no_whole_one() -> None:
 
 
 def test_a_call_that_has_ended_heads_is_refused_when_it_comes_again() -> None:
-    """Whether embeddings that moonpool computes are not kept either."""
+    """This includes calls of which no log is kept: forwarded calls, and embeddings that moonpool
+    computes."""
     answers, raw = KeptAnswers(), json.dumps(look()).encode()
     embed = json.dumps({"input": "Hi"}).encode()
     head = forwarding(*parts(*EVENTS), END)
@@ -255,7 +256,7 @@ def speaking(silences: list[bool]) -> SometimesSilent:
 def test_the_next_head_sends_all_or_one_error(
     silences: list[bool], logged: float, sent: float
 ) -> None:
-    """Whether the cut may be at any byte, even within comments."""
+    """The head may end at any byte, even within comments."""
     shelf, first = Shelf(), speaking(silences)
     whole, base = respond(CHAT, first, shelf, look())
     cut, num_sent = cut_of(shelf, base, len(whole), logged, sent)

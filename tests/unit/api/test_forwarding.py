@@ -1,4 +1,5 @@
-"""A vLLM server answers calls from the client's own body, over a head that a test writes."""
+"""Tests forwarded calls, which a vLLM server answers from the client's own body, with a head that a
+test controls."""
 
 from __future__ import annotations
 
@@ -122,8 +123,7 @@ def parsing(*found: str) -> ScriptedHead:
     ],
 )
 def test_calls_with_tools_go_to_servers_that_parse_them(path: str, fields: dict[str, Any]) -> None:
-    """The head places calls by the tokens that the server makes of them, whatever else they ask
-    for."""
+    """The head places such calls by the tokens that the server makes of them."""
     plain = call(own := ScriptedHead(), CHAT, {"messages": SAID})
     assert plain.status_code == 200
     head, body = parsing("tools"), {**fields, "max_tokens": 7, "thinking_token_budget": 3}
@@ -209,15 +209,15 @@ def test_a_tenants_tokens_are_those_that_the_server_counted() -> None:
     head = forwarding()
     options = ApiOptions(
         api_keys={"k": "ann"}, limits={"ann": TenantLimits(tokens_per_s=6.0)}
-    )  # a burst of 60 tokens
+    )  # allows bursts of 60 tokens
     with served(head, options) as url:
         headers = {"authorization": "Bearer k"}
         answers = [
             httpx.post(f"{url}{CHAT}", json=look(image()), headers=headers, timeout=120)
             for _ in range(3)
         ]
-    # The call is charged 50 tokens of the prompt and 1 for each part, though the estimate for the
-    # prompt was more than 512.
+    # The call is charged 50 tokens for the prompt and 1 for each part, although the prompt was
+    # estimated at more than 512.
     assert [answer.status_code for answer in answers] == [200, 200, 429]
 
 
@@ -260,7 +260,7 @@ def tokens(body: dict[str, Any], most: int = 4096) -> tuple[int, ...]:
 
 
 def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Returns the length of their common beginning."""
+    """Returns the length of the common beginning of two prompts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

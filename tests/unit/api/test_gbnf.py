@@ -1,5 +1,5 @@
-r"""Tests grammars in GBNF: the samples that llama.cpp and vLLM document, and any grammars beside
-Python's `re`."""
+r"""Tests grammars in GBNF: the samples that llama.cpp and vLLM document, and random grammars
+compared with Python's `re`."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def test_lark_is_not_taken_for_gbnf() -> None:
 
 
 def test_a_long_chain_of_rules_is_read_in_one_go() -> None:
-    """Makes rules that use the next rule, in both orders: the work must not grow with their
-    square."""
+    """Makes rules that each use the next rule, in both orders. The work must not grow with the
+    square of their number."""
     links = [f'r{i} ::= "a" r{i + 1}' for i in range(20_000)]
     for order in (links, links[::-1]):
         text = "\n".join(["root ::= r0", *order, 'r20000 ::= "b"'])

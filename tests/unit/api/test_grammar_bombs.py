@@ -1,5 +1,5 @@
-"""Grammars end the process that compiles them, or take much of its time: the client gets one clear
-error at once."""
+"""Tests grammars that end the process that compiles them, or take much of its time: the client must
+get one clear error immediately."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_loop_turns_while_grammars_are_compiled_and_each_is_compiled_once() 
             await asyncio.sleep(0.01)
             turns += 1
         checks.close()
-        await ask()  # the grammar is known, so no process starts
+        await ask()  # starts no process, because the grammar is known
         return turns
 
     assert asyncio.run(check()) > 10

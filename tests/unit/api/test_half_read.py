@@ -1,5 +1,5 @@
-"""Tests the log of a request that is arriving: what a successor reads of the log, wherever it was
-cut off."""
+"""Tests the log of a request that is arriving: a successor must read the log wherever it was cut
+off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests helper processes of the API: what happens if a process starts, ends or is stopped."""
+"""Tests the start, the end and a stop of helper processes of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests connections that only wait: half headers, headers without end, too many connections."""
+"""Tests connections that occupy the server without a call: incomplete headers, headers without end,
+too many connections."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_the_time_of_a_header_does_not_count_while_a_response_runs(
         while part := link.recv(65536):
             got += part
         assert b"data: [DONE]" in got
-        assert b"HTTP/1.1 408" in got  # bytes of the half header, after the response
+        assert b"HTTP/1.1 408" in got  # this response to the half header follows the first response
 
 
 def endless(_: Request) -> Iterator[Step]:
@@ -112,7 +113,8 @@ def test_a_stream_that_nobody_reads_takes_no_more_output_than_fits_its_buffers()
         while num_outputs != before:
             before = num_outputs
             time.sleep(0.5)
-        assert num_outputs < 10_000  # calls of about 1 KiB each: what the kernel takes, and 64 KiB
+        # each call writes about 1 KiB, so the kernel's buffer and 64 KiB are full by then
+        assert num_outputs < 10_000
         assert head.aborted == []
 
 

@@ -1,5 +1,5 @@
-"""A client whose connection broke comes back to the same head, with its request id and the number
-of tokens that it has. The head sends the known tokens and computes the rest."""
+"""Tests clients whose connection broke and that come back to the same head, with the request id and
+the number of tokens that they have. The head sends the known tokens and computes the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonpool.types import FinishReason, Request, Token
 from tests.certificates import make_certificates
 
 TEXT = "Zwölf Boxkämpfer jagen \N{GRINNING FACE} Viktor. "
-CUT_AFTER = 30  # tokens that the first connection gets
+CUT_AFTER = 30  # number of tokens that the first connection gets
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "return_token_ids": True},
     "/v1/chat/completions": {
@@ -33,7 +33,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class Keeper:
-    """A supervisor that counts."""
+    """A supervisor that counts the kept logs."""
 
     def __init__(self) -> None:
         self.num_kept = self.num_bytes = 0
@@ -63,8 +63,8 @@ class Keeper:
 
 
 def speaker() -> ScriptedHead:
-    """Sends the text and the drawn seed, in groups of three tokens. The first attempt of each
-    request pauses for long."""
+    """A head that sends the text and the drawn seed, in groups of three tokens, and makes a long
+    pause in the first attempt of each request."""
 
     def script(request: Request) -> list[Step]:
         delivered = head.delivered[-1]
@@ -90,7 +90,8 @@ class Client:
         self.http = httpx.Client(base_url=url, timeout=120, **options)
 
     def stream(self, path: str, body: dict[str, Any], most: int = 1 << 30, **headers: str) -> Any:
-        """Returns the tokens, text, and id and time of creation of this many events."""
+        """Reads this many events. Returns their tokens and text, and the id and the creation time
+        of the response."""
         tokens: list[int] = []
         text, names = "", set()
         said = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -134,7 +135,7 @@ def test_a_stream_goes_on_after_the_tokens_that_its_client_has(path: str, num_ev
         assert bytes(tokens + rest) == whole
         assert text + more == whole.decode()
         assert names == others
-        # No known token is computed again.
+        # No known token may be computed again.
         assert head.delivered == [None, tuple(whole[:CUT_AFTER])]
         assert wait_until(lambda: not keeper.held and not keeper.num_bytes)
 
@@ -202,7 +203,8 @@ def test_a_call_that_still_runs_ends_for_the_one_that_goes_on() -> None:
     with cluster() as (head, _, client):
         headers = {"x-request-id": "a"}
         stream = {"json": body | {"stream": True}, "headers": headers}
-        with client.http.stream("POST", path, **stream) as lost:  # the server does not know it
+        # the server does not know this request
+        with client.http.stream("POST", path, **stream) as lost:
             lines = lost.iter_lines()
             next(lines)
             rest, _, _ = client.stream(path, body, x_request_id="a", x_resume_tokens="9")

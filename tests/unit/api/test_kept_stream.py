@@ -1,4 +1,4 @@
-"""Tests the log of an answer: what a successor reads of the log, wherever it was cut off."""
+"""Tests the log of an answer: a successor must read the log wherever it was cut off."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ increments = st.lists(st.tuples(st.integers(0, 4), outputs), max_size=12)
 
 @contextmanager
 def begun(limit_bytes: int = 1 << 20) -> Iterator[tuple[Shelf, KeptStream]]:
-    """Holds the log of an answer over a connection."""
+    """Yields the log of an answer that was begun over a connection."""
     shelf = Shelf(limit_bytes)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         link = socket.create_connection(listener.getsockname())
@@ -122,7 +122,7 @@ def test_a_successor_reads_all_complete_entries_and_adds_its_own(
 
 
 @given(st.binary(max_size=200), st.booleans())
-@example(b"\x81\xa2\x00\x80", True)  # a key that is not UTF-8
+@example(b"\x81\xa2\x00\x80", True)  # an object with a key that is not UTF-8
 def test_a_damaged_log_is_refused(damage: bytes, with_length: bool) -> None:
     record = len(damage).to_bytes(4, "little") + damage if with_length else damage
     with pytest.raises(ValueError, match="the log of an answer"), taken_over(record):

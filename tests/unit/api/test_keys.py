@@ -1,4 +1,4 @@
-"""Tests API keys: their sources, and what a tenant sees and may do beside the operator."""
+"""Tests API keys: their sources, and the rights of a tenant compared with the operator's."""
 
 from __future__ import annotations
 
@@ -189,8 +189,7 @@ def test_only_the_operator_upgrades_and_no_web_page(
 
 
 def test_every_example_of_a_key_file_names_its_limits() -> None:
-    """A bare number counts as a share, but the examples show only one form, which is enough to
-    learn."""
+    """A bare number is allowed as a share, but the examples must show only the form with names."""
     texts = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py"), KEYS_MODULE]
     found = 0
     for path in texts:

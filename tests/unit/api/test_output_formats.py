@@ -1,6 +1,6 @@
-"""Tests the formats of calls and reasoning of many families, as their own chat templates write
-them: each transcript is read back to its original parts, in any pieces, and as vLLM's parsers read
-it."""
+"""Tests the formats of calls and reasoning of many families, in transcripts that their own chat
+templates wrote. Each transcript must be read back to its original parts, in any pieces, and with
+the results of vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_transcript_is_read_back(family: str, marks: list[str]) -> None:
     text = TRANSCRIPTS[family]["text"]
     reading = Reading(family, marks)
     reading.tokens(reading.tokenizer.encode(text)).check()
-    if marks:  # a client asks for special tokens in its text
+    if marks:  # for a client that asks for special tokens in its text
         reading = Reading(family, marks, skips=False)
         reading.tokens(reading.tokenizer.encode(text)).check()
 
@@ -59,7 +59,8 @@ def test_the_pieces_do_not_matter(family: str, step: int) -> None:
 def test_a_cut_output_has_the_beginnings_of_what_it_would_have(
     family: str, marks: list[str], step: int
 ) -> None:
-    """Whether a limit loses or doubles no text, and turns no output into another kind."""
+    """A limit must neither lose nor double text, nor turn a part of the output into another
+    kind."""
     whole = Reading(family, marks)
     ids = whole.tokenizer.encode(TRANSCRIPTS[family]["text"])
     whole.tokens(ids)
@@ -68,7 +69,7 @@ def test_a_cut_output_has_the_beginnings_of_what_it_would_have(
         if cut.endswith("\ufffd"):
             continue
         part = Reading(family, marks).tokens(ids[:size], cut=True)
-        # Text that may have become a mark, or a call without marks, is sent unchanged.
+        # Text that could have become a mark, or a call without marks, is sent unchanged.
         pairs = enumerate(zip(part.text, whole.text, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(part.text), len(whole.text)))
         assert cut.endswith(part.text[common:])
@@ -158,7 +159,7 @@ def test_random_calls_are_read_back(
     writer: str, marks: list[str], calls: Calls, cuts: list[int]
 ) -> None:
     merged: dict[str, dict[str, type]] = {}
-    for name, arguments in calls:  # one schema for all calls of a function
+    for name, arguments in calls:  # all calls of a function have one schema
         kinds = merged.setdefault(name, {})
         assume(all(kinds.setdefault(key, type(v)) is type(v) for key, v in arguments.items()))
     assert read_random(writer, calls, WRITERS[writer][1](calls), cuts, marks) == ("", calls)
@@ -168,7 +169,7 @@ def test_random_calls_are_read_back(
 @given(text=texts, cuts=st.lists(st.integers(0, 60), max_size=3).map(sorted))
 @settings(max_examples=8)
 def test_text_that_is_no_call_stays_text(writer: str, text: str, cuts: list[int]) -> None:
-    """Whether calls of functions that do not exist also stay text."""
+    """Calls of functions that do not exist must stay text, too."""
     assume(not text.isspace())
     begins = "" if writer == "harmony" else WRITERS[writer][1]([("other", {"a": 1})])
     for said in (text, f"{text} {begins} {text}", begins):

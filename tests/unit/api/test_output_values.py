@@ -1,5 +1,5 @@
-"""Tests which values arguments of calls may hold: the marks of their own format, values of any
-kind, or none; and how long an output may be."""
+"""Tests the values of arguments of calls: the marks of their own format, values of any kind, or
+none. Also tests long outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ own_marks = [
         ")",
     ),
 ]
-"""Each mark is followed by a letter, so that only the tags around it can be meant."""
+"""Returns the marks of a format, each followed by a letter, so that the parser can only mean the
+tags around it."""
 values = st.lists(
     st.builds("{}{}x".format, st.text("a \n", max_size=3), st.sampled_from(own_marks)), max_size=4
 ).map("".join)
@@ -280,7 +281,7 @@ pieces_of_outputs = st.sampled_from(
 def test_any_output_is_read_alike_in_any_pieces(
     writer: str, marks: list[str], data: st.DataObject
 ) -> None:
-    """Makes calls with other text in one place, and any text behind them."""
+    """Changes the text of the calls at one place, and appends any text."""
     mark, write = WRITERS[writer]
     text = write([("f", {"a": "x<y", "b": 3}), ("clock", {})])
     begin = data.draw(st.integers(0, len(text)))
@@ -329,7 +330,7 @@ LONG_OUTPUTS = {
 def test_the_work_for_an_output_grows_with_its_length(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether each piece is added to a short text, and no character is read often."""
+    """The parser must add each piece to a short text, and must not read any character often."""
     template, text = LONG_OUTPUTS[kind]
     copied, sources, add = [0], set[TextSource](), TextSource.add
 

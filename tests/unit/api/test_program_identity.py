@@ -1,4 +1,5 @@
-"""Finds which program a call belongs to: by every name that clients send, and by no wrong name."""
+"""Tests how the program of a call is found: by every name that clients send, and by no other
+field."""
 
 from __future__ import annotations
 
@@ -104,8 +105,7 @@ def test_every_field_of_vllm_router_is_read() -> None:
 @pytest.mark.parametrize(
     ("fields", "program_id", "parent_id", "blocks"),
     [
-        # These names are derived as vllm-router derives them; the lead of a task has the task's
-        # name.
+        # These names are derived like in vllm-router; the lead agent of a task has the task's name.
         ({"task_id": "t"}, "t", "", False),
         ({"task_id": "t", "agent_id": "lead"}, "t", "", False),
         ({"task_id": "t", "agent_id": "a"}, "t:a", "t", True),

@@ -1,5 +1,5 @@
-"""Tests prompts that a client continues or shortens, and words that it bans, beside
-transformers."""
+"""Compares with transformers: prompts that a client continues or shortens, and words that it
+bans."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def test_tokenize_and_chat_continue_alike_and_echo_what_they_continue() -> None:
 def test_a_text_is_shortened_as_by_transformers(
     side: str, most: int, tokenizer: HfTokenizer, theirs: Any
 ) -> None:
-    """Whether the tokens around the text are kept as long as there is room for them, as in
-    transformers."""
+    """As in transformers, the tokens around the text must be kept as long as there is room for
+    them."""
     text = "The quick brown fox jumps over Zürich"
     theirs.truncation_side = side
     body = CompletionBody(
@@ -270,7 +270,7 @@ def test_embeddings_that_cannot_be_made_are_refused(body: dict[str, Any], param:
 
 
 def test_minus_1_leaves_room_for_the_answer() -> None:
-    head = ScriptedHead()  # the model's context has 256 tokens
+    head = ScriptedHead()  # a model with a context of 256 tokens
     for max_tokens, kept in [(16, 240), (255, 1)]:
         asked = {"prompt": "x" * 500, "truncate_prompt_tokens": -1, "max_tokens": max_tokens}
         assert complete(head, **asked).json()["usage"]["prompt_tokens"] == kept
@@ -353,7 +353,7 @@ def test_bad_lists_are_named(ask: Any, fields: dict[str, Any], param: str) -> No
 
 
 def test_large_bodies_keep_their_words_and_echoes(folder: Path) -> None:
-    """Whether the process that reads bodies passes all that the head needs."""
+    """The process that reads bodies must pass on everything that the head needs."""
     preparer = Preparer(ByteTokenizer(), ScriptedHead().card, ApiOptions())
     body = {"messages": turns("Hi", "He"), "continue_final_message": True, "echo": True}
     raw = msgspec.json.encode(body | {"bad_words": ["no"], "return_token_ids": True})
@@ -470,7 +470,7 @@ def test_text_offsets_count_characters_of_the_text(
 
 def test_an_echo_counts_special_tokens_where_the_text_shows_them(tokenizer: HfTokenizer) -> None:
     text = "a<s> The"
-    token_ids = tokenizer.encode(text)  # the prompt begins with <s> and ends with </s>
+    token_ids = tokenizer.encode(text)  # a prompt that begins with <s> and ends with </s>
     offsets = prompt_offsets(token_ids, text, tokenizer)
     names = [tokenizer.token_name(token_id) for token_id in token_ids]
     starts = {name: offset for name, offset in zip(names, offsets, strict=True) if name != "<s>"}

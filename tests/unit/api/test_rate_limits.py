@@ -27,7 +27,7 @@ def limited(**limits: Any) -> RateLimits:
 
 
 def refusal_s(limits: RateLimits, now: float) -> float | None:
-    """Returns the time to wait of a call that is refused, or None if the call begins."""
+    """Returns the time that a refused call should wait, or None if the call begins."""
     try:
         limits.begin("ann", now)
     except RequestRefused as refused:
@@ -44,7 +44,7 @@ def test_no_more_calls_than_the_rate_and_one_burst(rate: float, gaps_s: list[flo
     for gap_s in gaps_s:
         now += gap_s
         wait_s = refusal_s(limits, now)
-        if wait_s is not None:  # the refusal says when to come back
+        if wait_s is not None:  # a refusal says when to come back
             now += wait_s + 1e-6
             limits.begin("ann", now)
         num_begun += 1
@@ -54,7 +54,7 @@ def test_no_more_calls_than_the_rate_and_one_burst(rate: float, gaps_s: list[flo
 def test_tokens_are_paid_when_they_come() -> None:
     limits = limited(tokens_per_s=10)
     limits.begin("ann", 0.0)
-    limits.spend("ann", 300)  # the bucket held 100 tokens
+    limits.spend("ann", 300)  # the bucket held only 100 tokens, so it is in debt now
     with pytest.raises(RequestRefused, match="10 tokens per second") as caught:
         limits.begin("ann", 5.0)
     assert caught.value.refusal.retry_after_s == pytest.approx(15.0)
@@ -101,7 +101,7 @@ def test_a_program_asks_for_a_worse_priority_than_its_key_has() -> None:
 
 
 class Tenants:
-    """Runs a server whose clock the test moves, and its clients."""
+    """A server whose clock the test moves, and its clients."""
 
     def __init__(self, url: str, head: ScriptedHead) -> None:
         self.url, self.now = url, 1000.0
@@ -149,7 +149,8 @@ def test_prompts_and_answers_count_as_tokens_and_refused_ones_do_not() -> None:
 
     with tenants(ScriptedHead(script), tokens_per_s=1) as server:
         assert server.ask("k-ann", prompt=[1] * 60).json()["error"]["code"] == "ttft_slo"
-        assert server.ask("k-ann", prompt=[1] * 4).status_code == 200  # 10 minus 4 and 5 tokens
+        # the bucket of 10 has room for 4 tokens of the prompt and 5 of the answer
+        assert server.ask("k-ann", prompt=[1] * 4).status_code == 200
         assert server.ask("k-ann", prompt=[1] * 4, stream=True).status_code == 200
         refused = server.ask("k-ann")
         assert refused.json()["error"]["code"] == "rate_limit"

@@ -1,4 +1,5 @@
-"""A response continues over its connection at the exact byte, wherever its log was cut off."""
+"""Tests that a response continues over its connection at the exact byte, wherever its log was cut
+off."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from moonpool.api.serving_backend import ApiOptions, Output
 from moonpool.types import FinishReason, Request, Token
 
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
-"""Avoids a connection that does not end, which would make the test take minutes."""
+"""Without shrinking, because some shrunk examples would not end the connection, and the test would
+take minutes."""
 TEXT = "Zwölf Boxkämpfer jagen \N{GRINNING FACE} über den Deich".encode()
 CALLS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}},
@@ -58,8 +60,8 @@ def scripted(sizes: Sequence[int], silences: Sequence[bool] = (False,)) -> Somet
         while position < len(TEXT):
             part = TEXT[position : position + sizes[number % len(sizes)]]
             if silences[number % len(silences)]:
-                # Two periods must pass: on a busy machine, one may end in the same turn as the
-                # period.
+                # The silence lasts two periods, because on a busy machine one period may end in the
+                # same turn as the silence.
                 steps += [1.25 * PERIOD_S] * 2
             steps.append(Output(tokens=tuple(map(Token, part))))
             position, number = position + len(part), number + 1
@@ -90,8 +92,8 @@ def make_server(head: SometimesSilent, shelf: Shelf, date: bytes) -> HttpServer:
 def received(
     ours: socket.socket, begin: Callable[[], Any], num_bytes: int = 0
 ) -> tuple[bytes, bytes]:
-    """Runs a server until the connection ends. Returns the first `num_bytes`, which were in the
-    connection before, and the other bytes."""
+    """Runs a server until the connection ends. Returns the first `num_bytes` bytes, which were in
+    the connection before, and the bytes after them."""
 
     async def run() -> bytes:
         await begin()
@@ -104,7 +106,8 @@ def received(
 def respond(
     path: str, head: SometimesSilent, shelf: Shelf, fields: dict[str, Any] | None = None
 ) -> tuple[bytes, int]:
-    """Returns the response of an undisturbed server, and the position of the response's start."""
+    """Returns the response of an undisturbed server, and the position in the connection where the
+    response starts."""
     ours, theirs = connected()
     server = make_server(head, shelf, b"Mon")
     body = json.dumps(fields or CALLS[path]).encode()
@@ -137,7 +140,7 @@ def go_on(log: bytes, sent: bytes, head: SometimesSilent) -> bytes:
     found = CallLog(shelf, 7, fd)
     found.read()
     kept = KeptStream.take_over(found)
-    # The base of another connection may differ from the base of this connection.
+    # Another connection may have another base than this connection.
     kept.opening = _with_base(kept, accepted_bytes(theirs.fileno()))
     theirs.sendall(sent)
     with ours:
@@ -161,7 +164,7 @@ class _Wire:
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:
-    """Fails unless the response is complete."""
+    """Returns the events of a response. Fails unless the response is complete."""
     response = http.client.HTTPResponse(_Wire(raw))  # type: ignore[arg-type]
     response.begin()
     assert response.status == 200
@@ -222,8 +225,9 @@ def check_going_on(
     sent: float,
     alike: bool = False,
 ) -> bytes:
-    """Lets the second head go on with the first one's response, which it returns. `logged` and
-    `sent` are the present shares of the log, and of the bytes that the head may have sent by then.
+    """Lets the second head continue the first head's response, and returns the response. `logged`
+    is the share of the log that exists, and `sent` is the share of the bytes that the head may have
+    sent by then.
     """
     shelf = Shelf()
     whole, base = respond(path, first, shelf)
@@ -240,7 +244,8 @@ def check_going_on(
 
 
 def cut_of(shelf: Shelf, base: int, num_bytes: int, logged: float, sent: float) -> tuple[int, int]:
-    """Returns how many bytes of the log, and of the response, exist when a head ends."""
+    """Returns how many bytes of the log the head has written, and how many of the response it has
+    sent, when it ends."""
     log = shelf.log()
     begin = shelf.sent[0][0]
     cut = begin + round(logged * (len(log) - begin))

@@ -1,4 +1,4 @@
-"""One server has several models: each call goes to the model that it names."""
+"""Tests a server with several models: each call goes to the model that it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scripted_head import ScriptedHead, call
 
 
 class Zoo(ScriptedHead):
-    """Has two more models. One of them is a pooling model and has the name of the first."""
+    """A head with two more models. One of them is a pooling model and has the name of the first
+    model."""
 
     def __init__(self) -> None:
         super().__init__()

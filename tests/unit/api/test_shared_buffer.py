@@ -1,5 +1,5 @@
-"""Clients share what they fill: no client shuts another out, whatever it takes, and sums
-balance."""
+"""Tests that clients share the buffers that they fill: no client shuts another out, whatever it
+takes, and the sums are right."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_party_without_others_may_have_all() -> None:
 
 
 class Part:
-    """Is one holder of bytes."""
+    """One holder of bytes."""
 
     def __init__(self) -> None:
         self.is_given_back = False

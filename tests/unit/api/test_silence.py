@@ -1,6 +1,7 @@
-"""A silent stream sends keep-alives, which no client takes for an answer.
+"""Tests that a silent stream sends keep-alives, which no client takes for a part of the answer.
 
-The silences end when the client has received what the test waits for, so no time decides.
+The silences end when the client has received what the test waits for, so no result depends on a
+time.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def test_text_that_is_held_back_is_silence_too() -> None:
 def test_a_refusal_before_the_placement_has_its_own_status() -> None:
     gated = Gated(REFUSED)
     gated.head.is_placed = False
-    opening = threading.Timer(0.3, gated.first.set)  # many periods without a keep-alive
+    opening = threading.Timer(0.3, gated.first.set)  # waits many periods without a keep-alive
     opening.start()
     with asked(gated, "/v1/chat/completions") as response:
         assert response.status_code == 429

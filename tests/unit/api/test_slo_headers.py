@@ -1,4 +1,4 @@
-"""Tests the service levels that a call's headers and tenant choose."""
+"""Tests the SLOs that follow from a call's headers and tenant."""
 
 from __future__ import annotations
 

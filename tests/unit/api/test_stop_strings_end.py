@@ -1,4 +1,5 @@
-"""A stop string ends an answer: the head learns of the end like of a normal end."""
+"""Tests that a stop string ends an answer, and that the head learns of this end like of any
+other."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def test_a_stop_string_inside_one_output_drops_the_tokens_after_it() -> None:
 
 
 def test_a_stop_string_in_the_last_output_decides_the_reason() -> None:
-    """Whether a stop string counts if the engine ended the answer at its limit by the same
+    """A stop string must count although the engine ended the answer at its limit with the same
     token."""
     last = Output(tokens=(Token(ord("c")),), finish_reason=FinishReason.LENGTH)
     head = ScriptedHead(lambda _: [*spoken("ab", finish=None), last])

@@ -1,5 +1,5 @@
-"""One tenant, or one address, fills each buffer of a server as far as it can, and the server still
-serves another tenant or address."""
+"""Tests that a server still serves other tenants and addresses while one tenant, or one address,
+fills each of its buffers as far as it can."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST = OPTIONS.max_body_bytes
 
 
 def script(request: Request) -> Iterator[Step]:
-    """Keeps requests waiting: a request for more than one token waits for the second token."""
+    """Keeps requests of more than one token waiting for their second token."""
     if request.sampling.max_tokens == 1:
         yield from spoken("a")
         return
@@ -41,7 +41,8 @@ def script(request: Request) -> Iterator[Step]:
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a server with little room of each kind."""
     monkeypatch.setattr(app_module, "limited_protocol", lambda **_: limited_protocol(32))
-    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)  # room for eight of the largest bodies
+    # leaves room for eight of the largest bodies
+    monkeypatch.setattr(shared_buffer, "MAX_LARGE_BYTES", 0)
     monkeypatch.setattr(shared_buffer, "MAX_SMALL_BYTES", 32 * shared_buffer.SMALL_BYTES)
     monkeypatch.setattr(connection_limit, "MAX_HALF_HEADER_BYTES", 256 << 10)
     monkeypatch.setattr(connection_limit, "MAX_UNREAD_BYTES", 4 << 20)

@@ -1,4 +1,4 @@
-"""Attention workers keep their places, and spare workers replace lost workers."""
+"""Tests that attention workers keep their places, and that spare workers replace lost ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_an_instance_starts_when_its_group_is_complete() -> None:
     assert assignments.group_of(ONE) == (at("a"), at("b"))
     assert assignments.group_of(OTHER) is None
     assert assignments.owners() == {"a": ONE, "b": ONE, "c": None}
-    assert assignments.group_of(ONE) == (at("a"), at("b"))  # again, for its successor
+    # the successor of the instance gets the same group
+    assert assignments.group_of(ONE) == (at("a"), at("b"))
 
 
 def test_a_lost_worker_is_replaced_by_a_spare_or_by_itself() -> None:
@@ -38,7 +39,7 @@ def test_a_lost_worker_is_replaced_by_a_spare_or_by_itself() -> None:
     assert assignments.group_of(ONE) is None
     assert assignments.join(at("b", 2)) == (ONE, 1)
     assert assignments.group_of(ONE) == (at("c"), at("b", 2))
-    assert assignments.join(at("a")) is None  # its place is taken, so it is a spare now
+    assert assignments.join(at("a")) is None  # the worker's place is taken, so it is a spare now
     assert assignments.lose("b") == (ONE, 1, at("a"))
 
 

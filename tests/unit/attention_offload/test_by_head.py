@@ -1,4 +1,5 @@
-"""Attention workers that hold some heads of all blocks give the same tokens, bit for bit."""
+"""Tests that attention workers that each hold some heads of all blocks give the same tokens and
+blocks, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Workers:
-    """Makes threads with the heads that `share_heads` gives them, and the engine that they attend
-    for."""
+    """Attention workers as threads, with the heads that `share_heads` gives them, and the engine
+    that uses them."""
 
     def __init__(self, count: int, dtype: str) -> None:
         model = open_model(NAME, dtype)
@@ -109,7 +110,7 @@ def run(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_blocks_are_those_of_one_process(count: int, dtype: str) -> None:
-    """Whether three workers with unequal shares each store their part of whole slices."""
+    """Three workers with unequal shares must each store their part of every slice."""
     with workers(count, dtype) as made:
         assert run(made.engine) == run(made.local)
         for heads, cache in zip(made.ranges, made.caches, strict=True):

@@ -48,7 +48,8 @@ def with_local(made: Workers, staggered: bool = False) -> tuple[Engine, set[int]
 def test_local_and_remote_requests(transport: str, staggered: bool) -> None:
     with workers(1, transport) as made:
         engine, written = with_local(made, staggered)
-        lengths = [30, 300, 64, 65, 20, 21, 22, 200, 10]  # enough blocks for two batches
+        # the lengths have enough blocks for two batches
+        lengths = [30, 300, 64, 65, 20, 21, 22, 200, 10]
         bases = [0, 40, 2, 46, 4, 48, 5, 50, 10]
         tables = [
             [base + i for i in range(-(-(length + 8) // 64))]
@@ -60,7 +61,7 @@ def test_local_and_remote_requests(transport: str, staggered: bool) -> None:
 
 
 def test_local_and_remote_segments() -> None:
-    """Whether the partials of both are merged in the order of their tokens, not of their
+    """The partial results of both must be merged in the order of their tokens, not of their
     arrival."""
     with workers(1) as made:
         engine, _ = with_local(made)

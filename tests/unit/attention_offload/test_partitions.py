@@ -1,4 +1,5 @@
-"""Tests blocks in several arenas: one numbering, whole sequences, arenas lost and restored."""
+"""Tests blocks in several arenas: their common numbers, sequences that stay together, and arenas
+that are lost and restored."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ def test_a_sequence_lies_in_one_arena_and_continues_there() -> None:
     pool = PartitionedPool([4, 6])
     first = pool.allocate("a", 3)
     assert first is not None
-    assert {pool.arena_of(b) for b in first} == {1}  # the last of equals
+    # of arenas with equal room, the last one is taken
+    assert {pool.arena_of(b) for b in first} == {1}
     more = pool.allocate("a", 3, first)
     assert more is not None
     assert {pool.arena_of(b) for b in more} == {1}
-    assert pool.allocate("a", 1, first) is None  # although the other arena has room
+    assert pool.allocate("a", 1, first) is None  # fails although the other arena has room
     assert pool.allocate("b", 5) is None
     assert pool.num_available == 4
     assert pool.max_sequence_blocks == 6
@@ -54,7 +56,8 @@ def test_a_prefix_is_the_longest_of_one_arena() -> None:
     others = pool.allocate("b", 3)
     assert others is not None
     assert pool.arena_of(others[0]) != pool.arena_of(blocks[0])
-    assert not pool.cache_block(others[0], key(1))  # the other arena has a block of this key
+    # the other arena has a block with this key already
+    assert not pool.cache_block(others[0], key(1))
     assert pool.cache_block(others[2], key(3))
     keys = [key(1), key(2), key(3)]
     assert pool.match(keys) == blocks
@@ -77,14 +80,14 @@ def test_a_lost_arena_loses_its_keys_and_can_come_back_with_some() -> None:
     assert pool.take_changes().removed == [key(1), key(2)]
     assert pool.match([key(1)]) == []
     assert pool.num_available == 3
-    assert not pool.cache_block(a[1], key(9))  # a step that had begun before
+    assert not pool.cache_block(a[1], key(9))  # the step had begun before the loss
     start = 4 * lost
     again = [(BlockId(start + 3), key(1)), (BlockId(start), key(3))]
-    assert not pool.restore(lost, again)  # some request still holds the lost blocks
+    assert not pool.restore(lost, again)  # fails, because a request still holds the lost blocks
     pool.release("a")
     assert pool.restore(lost, again)
     assert pool.match([key(1)]) == [start + 3]
-    assert pool.find(key(3)) == b[0]  # the worker has the block already
+    assert pool.find(key(3)) == b[0]  # the worker has this block already
     assert pool.take_changes().stored == [key(1)]
     assert pool.num_available == 7
     pool.validate()

@@ -182,16 +182,17 @@ def test_by_request(count: int, transport: str, dtype: str) -> None:
 @pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_by_token_range(count: int, transport: str) -> None:
-    """A long prompt's segments at different workers, beside short prompts that each lie at one
-    worker. Chunks are larger than the buffers between, and nobody reads the last layer's answer for
-    a chunk without a drawn token: otherwise, both sides would wait for each other."""
+    """The segments of a long prompt are at different workers, and short prompts are each at one
+    worker. Chunks are larger than the buffers between the processes. Nobody reads the last layer's
+    answer for a chunk that draws no token, and yet the two sides must not wait for each other."""
     with workers(count, transport) as made:
         size = SEGMENT // 64
         long = [BLOCKS_EACH * (i // size % count) + i % size for i in range(66)]
-        if count == 2:  # the third segment is at the first worker again
+        if count == 2:  # with two workers, the third segment is at the first worker again
             long = [*range(size), *(BLOCKS_EACH + i for i in range(size)), 38, 39]
         short = [BLOCKS_EACH + 33, BLOCKS_EACH + 34]
-        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]  # the second worker has rows of both
+        # the second worker has rows of both sequences
+        tables, lengths = [short, long], [70, 2 * SEGMENT - 3]
         assert run(made.engine, tables, lengths, 6) == run(local_engine(made), tables, lengths, 6)
         tables, lengths = tables[::-1], lengths[::-1]
         assert run(made.engine, tables, lengths, 2) == run(local_engine(made), tables, lengths, 2)
@@ -285,7 +286,8 @@ def test_an_echo_returns_unchanged_and_an_unknown_message_ends_the_channel(trans
 @pytest.mark.parametrize("transport", ["socket", "ring", "tls"])
 def test_a_worker_reports_an_invalid_step(transport: str) -> None:
     with workers(1, transport) as made:
-        made.ops._placement = WorkerBlockRanges((2 * BLOCKS_EACH,))  # it has fewer
+        # more blocks than the worker has
+        made.ops._placement = WorkerBlockRanges((2 * BLOCKS_EACH,))
         step = StepEntry(AttemptId("0"), [1], 0, [BLOCKS_EACH - 1], GREEDY)
         assert made.engine.step([step]).tokens
         meta = _decode_meta(BLOCKS_EACH + 3)

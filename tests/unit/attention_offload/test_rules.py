@@ -1,5 +1,5 @@
-"""With windows, caps, sinks, latents and fp8, attention workers give one engine's tokens, bit for
-bit."""
+"""Tests that with windows, caps, sinks, latents and fp8, attention workers give the tokens of one
+engine, bit for bit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def new_state() -> AttentionWorkerState:
 
 @contextmanager
 def offloaded(model: LoadedModel, count: int, rings: bool, by_head: bool) -> Iterator[Engine]:
-    """Makes an engine whose blocks lie at workers, which have attached by message."""
+    """Yields an engine whose blocks are at workers, which were attached by messages."""
     ranges = share_heads(model.spec.num_kv_heads, count) if by_head else ()
     channels: list[AttentionChannel] = []
     threads, states = [], []
@@ -123,7 +123,7 @@ def offloaded(model: LoadedModel, count: int, rings: bool, by_head: bool) -> Ite
 
 
 def tokens_of(engine: Engine, table: list[int], length: int) -> list[int]:
-    """Runs a prompt in three chunks, then five decodes beside another request's."""
+    """Runs a prompt in three chunks, then five decodes in steps with another request's decodes."""
     text = random.Random(length).choices(range(3, 290), k=length)
     name, blocks = AttemptId("0"), [BlockId(b) for b in table]
     for start, end in ((0, length // 3), (length // 3, length - 7)):
@@ -147,7 +147,8 @@ def check(model: LoadedModel, rings: bool, by_head: bool = False) -> None:
     alone = Engine(model, choose_split_ops(), empty_cache(layout, 2 * EACH))
     size = SEGMENT // BLOCK
     lies = [(list(range(6)), 300)]
-    if not by_head:  # all blocks at the second worker, and a segment at each
+    # The second sequence is at the second worker, and the third has a segment at each.
+    if not by_head:
         lies += [(list(range(EACH, EACH + 6)), 300)]
         lies += [([*range(size), *range(EACH, EACH + 8)], SEGMENT + 200)]
     with offloaded(model, 2, rings, by_head) as engine:
@@ -213,7 +214,7 @@ def test_rules_that_do_not_fit_are_refused(
 
 
 def test_blocks_before_the_window_are_given_back(tmp_path: Path) -> None:
-    """Whether a window works if its blocks take the table's places, across segments at two
+    """The places before the window in the table name a block of the window, across segments at two
     workers."""
     model = opened("mistral-window", tmp_path, "float32")
     size = SEGMENT // BLOCK

@@ -35,12 +35,13 @@ def test_a_begun_segment_continues_in_its_arena_or_not_at_all() -> None:
     blocks = pool.allocate("a", 2)
     assert blocks is not None
     assert {*arenas_of(pool, blocks)} == {1}
-    assert pool.allocate("b", 6, ()) is not None  # a whole segment, and two blocks of another
+    assert pool.allocate("b", 6, ()) is not None  # gets a whole segment, and two blocks of another
     assert pool.num_available == 4
     more = pool.allocate("a", 2, blocks)
     assert more is not None
     assert {*arenas_of(pool, more)} == {1}
-    assert pool.allocate("a", 3, [*blocks, *more]) is None  # no arena has this many blocks together
+    # fails, because no arena has this many blocks together
+    assert pool.allocate("a", 3, [*blocks, *more]) is None
     assert pool.num_available == 2
     assert pool.owners() == {"a": 4, "b": 6}
 
@@ -55,7 +56,8 @@ def test_a_prefix_continues_in_another_arena_only_at_a_segments_end() -> None:
     assert pool.match(keys) == blocks
     pool.uncache([blocks[1]])
     assert pool.match(keys) == blocks[:1]
-    other = pool.allocate("b", 8)  # the second block of a segment that begins elsewhere
+    # begins with the second block of a segment whose first block is elsewhere
+    other = pool.allocate("b", 8)
     assert other is not None
     elsewhere = next(i for i in (1, 3, 5, 7) if pool.arena_of(other[i]) != pool.arena_of(blocks[0]))
     assert pool.cache_block(other[elsewhere], key(1), 1)

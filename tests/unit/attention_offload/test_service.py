@@ -137,7 +137,7 @@ def test_keys_outlive_their_owner_until_a_block_is_written(
     ops.epoch = 4
     draw = SamplingParams(temperature=0.0)
     engine.step([StepEntry(AttemptId("r"), [5], 0, [2], draw)])
-    # A name that was given before the write, and arrives after it, does not count.
+    # A key that was given before the write, but arrives after it, does not count.
     second.client.command(MarkCached(blocks=((BlockId(2), KEYS[2]),), epoch=3))
     second.client.command(MarkCached(blocks=((BlockId(0), KEYS[0]),), epoch=4))
     second.client.command(Grant(read_id="unknown", block_ids=()))
@@ -202,5 +202,5 @@ def test_other_kernels_and_wrong_secrets_are_refused(address: PeerAddress) -> No
         connect(address, ME, SECRET, options(arithmetic="of another CPU"), True)
     with pytest.raises(AttentionError, match="secret"):
         connect(address, ME, b"another secret altogether", options(), True)
-    owner = Owner(address)  # and the worker still serves
+    owner = Owner(address)  # the worker still serves a new owner
     owner.leave()

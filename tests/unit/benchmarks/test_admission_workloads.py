@@ -1,4 +1,5 @@
-"""`bench admission-workloads` makes draws that anyone can repeat, and computes their figures."""
+"""Tests that `bench admission-workloads` makes draws that anyone can repeat, and computes their
+figures."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_the_load_is_the_least_work_over_the_time() -> None:
 
 @pytest.mark.long
 def test_figures_are_those_of_simulate(tmp_path: Path) -> None:
-    """Whether `moonpool simulate` repeats a row with the kept trace and the row's flags."""
+    """`moonpool simulate` with the kept trace and a row's flags must give the row's figures."""
     figures = tmp_path / "figures.json"
     kept = ("--keep", str(tmp_path), "--json", str(figures))
     command = ("bench", "admission-workloads", "--draws", "2", "--requests", "60", "--seed", "8")

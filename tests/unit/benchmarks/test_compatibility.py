@@ -1,4 +1,4 @@
-"""Tests what the page of versions says of runs, and what a new run replaces."""
+"""Tests the rows that the page of versions has for runs, and which rows a new run replaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests the base of live conversations without a cluster: sessions, names, files, verdicts."""
+"""Tests the common parts of the benchmarks of live conversations, without a cluster: sessions,
+names, files, verdicts."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_a_program_takes_until_its_last_answer() -> None:
     found = program_figures(played)
     assert found == {
         "begun": 4,
-        "finished": 1,  # one session waits, one was refused, and one's last answer broke off
+        # of the other sessions, one waits, one was refused, and the last answer of one broke off
+        "finished": 1,
         "calls": 6,
         "refusals": 14,
         "makespan_s": {"p50": None, "p90": None},

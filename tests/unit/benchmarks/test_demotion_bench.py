@@ -1,4 +1,4 @@
-"""Tests the benchmark of decodes beside the SSD tier: its phases do what they say."""
+"""Tests that the phases of the benchmark of decodes beside the SSD tier do what their names say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MODEL = "random:m30,layers=2"
 
 @pytest.mark.long
 def test_each_phase_moves_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.suite.pool.demotion.MIN_STEPS", 3)  # plain torch is slow
+    # fewer steps, because plain torch is slow
+    monkeypatch.setattr("benchmarks.suite.pool.demotion.MIN_STEPS", 3)
     lines: list[str] = []
     found = bench_demotion(MODEL, 2, 1.5, 2, 40_000, tmp_path, lines.append)
     quiet, arrivals, demotion, promotion = found["rows"]

@@ -53,7 +53,8 @@ def test_decode_of_a_mixture_reads_the_chosen_experts(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_random_gguf("tiny-mixture", "Q4_K_M", path)
     model, weights = open_model(str(path), "float32"), weight_bytes(read_gguf(path))
-    assert weights.read_by(model.spec, 1) == weights.common + weights.experts / 2  # 2 of 4 bytes
+    # a token uses 2 of 4 bytes of the experts
+    assert weights.read_by(model.spec, 1) == weights.common + weights.experts / 2
     assert weights.read_by(model.spec, 2) == weights.common + weights.experts * 3 / 4
     plan = GgufBenchPlan(rounds=1, threads=(1,))
     found = bench_gguf_engines(str(path), 64, TEXT, plan, print)
@@ -110,7 +111,8 @@ def test_ik_llama_cpp_is_timed_by_what_its_programs_print(tiny: Path, tmp_path: 
     theirs = engines["ik_llama.cpp"]
     assert theirs["prefill_512"]["seconds"] == [2.0]
     assert theirs["decode_1"]["seconds"] == [1 / 20]
-    assert theirs["decode_8"]["seconds"] == [8 / 20]  # 20 tokens a second of all eight answers
+    # all eight answers together have 20 tokens a second
+    assert theirs["decode_8"]["seconds"] == [8 / 20]
     ours = engines["moonpool bfloat16"]["prefill_512"]
     assert ours["times_ik_llama_cpp"] == 2.0 / ours["seconds"][0]
     assert all(len(row) == len(GGUF_HEADER) for row in gguf_rows({"model": "x", **found}))

@@ -1,4 +1,4 @@
-"""`moonpool bench kills` chooses, compares and measures, here without a cluster."""
+"""Tests the choices, comparisons and measures of `moonpool bench kills`, without a cluster."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ def reply(*arrivals: float, sent_s: float = 0.0, ended_s: float | None = None) -
 
 def test_a_pause_is_the_longest_gap_after_the_fault_and_before_the_next() -> None:
     stream = reply(1.0, 2.0, 2.5, 6.0, 7.0, 20.0, ended_s=20.0)
-    assert stream.pause(2.6, 10.0, 99.0) == pytest.approx(3.5)  # from before the fault
-    assert stream.pause(6.5, 7.5, 99.0) == pytest.approx(1.0)  # the next fault is not the stream's
+    assert stream.pause(2.6, 10.0, 99.0) == pytest.approx(3.5)  # the pause began before the fault
+    # the next fault did not interrupt this stream
+    assert stream.pause(6.5, 7.5, 99.0) == pytest.approx(1.0)
     assert stream.pause(7.5, 12.0, 99.0) == pytest.approx(5.0)
-    assert stream.pause(0.5, 12.0, 99.0) is None  # the stream had no token yet
+    # None, because the stream had no token before the fault
+    assert stream.pause(0.5, 12.0, 99.0) is None
     waits = reply(1.0, 2.0)
     assert waits.pause(2.5, 30.0, 12.0) == pytest.approx(10.0)  # until now
     assert reply(1.0, 2.0, ended_s=2.0).pause(1.5, 30.0, 12.0) == pytest.approx(1.0)

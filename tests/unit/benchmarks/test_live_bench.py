@@ -1,4 +1,5 @@
-"""Tests the base of live benchmarks without a cluster: workloads, bursts, twins, oscillation."""
+"""Tests the common parts of live benchmarks, without a cluster: workloads, bursts, simulated twins,
+oscillation."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_front_and_messages_count_and_neighbours_slow_down() -> None:
     cluster = LiveCluster()
     plain, _ = simulate_rows(cluster, profile(), rows, 16)
     front, _ = simulate_rows(cluster, profile(front_s=0.052), rows, 16)
-    # All requests come later by the same time, so nothing else changes.
+    # All requests come later by the same time, so no other figure may change.
     assert front["ttft_s"]["mean"] - plain["ttft_s"]["mean"] == pytest.approx(0.05, abs=2e-4)
     slow, _ = simulate_rows(cluster, profile(contention=(1.5, 2.0)), rows, 16)
     assert plain["tbt_s"]["p50"] < slow["tbt_s"]["p90"] <= 2.1 * plain["tbt_s"]["p90"]
@@ -201,7 +202,7 @@ def test_steps_depart_from_their_mean_as_they_were_measured() -> None:
 
 
 class NoServer:
-    """Holds the part of a server that a simulated sweep needs."""
+    """The part of a server that a simulated sweep needs."""
 
     url = ""
 
@@ -216,7 +217,8 @@ class NoServer:
 @pytest.mark.long
 def test_a_sweep_of_lengths_is_simulated_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "LocalServer", NoServer)
-    slower = tuple(20 * x for x in COST.prefill)  # fewer requests to simulate
+    # a slower cluster needs fewer requests in its simulation
+    slower = tuple(20 * x for x in COST.prefill)
     monkeypatch.setattr(colocated, "measure_live", lambda *_: profile(prefill=slower))
     monkeypatch.setattr(colocated, "SIMULATED_S", 5.0)
     workload = WORKLOAD.with_(answers=16)
@@ -242,8 +244,9 @@ def test_a_narrow_victory_is_none() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_is_admitted_under_lasting_overload_comes_in_time(seed: int) -> None:
-    """The profile is a seventh too fast, like a live profile: without learning, all admitted
-    requests would come just too late. Then 39 to 70 % were in time, and 95 % are now."""
+    """The profile is a seventh too fast, like a live profile. Without learning, all admitted
+    requests would be just too late. Without learning, 39 to 70 % of these requests were in time;
+    with learning, 95 % are."""
     found = LiveWorkload(scale=Fraction(1, 32), seed=seed)
     truth = profile(prefill=(0.009, 6e-4, 8e-8, 15e-8), decode=(0.009, 5e-4, 7e-7))
     believed = FittedCost(prefill=(0.0075, 5e-4, 7e-8, 13e-8), decode=(0.008, 5e-4, 7e-7))

@@ -1,4 +1,4 @@
-"""Reads from the kernel's counters how much other processes computed."""
+"""Tests how the CPU time of other processes is read from the kernel's counters."""
 
 from __future__ import annotations
 

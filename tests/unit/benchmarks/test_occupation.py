@@ -1,4 +1,4 @@
-"""Tests KVCache occupation of a long prompt: what the ways have in common, and how they differ."""
+"""Tests the KVCache occupation of a long prompt on the ways to compute it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_simulated_a_prompt_is_held_while_it_is_computed_and_until_it_has_left()
     kv_bytes = 2048 * COST.token_bytes
     after = separate_s(2048, COST, layer_wise=False)
     assert after == pytest.approx(kv_bytes * (2.048 + kv_bytes / RATE), rel=0.02)
-    # Sending takes half as long as computing, so computing hides all but its end.
+    # Sending takes half as long as computing, so computing hides all of it but the end.
     beside = separate_s(2048, COST, layer_wise=True)
     assert beside == pytest.approx(kv_bytes * 2.048, rel=0.1)
 

@@ -40,7 +40,7 @@ HEAD = 'title = "T"\nurl = "https://x.invalid/t-1.tar.gz"\nsha256 = "00"\nroot =
     [
         (TEST, True),
         ("unit/test_basic.py::test_load*", True),
-        ("unit/*::test_load[[]a-1]", False),  # brackets stand for themselves
+        ("unit/*::test_load[[]a-1]", False),  # brackets in this form stand for themselves
         ("unit/test_basic.py", True),
         ("unit/*", True),
         ("unit/test_basi", False),
@@ -151,7 +151,7 @@ def test_an_archive_with_another_checksum_is_removed(tmp_path: Path) -> None:
 def test_tests_are_unpacked_once_and_again_when_the_suite_changes(tmp_path: Path) -> None:
     path = archive(tmp_path, {"t-1/tests/a.py": b"a", "t-1/more/b.py": b"b"})
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    url = f"https://x.invalid/{path.name}"  # the file exists, so nothing is fetched
+    url = f"https://x.invalid/{path.name}"  # the file exists, so nothing is downloaded
     suite = Suite("t", "T", url, digest, ("tests/",), ".", ("tests/*.py",), (), ())
     place = unpacked(suite, tmp_path)
     (place / "tests/a.py").write_text("kept")
@@ -232,4 +232,5 @@ def test_endings_are_counted_by_reason() -> None:
     assert found.passed == 1
     assert found.skipped == {"why": 1, f"{OWN}: no GPU": 1}
     assert set(found.failed) == {"x.py::test_d", "x.py::test_e"}
-    assert read_results(parse("t", text), "x.py", {}).failed  # a file without tests is a fault
+    # a file without tests counts as failed
+    assert read_results(parse("t", text), "x.py", {}).failed

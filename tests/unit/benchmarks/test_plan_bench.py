@@ -1,4 +1,4 @@
-"""Tests the proof of plans: it finds what a plan that costs too much has missed."""
+"""Tests the proof of plans: it must find the cheaper cluster that a plan has missed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.cli_runner import invoke
 
 @pytest.fixture
 def proof() -> PlanProof:
-    """Half of 30 prompts of 16k tokens are cached: two mixed nodes serve these prompts, and so does
-    one node."""
+    """The workload has 30 prompts of 16k tokens, of which half is cached. Two mixed nodes serve
+    them, and one node suffices."""
     [workload] = [one for one in PROOF_WORKLOADS if one.name == "half cached, 16k"]
     made = prove(workload._replace(rate_rps=0.4), 30, 2)
     steps = Steps((125_000, 500_000), (0,), ("lru",), (256, 1024))

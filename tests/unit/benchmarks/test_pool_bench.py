@@ -52,7 +52,7 @@ def test_turns_come_in_order_and_repeat_what_was_said() -> None:
         assert [call.turn for call in mine] == list(range(AGENTS.turns))
         for before, after in itertools.pairwise(mine):
             assert after.question.text.startswith(before.question.text)
-            assert before.target != after.target  # otherwise, no pool would be needed
+            assert before.target != after.target  # differs, otherwise no pool would be needed
 
 
 def test_each_question_has_its_code_and_agents_share_a_beginning() -> None:
@@ -349,7 +349,7 @@ class _ListeningVllm(GroupedVllm):
 
     def __init__(self, folder: Path) -> None:
         self._child = folder / "child"
-        (folder / "vllm").touch()  # the packages that a Python must have
+        (folder / "vllm").touch()  # one of the packages that a Python must have
         super().__init__(str(folder / "python"), "model", "0", {})
         script = (
             "import subprocess, sys, pathlib;"

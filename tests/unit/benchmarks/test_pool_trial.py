@@ -1,4 +1,4 @@
-"""Tests what the trial of the pool counts as wrong, and which processes it kills."""
+"""Tests which answers the trial of the pool counts as wrong, and which processes it kills."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def counted(answers: int, wrong: int, foreign: int = 0) -> dict[str, Any]:
     [
         (counted(100, 0), counted(100, 0), [], 0),
         (counted(100, 1), counted(100, 0), [], 1),
-        (counted(100, 3), counted(100, 2), [], 0),  # batches alone have this effect
+        (counted(100, 3), counted(100, 2), [], 0),  # batches alone explain this many differences
         (counted(100, 40), counted(100, 2), [], 1),
         (counted(100, 2, foreign=1), counted(100, 2), [], 1),
         (counted(100, 0), counted(100, 0), ["q: cut"], 1),
@@ -111,8 +111,7 @@ def test_damage_changes_as_many_bytes_as_it_says(tmp_path: Path) -> None:
 def test_the_disk_is_filled_by_a_file_that_is_not_the_pools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the trial does not do this if the file system is large, because other users may need
-    it."""
+    """On a large file system, the trial must not fill the disk, because other users may need it."""
     shape = TrialShape("python", ("m",), 1, 1, 1, 1, "1GiB", str(tmp_path))
     pool = TrialPool(PoolPlace("python", tmp_path, 1, 32), shape)
     at = "benchmarks.suite.pool_in_vllm.trial_cluster"
@@ -120,7 +119,7 @@ def test_the_disk_is_filled_by_a_file_that_is_not_the_pools(
     with pytest.raises(ServerError, match="mount a small tmpfs"):
         pool.fill_disk()
     monkeypatch.setattr(f"{at}.MAX_FILLED_BYTES", 1 << 60)
-    # Fails like a full disk, from the second piece on.
+    # From the second piece on, writing fails like on a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (DAMAGE_STEP_BYTES + 1, limits[1]))
     try:

@@ -1,4 +1,5 @@
-"""Seeded days have abrupt shifts: roles follow most shifts within a minute, and do not swing."""
+"""Tests role decisions on seeded days with abrupt shifts: roles must follow most shifts within a
+minute, without oscillation."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_shifts_are_followed_and_roles_do_not_swing() -> None:
     told: list[str] = []
     found = decided_days(range(20_000, 20_003), 4, 400.0, told.append)
     assert found["shifts"] == 9 and len(told) == 3
-    assert found["followed_in_60_s"] >= 0.5  # of few shifts; no shift with the first rules
+    assert found["followed_in_60_s"] >= 0.5  # the first version of the rules followed no shift
     assert found["phases_with_several_turns"] == 0
 
 

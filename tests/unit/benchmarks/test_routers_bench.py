@@ -157,7 +157,8 @@ def test_programs_have_columns_of_their_own() -> None:
         given["rows"][number]["programs"] = programs | {"makespan_s": {"p50": p50_s, "p90": None}}
     shown = {line[1]: line for line in router_rows(given["rows"])}
     assert shown[WORDS["round-robin"]][10:] == ("4.0 s, never", "12 of 15", "6")
-    assert shown[WORDS["moonpool"]][10:] == ("-", "-", "-")  # kept from an earlier run
+    # this row is kept from an earlier run, which lacks these columns
+    assert shown[WORDS["moonpool"]][10:] == ("-", "-", "-")
     assert len({len(line) for line in shown.values()}) == 1
     assert "programs finished" in routers_section(given)
     assert "programs finished" not in routers_section(found())
@@ -188,7 +189,7 @@ def test_a_stub_tells_what_is_held() -> None:
     assert engine.usage == 0.0
     engine.submit(request("a", list(range(30))))
     engine.begin_step()
-    assert engine.usage == 0.25  # 4 of 16 blocks
+    assert engine.usage == 0.25  # 4 of 16 blocks are in use
     engine.end_step()
     run(engine)
     assert engine.usage == 0.0, "cached blocks that nobody holds are free"
@@ -208,7 +209,7 @@ def test_the_page_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert page_routers.main(page, [result]) == 0
     monkeypatch.undo()
     monkeypatch.setattr(sys, "argv", ["page_routers", "--check"])
-    assert page_routers.main() == 0  # the page of this repository
+    assert page_routers.main() == 0  # checks the page of this repository
 
 
 def test_runs_are_kept_and_go_on(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Compares the simulator with another simulator: what is counted, and what is said of a failed
-run."""
+"""Tests the comparison with another simulator: which figures are counted, and the report of a
+failed run."""
 
 from __future__ import annotations
 

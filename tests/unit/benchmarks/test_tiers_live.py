@@ -27,7 +27,7 @@ def test_every_row_has_the_same_conversations_and_one_tier_more() -> None:
     prompts = [prompt for step in steps for prompt in step]
     assert len(prompts) == 15 and all(len(step) <= INSTANCES for step in steps)
     last: dict[tuple[int, ...], list[int]] = {}
-    for prompt in prompts:  # each turn repeats the turns before it
+    for prompt in prompts:  # each turn's prompt begins with the turns before it
         name = tuple(prompt[OPENING_TOKENS : OPENING_TOKENS + 8])
         assert prompt[: len(last.get(name, []))] == last.get(name, [])
         last[name] = prompt

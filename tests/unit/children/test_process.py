@@ -16,12 +16,12 @@ from moonpool.children.start import moonpool_line, start_child, start_child_here
 
 
 def child(code: str) -> int:
-    """Returns the process id of a Python that nobody else waits for."""
+    """Starts a Python for whose end no other code waits, and returns its process id."""
     return os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
 
 
 def test_a_status_is_read_without_descriptors_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs as on macOS."""
+    """Waits as on macOS, which has no such descriptors."""
     monkeypatch.delattr(os, "pidfd_open")
     waiting = ForkedChild(child("import time; time.sleep(60)"))
     with pytest.raises(subprocess.TimeoutExpired):
@@ -29,7 +29,7 @@ def test_a_status_is_read_without_descriptors_of_processes(monkeypatch: pytest.M
     assert waiting.poll() is None
     waiting.send_signal(signal.SIGTERM)
     assert [waiting.wait(60), waiting.wait(), waiting.poll()] == [-signal.SIGTERM] * 3
-    waiting.kill()  # nothing, because the process has ended
+    waiting.kill()  # does nothing, because the process has ended
     assert ForkedChild(child("raise SystemExit(7)")).wait() == 7
 
 
@@ -40,7 +40,7 @@ def test_a_status_is_read_the_same_with_a_loop_and_without() -> None:
     assert waiting.returncode is None
     waiting.kill()
     assert [waiting.wait(60), waiting.wait(), waiting.returncode] == [-signal.SIGKILL] * 3
-    waiting.kill()  # nothing, because the process has ended
+    waiting.kill()  # does nothing, because the process has ended
     assert ForkedChild(child("raise SystemExit(7)")).wait(60) == 7
 
     async def here() -> list[int | None]:

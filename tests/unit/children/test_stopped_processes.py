@@ -1,5 +1,5 @@
-"""A process that a signal stopped is found; a process that went on, or that a debugger stopped, is
-not."""
+"""Tests that a process that a signal stopped is found, but not a process that continued or that a
+debugger stopped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_only_a_process_stopped_at_all_looks_is_found() -> None:
     stopped = StoppedProcesses(states.__getitem__)
     for _ in range(MOST_LOOKS - 1):
         assert stopped.look(states) == []
-    states[4] = "R"  # the process went on
+    states[4] = "R"  # the process continues
     assert stopped.look(states) == [1]
     states[4] = "T"
     assert stopped.look(states) == [1]

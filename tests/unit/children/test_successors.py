@@ -1,4 +1,4 @@
-"""Runs one process after the other: tests when the next process starts, and the log lines."""
+"""Tests processes that run one after the other: when the next process starts, and the log lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of `moonpool run`, whose first connections break while it starts."""
+"""Tests the server of `moonpool run`, whose first connections break while it starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedChild]:
 
 
 def test_a_call_that_breaks_is_made_again(sleeper: ForkedChild) -> None:
-    """Whether a head that ends while it reads the first call does not end the command."""
+    """If a head ends while it reads the first call, the command must make the call again."""
     replies = [b"", b"", b"HTTP/1.1 200 OK\r\n\r\n"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

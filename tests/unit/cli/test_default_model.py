@@ -55,8 +55,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Plays the questions of a terminal whose person says yes, or no to the questions in
-    `refused`."""
+    """Stands for a person at a terminal. Returns the list of the questions; the person says yes
+    unless a test has put "no" into the list."""
     questions: list[str] = []
 
     def confirm(question: str, **settings: object) -> bool:
@@ -116,7 +116,8 @@ def test_an_installed_package_comes_first(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: object())
-    monkeypatch.setattr(installation, "SMALL_MODEL", "click")  # a model that is installed
+    # any installed package stands for the model
+    monkeypatch.setattr(installation, "SMALL_MODEL", "click")
     assert choose_model("run") == "smollm2"
     (question,) = asked
     assert "smollm2 (SmolLM2-135M-Instruct, 98 MB, Apache-2.0; installed, " in question

@@ -1,4 +1,5 @@
-"""`doctor`, `completion` and `man` work on any machine, from the parser that runs the commands."""
+"""Tests that `doctor`, `completion` and `man` work on any machine, with the parser that runs the
+commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests log lines as text and as JSON, a terminal's bar, and where level and format come from."""
+"""Tests log lines as text and as JSON, a terminal's progress bar, and the sources of level and
+format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what a newcomer types: near misses of commands and addresses, and a key from the
+"""Tests typical input of a newcomer: misspelt commands and addresses, and a key from the
 environment."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""No flag is lost: every command has the flags of the list, and help covers all flags."""
+"""Tests that no flag is lost: every command has the flags of the list, and the help shows all
+flags."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ from tests.cli_runner import succeed
 from website.command_page import command_page
 
 GOLDEN = Path(__file__).parent / "golden_flags.json"
-"""Maps each command to its flags and arguments. A new flag is added here; a flag is never taken
-out."""
+"""Maps each command to its flags and arguments. Add each new flag here, and never remove a flag."""
 
 
 HIDDEN = [name for name, (_, _, text) in {**OWN_COMMANDS, **added_commands()}.items() if not text]

@@ -19,8 +19,8 @@ SMALL = ("--slo-ttft", "6", "--seeds", "3", "--layout", "disaggregated")
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A trace so even that a few draws of it suffice: prompts of two lengths, the longer ones
-    with a cached prefix."""
+    """A trace so even that a few draws of it suffice. Its prompts have two lengths, and the longer
+    ones have a cached prefix."""
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
     rows = []
     for number in range(60):
@@ -89,8 +89,7 @@ def test_it_says_what_to_buy_and_why(answer: tuple[dict[str, Any], str]) -> None
 def test_the_configuration_has_what_the_plan_says(
     answer: tuple[dict[str, Any], str], trace: str, tmp_path: Path
 ) -> None:
-    """Whether `simulate` with the printed configuration has the same share of effective
-    requests."""
+    """`simulate` with the printed configuration must have the same share of effective requests."""
     found, _ = answer
     config = tmp_path / "c.toml"
     config.write_text(_toml(found["config"]))

@@ -1,5 +1,5 @@
-"""A server that cannot have the protection that its flags ask for does not start: one line, status
-1, and no open port."""
+"""Tests that a server does not start without the protection that its flags ask for: one line,
+status 1, and no open port."""
 
 from __future__ import annotations
 

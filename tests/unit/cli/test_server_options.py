@@ -1,5 +1,5 @@
-"""Every command that asks a server has the same flag for its address, and sends the key over
-https."""
+"""Tests that every command that asks a server has the same flag for its address, and sends the key
+over https."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORDS: dict[str, list[str]] = {
     "bench capacity": [],
 }
 NEEDS_MORE = {"bench peers-live"}
-"""Lists commands that start servers of their own before they send a request."""
+"""Commands that start servers of their own before they send a request."""
 
 
 class TlsServer(NamedTuple):
@@ -87,7 +87,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
 
     class Quiet(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # clients without that authority break off
+            pass  # clients that do not trust the authority break off
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -136,7 +136,7 @@ def test_each_command_that_asks_a_server_takes_the_same_options() -> None:
 
 
 def test_no_other_command_makes_connections_of_its_own() -> None:
-    """Whether no command makes a connection itself, which would lack the key or the authority."""
+    """No command may open a connection itself, which would lack the key or the authority."""
     client = re.compile(r"httpx\.(?:\w*Client|get|post|stream|request)\(|HttpClient\(")
     cli_folder = ROOT / "src" / "moonpool" / "cli"
     makers = {
@@ -144,7 +144,7 @@ def test_no_other_command_makes_connections_of_its_own() -> None:
         for path in cli_folder.rglob("*.py")
         if client.search(path.read_text())
     }
-    # The other connection asks the Hub, which is not a moonpool server, about a model.
+    # The only other connection asks the Hub about a model, and the Hub is not a moonpool server.
     assert makers == {"server/address.py", "default_model.py"}
 
 

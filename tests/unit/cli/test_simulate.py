@@ -52,7 +52,7 @@ FIGURES = {
     "run": {"trace", "speed", "noise"},
     "config": set(Config.__struct_fields__),
 }
-"""Lists figures of design.md, and the least value of each."""
+"""Maps each printed figure to the keys that it must have at least, or to None."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,8 @@ def figures_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def error_of(done: Result, status: int = 1) -> str:
-    """Returns the one line that says what is wrong; `click` puts the usage above its own line."""
+    """Returns the line that says what is wrong. For its own errors, `click` prints the usage above
+    this line."""
     assert done.exit_code == status, done.output
     lines = done.stderr.splitlines()
     start = {1: "moonpool: ", 2: "Error: "}[status]

@@ -74,8 +74,8 @@ def test_a_missing_folder_is_noticed_before_the_run(
 
 
 def test_times_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
-    """Whether this ends: an earlier version ran without end, because a second later was the same
-    time."""
+    """An earlier version ran without end, because at such a time one second later is the same
+    float."""
     path = tmp_path / "far.jsonl"
     path.write_text("".join(json.dumps(ROW | {"timestamp": t}) + "\n" for t in (0, 10**22)))
     result = simulate(str(path))

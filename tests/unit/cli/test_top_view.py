@@ -167,7 +167,7 @@ def test_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"damaged": 0, "error": ""}, "", ""),
         ({"damaged": 1200, "error": ""}, "1,200 blocks damaged on SSD", "1,200 damaged blocks"),
         ({"damaged": 0, "error": "/ssd is gone"}, "without its SSD", "without it: /ssd is gone"),
-        ({}, "", ""),  # a frame of a head of the earlier release
+        ({}, "", ""),  # the frame of a head of the earlier release
     ],
 )
 def test_a_disk_that_fails_or_damages_blocks_has_a_row(

@@ -1,4 +1,4 @@
-"""Runs a Conductor for tests, which play the part of its instances."""
+"""Runs a Conductor for tests that stand for its instances."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROMPT = tuple(range(10))
 
 
 class Desk:
-    """Is a Conductor that checks its reservations after each event."""
+    """A Conductor that checks its reservations after each event."""
 
     def __init__(
         self,

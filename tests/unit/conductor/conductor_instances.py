@@ -10,8 +10,8 @@ from moonpool.types import InstanceId, Role
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 COST = FittedCost(
-    prefill=(0.0, 0.001, 0.0, 0.0),  # 1 ms per token
-    decode=(0.0, 0.01, 1e-6),  # 10 ms per answer, 1 us per token of context
+    prefill=(0.0, 0.001, 0.0, 0.0),  # a prefill takes 1 ms per token
+    decode=(0.0, 0.01, 1e-6),  # a decode step takes 10 ms per answer, and 1 us per token of context
     transfer_latency_s=0.0,
     shared_memory_bytes_per_s=1e8,
     network_bytes_per_s=1e6,
@@ -36,7 +36,7 @@ def info(
     incarnation: int = 1,
     context_tokens: int = 0,
 ) -> InstanceInfo:
-    """The first letter of the name gives the role."""
+    """Describes an instance, whose role follows from the first letter of its name."""
     address = PeerAddress(
         instance_id=InstanceId(name), host_id=host_id, unix_name="", tcp_host="x", tcp_port=1
     )

@@ -23,8 +23,8 @@ from moonpool.types import Slo
 NAMES = ("p0", "d0", "d1")
 DEMAND = RequestFootprint(
     number=1,
-    num_tokens=1000,  # 1 s of prefill
-    expected_tokens=1000,  # a step takes 1 ms more, beside 10 ms per answer
+    num_tokens=1000,  # takes 1 s of prefill
+    expected_tokens=1000,  # makes a step 1 ms longer, in addition to 10 ms per answer
     decodes=True,
     block_tokens=1,
     token_bytes=1,
@@ -95,8 +95,8 @@ def test_a_prompt_too_long_for_any_instance_is_named() -> None:
 
 @pytest.mark.parametrize("admission", ["baseline", "early", "predictive"])
 def test_what_is_slow_only_now_may_come_again(admission: str) -> None:
-    """Whether only costs measured at rest justify the refusal that not even an idle instance would
-    be in time."""
+    """Only costs that were measured at rest justify the refusal that not even an idle instance
+    would be in time."""
     slow = Scene()
     slow.cluster_state.instance_table.set_cost(0, scaled(COST, 2.0, 1.0), 2.0)
     refusal = slow.refuse(admission, ttft_s=1.5)  # the prediction is 2 s, the measurement was 1 s
@@ -111,17 +111,17 @@ def test_time_already_spent_counts() -> None:
 
 
 def test_the_limit_is_of_load_not_of_latency() -> None:
-    context = Scene(queue_s=1.0)  # 2 s to the first token
+    context = Scene(queue_s=1.0)  # predicts 2 s to the first token
     assert context.decide("baseline", ttft_s=4.0, load_limit=0.5) is None
     assert "0.4 of the SLO" in context.refuse("baseline", ttft_s=4.0, load_limit=0.4).message
     assert context.decide("baseline", ttft_s=1.0, load_limit=2.0) is None
-    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    busy = Scene(decoding=(4, 4))  # predicts a step of 5 x 10 ms + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
     assert busy.refuse("early", tbt_s=0.06, load_limit=0.8).reason == "decode_load"
 
 
 def test_the_tbt_slo_applies_to_the_longest_gaps() -> None:
-    busy = Scene(decoding=(4, 4))  # 10 ms x 5 + 1 ms
+    busy = Scene(decoding=(4, 4))  # predicts a step of 5 x 10 ms + 1 ms
     assert busy.decide("early", tbt_s=0.06) is None
     busy.cluster_state.instance_table.tbt_tail = 1.3
     refusal = busy.refuse("early", tbt_s=0.06)
@@ -148,7 +148,7 @@ def test_baseline_ignores_the_decode_load() -> None:
 
 
 def test_early_uses_the_present_decode_load_only() -> None:
-    context = Scene(decoding=(6, 2))  # 4 answers each on average, and this answer: 51 ms
+    context = Scene(decoding=(6, 2))  # with a mean of 4 answers and this answer, a step takes 51 ms
     assert context.decide("early", tbt_s=0.052) is None
     refusal = context.refuse("early", tbt_s=0.050)
     assert refusal.reason == "decode_load"
@@ -231,8 +231,8 @@ def test_a_rejection_has_the_numbers_behind_it() -> None:
 
 
 def test_a_slow_instance_does_not_stand_for_the_whole_pool() -> None:
-    """Whether a slow instance does not count for the load: placement gives it few decodes, so its
-    load differs from the others'."""
+    """The load of the slow instance alone must not count for the pool, because placement gives it
+    few decodes."""
     context = Scene(decoding=(40, 5))
     slow = msgspec.structs.replace(COST, decode=(0.0, 0.08, 0.0))
     context.cluster_state.instance_table.set_cost(2, slow)

@@ -1,4 +1,5 @@
-"""The Conductor wants more instances at once, but fewer only after a window of lower demand."""
+"""Tests that the Conductor wants more instances immediately, but fewer only after a window of lower
+demand."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def new_hall(target: float = 0.5) -> Hall:
 
 
 def test_the_numbers_follow_from_the_demand() -> None:
-    """At 4 requests/s, prefill needs 2.0 instances and decode 0.8, busy for half of their time."""
+    """At 4 requests/s, prefill needs 2.0 instances and decode 0.8, if instances are busy for half
+    of the time."""
     hall = new_hall()
     assert scaled(hall, 4.0, 500, 6 * WINDOW_S)[-1] == (4, 2)
 
@@ -97,7 +99,7 @@ def day(seed: int) -> tuple[Hall, list[str]]:
 
 @pytest.mark.long
 def test_no_day_of_a_thousand_oscillates() -> None:
-    """Whether roles change in one direction within a phase, except for a single correction."""
+    """Within a phase, roles may change in one direction only, except for a single correction."""
     bad = []
     for seed in range(1_000):
         _, switched = day(seed)

@@ -1,4 +1,5 @@
-"""The instances that still learn from their first prefills are looked at when there is a reason."""
+"""Tests that instances that still learn from their first prefills are checked only when there is a
+reason."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def states() -> list[InstanceState]:
 
 
 class Scanned:
-    """The same by looking at every instance every time."""
+    """A model of `Beginners` that checks every instance each time."""
 
     def __init__(self) -> None:
         self.until_s: dict[InstanceId, float] = {}
@@ -31,7 +32,8 @@ class Scanned:
 
 
 def test_it_yields_what_a_look_at_every_instance_yields() -> None:
-    """Instances are woken during a look, too: those after the present one still have their turn."""
+    """Instances are also woken during a pass; those after the present one must still have their
+    turn in it."""
     rng, all_states = Random(7), states()
     beginners, scanned = Beginners(), Scanned()
     num_seen = 0

@@ -1,4 +1,5 @@
-"""The Conductor books each request once, places it again after faults, and ends it once."""
+"""Tests that the Conductor books each request once, places it again after faults, and ends it
+once."""
 
 from __future__ import annotations
 
@@ -224,7 +225,7 @@ def test_a_begun_answer_is_not_rejected_for_its_slo() -> None:
     desk = Desk("p0", "d0")
     desk.ask(ttft_s=0.05)
     desk.decoding()
-    for number in range(40):  # the queue is now far longer than the SLO
+    for number in range(40):  # makes the queue far longer than the SLO allows
         desk.ask(f"other{number}", token_ids=tuple(range(100 * number, 100 * number + 50)))
     failed = AttemptFailed(attempt_id=AttemptId("r/1"), reason="engine_error", message="broken")
     actions = desk.report("d0", failed)
@@ -248,8 +249,9 @@ def test_overload_is_rejected_before_any_work() -> None:
 
 def test_room_is_booked_for_the_answer_too() -> None:
     desk = Desk("p0", "d0", num_blocks=10)  # answers have 4 tokens; the prompts have 10
-    assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens hold 6 blocks
-    refused = desk.ask("b", max_tokens=7, ttft_s=0.02)  # 17 would fit as tokens, but not as blocks
+    assert sent(desk.ask("a", max_tokens=13), StartPrefill)  # 23 tokens, which hold 6 blocks
+    # 17 tokens would fit as tokens, but not as blocks
+    refused = desk.ask("b", max_tokens=7, ttft_s=0.02)
     (refuse,) = of(refused, Refuse)
     assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_capacity")
     assert sent(desk.ask("c", max_tokens=6), StartPrefill)
@@ -269,7 +271,7 @@ def test_an_answer_longer_than_booked_takes_room() -> None:
 
 
 def test_a_prefill_on_a_mixed_instance_takes_room_from_the_decodes() -> None:
-    """Otherwise the Conductor could admit a request for which prefills leave no blocks."""
+    """Otherwise, the Conductor could admit a request for which prefills leave no blocks."""
     desk = Desk("m0", num_blocks=10)  # 40 tokens
     desk.ask("one", max_tokens=1, token_ids=tuple(range(30)))  # 8 blocks
     (refuse,) = of(desk.ask("b", max_tokens=2, ttft_s=0.02), Refuse)

@@ -116,8 +116,8 @@ def test_without_admission_no_instance_checks_an_slo_either() -> None:
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: str) -> None:
-    """Whether `decode_wait` is a rule of its own: the decode instance learns which step to wait
-    for."""
+    """`decode_wait` must not depend on the admission policy: the decode instance learns which step
+    time to wait for."""
     (_, start) = sent(Desk("p0", "d0", admission=admission).ask(tbt_s=0.015), StartPrefill)[0]
     assert start.attempt.max_step_s is not None and start.attempt.max_step_s <= 0.015
     desk = Desk("p0", "d0", admission=admission, decode_wait=False)
@@ -127,8 +127,8 @@ def test_an_admitted_request_waits_for_room_whatever_the_admission(admission: st
 
 @pytest.mark.parametrize("admission", ["none", "baseline", "early", "predictive", "goodput"])
 def test_only_none_goes_on_waiting_after_the_ttft_slo(admission: str) -> None:
-    """Whether the rule rejects no request for its SLO, so also no request that waits for a decode
-    batch."""
+    """The policy `none` rejects no request for its SLO, so it must not reject a request that waits
+    for a decode batch."""
     desk = Desk("p0", "d0", admission=admission)
     desk.ask(ttft_s=2.0, tbt_s=0.015)
     desk.prefilled()
@@ -151,7 +151,7 @@ def test_only_a_first_check_is_strict(admission: str, tolerance: float) -> None:
 def test_a_request_that_lost_its_instance_is_not_refused_for_its_slo(admission: str) -> None:
     desk = Desk("p0", "p1", "d0", admission=admission)
     first = sent(desk.ask(ttft_s=5.0), StartPrefill)[0][0]
-    desk.now = 4.995  # and 10 ms of prefill
+    desk.now = 4.995  # 5 ms before its first token is due; a prefill takes 10 ms
     again = desk.handle(InstanceLost(InstanceId(first), "it died"))
     assert not of(again, Refuse)
     ((second, start),) = sent(again, StartPrefill)
@@ -173,7 +173,7 @@ def test_the_limit_of_an_attempt_that_waits_for_room_ends_with_it() -> None:
 def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None:
     desk = Desk("p0", "d0")
     for number in (1, 2, 3):
-        prompt = tuple(range(1000 * number, 1000 * number + 100))  # each takes 0.1 s
+        prompt = tuple(range(1000 * number, 1000 * number + 100))  # a prompt that takes 0.1 s
         desk.ask(f"r{number}", token_ids=prompt)
     queue_s = lambda: float(desk.conductor.instance_table.queue_s(desk.now)[0])  # noqa: E731
     assert queue_s() == pytest.approx(0.3)
@@ -182,7 +182,7 @@ def test_the_queue_is_the_waiting_and_the_rest_of_the_running_prefills() -> None
     desk.now = 0.06
     assert queue_s() == pytest.approx(0.24)
     started = PrefillStarted(attempt_id=AttemptId("r2/2"), cached_tokens=0, fetched_tokens=0)
-    desk.report("p0", started)  # beside the first request: they share the instance
+    desk.report("p0", started)  # runs beside the first request, because they share the instance
     assert queue_s() == pytest.approx(0.24)
     desk.now = 0.08
     desk.prefilled("r1/1")

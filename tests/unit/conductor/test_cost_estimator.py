@@ -1,4 +1,4 @@
-"""Cost estimates follow the measurements of an instance, and end when the instance ends."""
+"""Tests that cost estimates follow the measurements of an instance, and end with the instance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.types import FinishReason, InstanceId, RequestId, Token
 
-ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # a sample ends with the next event
+ENOUGH = MIN_SAMPLES * STEPS_PER_SAMPLE + 1  # one more, because a sample ends with the next event
 PREFILL_S = COST.prefill_s(10, 0)
 
 
@@ -48,8 +48,8 @@ def predicted(desk: Desk) -> tuple[float, float]:
 
 
 def slow_desk(count: int = ENOUGH, **config: object) -> Desk:
-    """Whether the estimates follow a prefill that takes three times, and a step that takes twice,
-    the time of the profile."""
+    """Returns a desk whose instance takes three times the profile's time for a prefill, and twice
+    for a step."""
     desk = Desk("p0", "d0", **config)
     for number in range(1, count + 1):
         serve(desk, number, 3 * PREFILL_S, 2 * COST.decode_step_s(1, 11))
@@ -76,8 +76,8 @@ def test_the_first_prompts_correct_those_behind_them() -> None:
 
 
 def test_a_prompt_that_is_late_corrects_those_behind_it() -> None:
-    """A prefill under way takes at least as long as it has taken. A prompt that has only begun says
-    nothing."""
+    """A prefill under way takes at least as long as it has taken. A prompt that has only just begun
+    must not change the estimate."""
     waits_s = []
     for late in (0.5, 1.0, 3.0):
         desk = Desk("p0", "d0")
@@ -143,12 +143,14 @@ def test_a_mixed_step_is_no_sample_of_decodes() -> None:
     desk.decoding()
     for _ in range(4 * ENOUGH):
         desk.now += 1.0
-        desk.tokens("d0", 60)  # gap_s 0 means steps not of decodes alone
+        # these steps have a gap_s of 0, because they are not of decodes alone
+        desk.tokens("d0", 60)
     assert desk.conductor.instances[InstanceId("d0")].decode_factor.samples == ()
 
 
 def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
-    """All requests have started; the wait for a predecessor does not count as slowness."""
+    """All prefills have been announced as started. The wait for the prefill before must not count
+    as slowness."""
     desk = Desk("p0", "d0")
     works = []
     for number in range(1, 2 * ENOUGH + 1):
@@ -164,7 +166,7 @@ def test_prefills_in_a_queue_are_timed_one_after_another() -> None:
 
 @pytest.mark.parametrize("learning", [True, False])
 def test_a_new_factor_applies_to_the_present_queue(learning: bool) -> None:
-    """Whether new requests wait for prefills that were booked with the old factor."""
+    """The wait for prefills that were booked with the old factor must follow the new factor."""
     desk = Desk("p0", "d0", learning=learning)
     works = []
     for number in range(1, 3 * ENOUGH + 1):
@@ -204,8 +206,8 @@ def test_measured_time_is_compared_with_the_tokens_actually_computed() -> None:
 
 
 def test_on_a_mixed_instance_decodes_explain_longer_prefills() -> None:
-    """Prompts share the steps of an answer. The prediction includes that, so the instance does not
-    count as slow."""
+    """Prompts share steps with the decodes of an answer. The prediction includes the decodes, so
+    the instance must not count as slow."""
     desk = Desk("m0", chunk_tokens=4)
     desk.ask("r1", max_tokens=100)
     work = AttemptId("r1/1")
@@ -283,7 +285,7 @@ def uneven(desk: Desk, number: int, shared: bool = False) -> None:
 
 
 def test_admission_judges_slos_by_the_longest_gaps() -> None:
-    """Whether a mean step within the SLO is too slow if every tenth gap is three times as long."""
+    """A mean step within the SLO is too slow if every tenth gap is three times as long."""
     slo = {"tbt_s": 1.5 * COST.decode_step_s(1, 11)}
     for learning in (True, False):
         desk = Desk("p0", "d0", learning=learning, admission="early")
@@ -295,7 +297,8 @@ def test_admission_judges_slos_by_the_longest_gaps() -> None:
         uneven(desk, MIN_SAMPLES + 2)
         assert refused(desk.ask("late", **slo)) == learning
         tail = desk.conductor.cost_estimator.tbt_tail.value
-        assert tail == pytest.approx(3.0 / 1.2, rel=0.1)  # a mean gap is 1.2 steps long
+        # the longest gap is 3 steps long, and the mean gap 1.2
+        assert tail == pytest.approx(3.0 / 1.2, rel=0.1)
 
 
 def test_gaps_with_a_prompt_are_no_samples_of_decodes() -> None:
@@ -327,7 +330,7 @@ def test_errors_are_counted_and_the_record_is_read_back() -> None:
     desk = slow_desk(3)
     beliefs = desk.conductor.cost_estimator
     assert beliefs.ttft_s.count == 3
-    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # as learned from the answers before
+    errors = -2.0, 2.0 - 3.0, 7 / 3 - 3.0  # each estimate has learned from the answers before it
     assert beliefs.ttft_s.mean == pytest.approx(sum(errors) / 3 * PREFILL_S)
     assert beliefs.ttft_s.ratio(0.5) == pytest.approx(2 / 3, rel=0.03)
     record = beliefs.record(list(desk.conductor.instances.values()))

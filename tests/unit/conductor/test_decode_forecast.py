@@ -116,7 +116,8 @@ def test_its_error_is_measured_when_the_time_comes() -> None:
     for _ in range(3):
         forecast.enter(begins_s=2.0, duration_s=10.0, context_tokens=1, now=0.0)
     forecast.note_projection(3.0, forecast.project(3.0, 0.0)[0])
-    forecast.note_projection(3.1, 99)  # of the same quarter of a second: the first answer counts
+    # in the same quarter of a second, only the first projection counts
+    forecast.note_projection(3.1, 99)
     one = forecast.enter(begins_s=2.0, duration_s=10.0, context_tokens=1, now=0.0)
     forecast.begin(one, 10.0, now=2.0)
     assert forecast.error.count == 0

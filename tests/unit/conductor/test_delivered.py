@@ -1,4 +1,5 @@
-"""A request that outlived its head arrives with the tokens that its client has."""
+"""Tests requests that outlived their head: they arrive at the next head with the tokens that their
+client has."""
 
 from __future__ import annotations
 

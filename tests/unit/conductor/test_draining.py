@@ -147,7 +147,7 @@ def test_an_instance_without_room_is_not_tried_again() -> None:
 def test_a_prefix_without_room_waits_until_requests_have_ended() -> None:
     desk = Desk("p0", "p1", "d0", num_blocks=100)
     drain(desk, "p0", within_s=60.0)
-    give_room(desk, 12, "p1", "d0")  # room for three blocks
+    give_room(desk, 12, "p1", "d0")  # leaves room for three blocks
     assert not sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOverPrefix), (
         "none for requests then"
     )
@@ -206,7 +206,7 @@ def test_the_last_of_a_role_may_only_leave_when_its_process_ends() -> None:
 def test_a_departure_replaces_a_change_of_roles() -> None:
     desk = Desk("p0", "p1", "d0", "d1", role_balance="switch")
     desk.conductor.roles.begin(InstanceId("d0"), Role.PREFILL, "a test", desk.now)
-    ticked(desk)  # the instance gets the command
+    ticked(desk)  # sends the command to the instance
     assert sent(drain(desk, "d0"), ListHot)
     desk.report("d0", RoleChanged(role=Role.PREFILL))
     assert not desk.conductor.instance_table.prefills[desk.conductor.instances["d0"].row]

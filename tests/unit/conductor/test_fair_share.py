@@ -1,4 +1,5 @@
-"""Tenants that compete share an overloaded cluster by the tokens that they were given."""
+"""Tests that competing tenants share an overloaded cluster by the tokens that were computed for
+them."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_tenants_compete_while_two_sent_lately() -> None:
 
 
 def test_a_tenant_competes_for_as_long_as_its_answers_run() -> None:
-    """Whether the tokens that tenants hold count in full, whatever was computed long ago."""
+    """The tokens that tenants hold must count in full, whatever was computed long ago."""
     shares = FairShare()
     flood = shares.begin("flood", 0.0)
     flood.held_tokens += 1000

@@ -1,4 +1,5 @@
-"""The required chance of TTFT also applies to waiting, and prices see the pools."""
+"""Tests admission by goodput: the required chance to meet the TTFT SLO includes the wait, and
+prices follow the pools."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from moonpool.types import Slo
 NAMES = ("p0", "d0")
 SHORT = RequestFootprint(
     number=1,
-    num_tokens=200,  # 0.2 s of prefill
+    num_tokens=200,  # takes 0.2 s of prefill
     expected_tokens=1000,
     decodes=True,
     block_tokens=1,
@@ -65,7 +66,7 @@ def adds_more(ttft_chance: float, waiting_share: float, prefill_cost: float = 0.
 
 
 def test_an_idle_instance_takes_a_doubtful_prompt_but_a_queue_does_not() -> None:
-    """No other request would get the time that the prompt uses."""
+    """At an idle instance, no other request could use the time that the prompt takes."""
     doubtful = LEAST_TTFT_CHANCE_ALONE - 0.3
     assert adds_more(doubtful, waiting_share=0.0)
     assert not adds_more(doubtful, waiting_share=1.0)
@@ -96,7 +97,8 @@ def expected(num_others: int) -> ExpectedGoodput:
 
 
 def test_a_doubtful_prompt_is_rejected_where_others_would_wait_for_it() -> None:
-    """Whether the required chance is no obstacle if the instance is idle."""
+    """The chance is the same in both cases; at an idle instance, the required chance does not
+    apply."""
     alone, among_others = expected(0), expected(40)
     assert 0.02 < alone.ttft_chance == among_others.ttft_chance < 0.5
     assert alone.adds_more and not alone.delay

@@ -1,5 +1,5 @@
-"""Decode instances compute prompts: short prompts by Mooncake's inline rule, and long prompts in
-chunks if the prefill pool has a queue. Both keep the TBT SLO.
+"""Tests prompts that decode instances compute: short prompts by Mooncake's inline rule, and long
+prompts in chunks if the prefill pool has a queue. Both rules keep the TBT SLO.
 
 By the instances' cost a prompt's token takes 1 ms, a decode 10 ms and a token of context 1 us.
 """
@@ -84,8 +84,8 @@ def placed(
 def test_the_instances_that_are_not_listed_are_counted(
     names: tuple[str, ...], inline: bool, num_others: int
 ) -> None:
-    """Whether a decode instance that computes the prompt is listed beside the possible prefill
-    instances."""
+    """If a decode instance computes the prompt, it must be listed in addition to the possible
+    prefill instances."""
     chosen = placed(demand(150), *names, inline=inline).chosen
     assert chosen.num_others == num_others
     text = " ".join(chosen.lines())
@@ -146,14 +146,14 @@ def test_a_request_for_one_token_is_not_inline() -> None:
     assert placed(single, "p0", "d0").prefill == "p0"
 
 
-STEP_S = 5 * 0.01 + 500e-6  # of the decodes
-SHARED_S = 0.85 * TBT_SLO_S  # planned time of a step that chunks and decodes share
+STEP_S = 5 * 0.01 + 500e-6  # the step time of the decodes alone
+SHARED_S = 0.85 * TBT_SLO_S  # the planned time of a step with decodes and a chunk
 
 
 def test_a_long_prompt_runs_in_chunks_where_the_prefill_pool_has_a_queue() -> None:
     decision = placed(demand(400), "p0", "d0", chunks=True, prefill_queue_s=9.0)
     assert (decision.prefill, decision.decode, decision.in_chunks) == ("d0", None, True)
-    # The chunks of the prompt take what the decodes leave of each step.
+    # The chunks of the prompt take the time that the decodes leave in each step.
     room_s = min(SHARED_S - STEP_S, CHUNK_TOKENS * 1e-3)
     assert decision.prefill_s == pytest.approx(0.4 * (room_s + STEP_S) / room_s)
     assert decision.ttft_s == pytest.approx(STEP_S + decision.prefill_s)

@@ -81,16 +81,16 @@ def test_a_leaving_instance_removes_its_bookings() -> None:
 
 
 def test_answers_are_spread_so_that_all_are_equally_slow() -> None:
-    """Whether a slower instance takes fewer decodes, and an instance with too slow an empty step
-    takes none."""
+    """A slower instance takes fewer decodes. An instance whose empty step is too slow takes
+    none."""
     table = InstanceTable()
     for row, decode in enumerate([(0.01, 0.01, 0.0), (0.01, 0.02, 0.0), (0.5, 0.01, 0.0)]):
         table.join(row, info(f"d{row}", cost=msgspec.structs.replace(COST, decode=decode)))
     assert not table.decodes_alike
     # The answers are 20 and 10: steps take 0.21 s on both instances.
     assert table.level_tbt_s(30, 3000) == pytest.approx(0.21)
-    # There are so many answers that the third instance helps: (t - .01) / .01 + (t - .01) / .02 +
-    # (t - .5) / .01 = 100.
+    # With this many answers, the third instance helps: (t - .01) / .01 + (t - .01) / .02 + (t - .5)
+    # / .01 = 100.
     assert table.level_tbt_s(100, 0) == pytest.approx((100 + 1.5 + 50) / 250)
     assert table.level_tbt_s(0, 0) == pytest.approx(0.01)
     table.set_cost(1, msgspec.structs.replace(COST, decode=(0.01, 0.01, 0.0)))
@@ -135,8 +135,8 @@ def test_prompts_take_longer_beside_the_decodes_of_a_mixed_instance() -> None:
 def test_a_spoilt_profile_stretches_no_prompt_beyond_its_steps(
     role: Role, prefill: tuple[float, float, float, float]
 ) -> None:
-    """Whether predictions stay finite if a busy machine leaves none of a prefill's time to its
-    tokens. Predictions of hours would reject every prompt."""
+    """Predictions must stay sensible if a busy machine's profile gives none of a prefill's time to
+    its tokens. Predictions of hours would reject every prompt."""
     cost = msgspec.structs.replace(COST, prefill=prefill, decode=(0.02, 0.001, 1e-6))
     table = InstanceTable(0.1)
     joining = info("m0", cost=cost)

@@ -1,5 +1,5 @@
-"""The last instance of a role gets the command to end: the Conductor replaces it, or reports its
-lack."""
+"""Tests that when the last instance of a role is told to end, the Conductor replaces it, or reports
+that the role is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed instances get separate roles if no chunk fits beside their decodes."""
+"""Tests that mixed instances get separate roles if no chunk fits beside their decodes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_mixed_instances_join_the_smaller_pool(names: tuple[str, ...], expected:
 @pytest.mark.parametrize(
     ("tbt_s", "expected"),
     [
-        (0.012, "mm"),  # decodes alone break the SLO, so a split gains nothing
+        (0.012, "mm"),  # stays mixed, because decodes alone break the SLO, so a split gains nothing
         (0.037, "pd"),
-        (0.040, "mm"),  # 32 ms are less than 0.85 of the SLO
+        (0.040, "mm"),  # stays mixed, because 32 ms are less than 0.85 of the SLO
         (float("inf"), "mm"),
     ],
 )
@@ -115,8 +115,8 @@ def test_a_pool_is_filled_after_a_departure() -> None:
 
 
 def test_mixed_instances_follow_the_demand_without_a_command() -> None:
-    """Has long prompts with short answers, so that one decode instance is enough. `role_balance` is
-    off."""
+    """The prompts are long and the answers short, so that one decode instance is enough.
+    `role_balance` is off."""
     d = desk("m0", "m1", "m2", "m3", num_blocks=4000)
     assert roles(d) == "pdpd"
     commands: list[Any] = []
@@ -163,7 +163,7 @@ def test_instances_with_one_role_do_not_switch() -> None:
 
 @pytest.mark.parametrize(("fixed_s", "expected"), [(0.02, "mm"), (0.022, "pd")])
 def test_a_large_fixed_time_splits(fixed_s: float, expected: str) -> None:
-    """Uses fixed times around a quarter of a step that may take 85 ms."""
+    """The fixed times are around a quarter of a step that may take 85 ms."""
     cost = FittedCost(prefill=(fixed_s, 0.0001, 0.0, 0.0), decode=(0.01, 0.0, 0.0))
     assert roles(desk("m0", "m1", tbt_s=0.1, cost=cost)) == expected
 

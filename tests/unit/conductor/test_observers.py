@@ -1,4 +1,4 @@
-"""The list of observers says who hears of which event, and in which order."""
+"""Tests the list of observers: which observers get which event, and in which order."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_the_next_turn_resembles_the_last() -> None:
         lengths.learn(1000, [key(99)], 100, 0.0)
     lengths.learn(1000, [key(1), key(2)], 500, 0.0)
     usual = lengths.predict(1000, [key(7)], 0)
-    turn = [key(1), key(2), key(3), key(4)]  # the former prompt, the answer, and a question
+    turn = [key(1), key(2), key(3), key(4)]  # the former prompt, its answer, and a new question
     assert lengths.predict(1000, turn, 3) == pytest.approx((usual + 500) / 2)
     assert lengths.predict(1000, turn, 1) == usual, "only what is shared is looked at"
 

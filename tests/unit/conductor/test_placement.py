@@ -27,8 +27,8 @@ def view(name: str, **known: Any) -> dict[str, Any]:
         "name": name,
         "host_id": "",
         "source_tokens": 0,
-        "dram_tokens": None,  # tokens held before the first SSD-only token; None means all
-        "ssd_bytes_per_s": 4e6,  # 0.25 ms a token, which takes 1 ms to compute
+        "dram_tokens": None,  # number of tokens before the first SSD-only token; None means all
+        "ssd_bytes_per_s": 4e6,  # loads a token in 0.25 ms; computing it takes 1 ms
         "queue_s": 0.0,
         "num_fetches_served": 0,
         "decode_batch": 0,
@@ -162,7 +162,8 @@ def test_no_fetch_when_computing_is_faster() -> None:
 
 
 def test_a_fetch_runs_while_the_request_waits() -> None:
-    """The plain sum would say 0.5 + 0.5 + 0.5 here, and compute instead (0.5 + 1.0)."""
+    """A plain sum of the times would be 0.5 + 0.5 + 0.5 for the fetch, so that computing (0.5 +
+    1.0) would seem equally fast."""
     decision = placed(demand(), view("p0", queue_s=0.6), view("d0", source_tokens=500))
     assert decision.fetch_from == "d0"
     assert decision.ttft_s == pytest.approx(max(0.6, 0.5) + 0.5)
@@ -275,8 +276,7 @@ def policy(name: Any, seed: int = 0) -> ConductorConfig:
 
 
 def test_load_balancing_goes_to_the_shortest_queue() -> None:
-    """Whether the policy uses a cached prefix on the instance that holds it, and never fetches
-    it."""
+    """The policy uses a cached prefix on the instance that holds it, but never fetches one."""
     views = (
         view("p0", source_tokens=900, queue_s=0.2, host_id="h"),
         view("p1", source_tokens=300, queue_s=0.1, host_id="h"),
@@ -437,8 +437,8 @@ def test_a_prompt_longer_than_any_instance() -> None:
 
 
 def of_contexts(wanted: RequestFootprint, **contexts: int) -> Placement | Rejection:
-    """Returns the placement among idle instances with these contexts; of equal instances, the first
-    is taken."""
+    """Returns the placement among idle instances with these context sizes. Of equal instances, the
+    first is taken."""
     cluster_state = ClusterState(SurvivalForecast())
     for name, tokens in contexts.items():
         cluster_state.join(info(name, num_blocks=100_000, context_tokens=tokens))

@@ -1,5 +1,5 @@
-"""Answers of a tenant above its share give way to an answer of a tenant below its share, and
-continue later."""
+"""Tests that answers of a tenant above its share give way to an answer of a tenant below its share,
+and continue later."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_more_urgent_answer_does_not_give_way() -> None:
 
 
 def test_two_tenants_that_flood_end_up_with_equal_parts() -> None:
-    """Whether tenants do not take the room from each other in turn."""
+    """The tenants must not take the room from each other again and again."""
     flood = Flood("m0")
     for number in range(10):
         flood.ask(f"o{number}", "other", 20_000 + 100 * number)

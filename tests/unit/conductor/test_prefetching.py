@@ -23,7 +23,7 @@ OF = session_class(1, None)
 
 
 def teach(forecast: TurnForecast, pauses_s: list[float | None]) -> None:
-    """Returns None for a session that never continues."""
+    """Teaches the times between turns; None means that the session never continues."""
     for pause_s in pauses_s:
         for number, limit_s in enumerate(AGE_LIMITS_S):
             if pause_s is not None and pause_s < limit_s:
@@ -82,7 +82,7 @@ class Sessions:
         self.sequence += 1
 
     def run(self, num_sessions: int = 30, num_turns: int = 8) -> None:
-        """Sessions start one after another; their blocks are demoted after 20 s."""
+        """Runs the sessions, which start one after another; their blocks are demoted after 20 s."""
         plan = [
             (100.0 * turn + 3.0 * number, number, turn)
             for number in range(num_sessions)

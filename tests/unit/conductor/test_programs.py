@@ -95,7 +95,7 @@ def test_without_the_rules_nobody_waits_for_a_program() -> None:
 def test_only_later_calls_of_a_program_wait_where_others_are_refused(rules: str) -> None:
     agents = Agents(num_blocks=100_000, programs=rules, admission="early")
     agents.answer(agents.call("a1", "a"))
-    for number in range(40):  # prompts of 1 s each before it
+    for number in range(40):  # queues prompts of 1 s each before the program
         agents.desk.ask(f"r{number}", token_ids=tuple(range(number * 2000, number * 2000 + 1000)))
     new = agents.call("n1", "n", num_tokens=2000, ttft_s=4.0, tbt_s=9.0)
     later = agents.call("a2", "a", num_tokens=2000, ttft_s=4.0, tbt_s=9.0)
@@ -112,9 +112,10 @@ def test_blocks_of_an_ended_program_leave_first() -> None:
 
 
 def with_a_long_pause() -> tuple[Agents, list[ConductorAction]]:
-    """Returns agents of which one program pauses for long, and what its tick did."""
+    """Returns agents of which one program makes a long pause, and the actions of the tick in that
+    pause."""
     agents = Agents()
-    for number in range(60):  # programs pause for 100 s
+    for number in range(60):  # teaches the Conductor that programs pause for 100 s
         agents.answer(agents.call(f"a{number}", "a"))
         agents.desk.now += 100.0
     agents.answer(agents.call("last", "a"))
@@ -123,7 +124,8 @@ def with_a_long_pause() -> tuple[Agents, list[ConductorAction]]:
 
 
 def marks_at(actions: list[ConductorAction]) -> list[tuple[str, int, int]]:
-    """The instances that get marks, and the numbers of blocks that leave first and do not."""
+    """Returns the instances that get marks, with the numbers of blocks that leave first and of
+    blocks that do not."""
     return [
         (one.instance_id, len(one.command.spare), len(one.command.last))
         for one in of_kind(actions, Send)

@@ -1,4 +1,4 @@
-"""The Conductor copies hot prefixes before a request needs them on another instance."""
+"""Tests that the Conductor copies hot prefixes before a request needs them on another instance."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from moonpool.conductor.admission.resource_prices import (
 
 CAPACITY = ClusterCapacity(
     num_prefills=2,
-    queue_s=24.0,  # as long as the queue should be
+    queue_s=24.0,  # the queue is as long as it should be
     wait_s=24.0,
     slo_ttft_s=30.0,
     decode_load_s=0.1,
@@ -30,8 +30,8 @@ FREE = 1e-9
 
 
 def admitted(needs: list[RequestNeed], capacity: ClusterCapacity = CAPACITY) -> list[RequestNeed]:
-    """Plays these arrivals and counts the second half of them. Each is admitted if it is worth its
-    cost."""
+    """Plays these arrivals, of which each is admitted if it is worth its cost. Counts those of the
+    second half that are admitted."""
     prices, accepted = ResourcePrices(), []
     for index, need in enumerate(needs):
         prices.note_arrival(need)
@@ -42,7 +42,7 @@ def admitted(needs: list[RequestNeed], capacity: ClusterCapacity = CAPACITY) -> 
 
 
 def arrivals(rate: float, prefill_s: float, decode_s: float = FREE) -> list[RequestNeed]:
-    """Plays 100 s of arrivals with needs from half to one and a half of these, with these means."""
+    """Returns 100 s of arrivals, whose needs have these means and are 0.5 to 1.5 times the mean."""
     random = Random(7)
     return [
         RequestNeed(
@@ -58,7 +58,7 @@ def test_without_overload_nothing_is_rejected() -> None:
 
 
 def test_under_overload_the_cheap_fill_the_prefill_instances() -> None:
-    needs = arrivals(rate=8.0, prefill_s=1.0)  # four times what two instances do
+    needs = arrivals(rate=8.0, prefill_s=1.0)  # four times the work that two instances can do
     accepted = admitted(needs)
     assert 80.0 < sum(need.prefill_s for need in accepted) < 120.0, "2 instances for 50 s"
     assert max(need.prefill_s for need in accepted) < 0.9 < 1.3
@@ -72,7 +72,7 @@ def test_under_overload_the_cheap_fill_the_decode_instances() -> None:
 
 
 def test_one_price_does_not_hide_behind_the_other() -> None:
-    """Whether admitted requests use up one resource if both are short."""
+    """If both resources are short, the admitted requests must use up one of them."""
     needs = arrivals(rate=8.0, prefill_s=1.0, decode_s=0.005)
     accepted = admitted(needs)
     prefill = sum(need.prefill_s for need in accepted) / 100.0
@@ -118,7 +118,8 @@ def delay(num_prefills: int, prefill_s: float, begin_s: float = 0.0, alone_s: fl
 
 
 def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
-    # A request that arrives in the first 3 of 5 s waits for more than 2 s, and computes for 1.
+    # A request that arrives in the first 3 of the 5 s waits for more than 2 s, and takes 1 s to
+    # compute, so it is late.
     assert delay(1, 5.0) == pytest.approx(3.0, rel=0.05)
     assert delay(1, 2.0) == 0.0
     assert delay(1, 2.0, begin_s=1.5) == pytest.approx(1.5, rel=0.05), "behind a queue"
@@ -126,8 +127,8 @@ def test_a_long_prefill_delays_those_who_come_meanwhile() -> None:
 
 
 def test_other_instances_take_most_of_those_who_come_meanwhile() -> None:
-    # The other instance is busy half of the time; otherwise either instance may be free first, at
-    # equal odds.
+    # The other instance is busy half of the time. In the other half, each of the two is equally
+    # likely to be free first.
     assert delay(2, 5.0) == pytest.approx(3.0 * 0.5 / 2, rel=0.05)
     assert delay(8, 5.0) < 0.001
 
@@ -141,7 +142,7 @@ def test_nobody_is_delayed_where_few_come() -> None:
 
 
 def test_decode_instances_that_compute_prompts_add_to_the_capacity() -> None:
-    """Whether a third of the prompts' work, placed on decode instances, serves half as much
+    """If decode instances do a third of the prompts' work, prefill instances can serve half as much
     again."""
     needs = arrivals(rate=6.0, prefill_s=1.0)
 
@@ -185,8 +186,7 @@ def test_recent_rows_are_the_last_ones_and_stay(
 
 
 def test_a_new_update_gives_the_same_prices_as_a_new_window() -> None:
-    """Whether prices do not change through arrivals outside the window that are still in the
-    arrays."""
+    """Arrivals outside the window that are still in the arrays must not change the prices."""
     needs = arrivals(rate=12.0, prefill_s=1.0, decode_s=0.01)
     old = ResourcePrices()
     for need in needs:

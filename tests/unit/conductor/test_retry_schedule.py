@@ -1,4 +1,5 @@
-"""Rejected requests come back one after another, as fast as requests complete."""
+"""Tests that rejected requests are told to come back one after another, as fast as requests
+complete."""
 
 from __future__ import annotations
 

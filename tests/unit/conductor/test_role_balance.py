@@ -23,7 +23,7 @@ EVEN = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.05, 0.001, 0.0))
 
 
 class Hall:
-    """Holds a table and its balance; requests of one kind arrive evenly."""
+    """A table and its balance, at which requests of one kind arrive evenly."""
 
     def __init__(self, *names: str, cost: FittedCost = EVEN, **known: int) -> None:
         self.instance_table = InstanceTable()
@@ -62,7 +62,7 @@ class Hall:
         )
 
     def switch(self, advice: RoleAdvice) -> None:
-        """Returns all instances that the advice names."""
+        """Gives all instances that the advice names its role."""
         self.balance.note_switch(advice.role, self.now)
         prefills = advice.role is Role.PREFILL
         for name in advice.instance_ids:
@@ -110,7 +110,7 @@ def test_nothing_is_reported_before_enough_was_seen() -> None:
 
 
 def test_a_clear_shift_is_found_within_the_short_window() -> None:
-    """Whether the advice names all instances that the new mix needs at once."""
+    """The advice must name all instances that the new mix needs in one piece of advice."""
     hall = Hall("p0", "p1", "p2", "p3", "d0", "d1")
     hall.learn(500, 101)
     hall.learn(50, 900)
@@ -161,7 +161,7 @@ def test_the_only_instance_for_long_requests_stays() -> None:
 
 
 def test_hardware_suited_to_the_other_role_switches_first() -> None:
-    """The number of attempts does not matter; among equals, the instance that loses least
+    """The number of attempts must not matter. Among equal instances, the one that loses least
     switches."""
     hall = Hall("p0", "p1", "p2", "d0")
     hall.instance_table.decode_s_per_context_token[2] = hall.instance_table.decode_base_s[2] = (
@@ -195,7 +195,7 @@ def test_mixed_instances_never_switch() -> None:
 def test_constant_load_with_noise_never_flaps(
     num_prefills: int, num_decodes: int, prompt_tokens: int, rps: float, seed: int
 ) -> None:
-    """Whether the advice reaches a ratio by switches in one direction, and stays there."""
+    """The advice must reach a ratio by switches in one direction, and stay there."""
     rng = random.Random(seed)
     names = [f"p{i}" for i in range(num_prefills)] + [f"d{i}" for i in range(num_decodes)]
     hall = Hall(*names)
@@ -219,7 +219,7 @@ def test_constant_load_with_noise_never_flaps(
     seed=st.integers(0, 1 << 20),
 )
 def test_a_shift_is_followed(split: tuple[int, int], prompt_tokens: int, seed: int) -> None:
-    """Whether this holds from any ratio: the pool that is permanently short gets more instances."""
+    """From any ratio, the pool that is permanently short must get more instances."""
     names = [f"p{i}" for i in range(split[0])] + [f"d{i}" for i in range(split[1])]
     hall = Hall(*names)
     rng = random.Random(seed)

@@ -1,5 +1,5 @@
-"""An instance computes its prompts before it switches, and ends its answers after the switch. A
-switch may be given up; reservations stay consistent."""
+"""Tests role switches: an instance computes its prompts before it switches, and ends its answers
+after the switch. A switch may be given up, and reservations stay right."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_a_prefill_instance_need_not_wait_for_the_answers_it_handed_over() -> No
     assert prefill[0] == "p0"
     drain(d, "p0", Role.DECODE)
     d.prefilled()
-    assert not sent(ticked(d), SwitchRole)  # its KVCache may still be in transfer
+    # no switch yet, because the KVCache may still be in transfer
+    assert not sent(ticked(d), SwitchRole)
     d.decoding()
     assert sent(ticked(d), SwitchRole)[0][0] == "p0"
     d.report("p0", RoleChanged(role=Role.DECODE))
@@ -174,7 +175,7 @@ def test_rejected_requests_count_and_instances_switch_one_after_another() -> Non
     said: list[str] = []
     for number in range(1200):
         d.now += 0.05
-        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)  # refused, but wanted
+        d.ask(f"r{number}", max_tokens=2000, ttft_s=0.001)  # refused requests count as wanted, too
         actions = ticked(d, 0.0)
         for name, _ in sent(actions, SwitchRole):
             actions += d.report(name, RoleChanged(role=Role.DECODE))

@@ -1,4 +1,4 @@
-"""Predicts how long answers last, and when they leave room for others."""
+"""Tests the prediction of how long answers last, and of when they leave room for others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from moonpool.conductor.waiting.room_forecast import MEMORY_ANSWERS, RecentLengt
 from moonpool.types import RequestId
 
 STEP_S = 0.01
-"""Returns the seconds of a decode step by the desk's cost, with 1 ms for each answer in the
-step."""
+"""The seconds of a decode step by the desk's cost, with 1 ms for each answer in the step."""
 
 
 def fill(desk: Desk, number: int, max_tokens: int, ignore_eos: bool) -> None:
@@ -34,7 +33,7 @@ def told(desk: Desk, **known: object) -> tuple[float, Refuse]:
 
 @pytest.mark.parametrize("max_tokens", [1000, 7000])
 def test_the_wait_is_that_of_the_answers_that_hold_the_room(max_tokens: int) -> None:
-    """Whether the wait excludes the short answer that is refused."""
+    """The wait must not include the short answer that is refused."""
     desk = Desk("p0", "d0", num_blocks=80)  # of answers of 4 tokens
     fill(desk, 4, max_tokens, ignore_eos=True)
     wait_s, refuse = told(desk)

@@ -19,7 +19,7 @@ def after(
 ) -> RunningLengths:
     """Plays two requests of each kind a second, and reads the means every 2 s."""
     learned, rng = RunningLengths(), random.Random(seed)
-    under_way: list[list[int]] = []  # kind, tokens so far, final number of tokens
+    under_way: list[list[int]] = []  # each entry is [kind, tokens so far, final number of tokens]
     for second in range(seconds):
         for each in under_way:
             each[1] += TOKENS_PER_S

@@ -33,7 +33,7 @@ def test_the_load_is_the_worst_one_without_overload_and_never_more(
 def test_more_load_never_serves_more(
     prefill: list[float], first: float, second: float, less: float
 ) -> None:
-    """Both loads shrink by the same factor. With another ratio of the loads, the best order may
+    """Both loads shrink by the same factor, because with another ratio the best order could
     differ."""
     needs = needs_of(prefill, prefill[::-1])
     assert needs.load(first * less, second * less) <= needs.load(first, second) + 1e-9
@@ -55,7 +55,7 @@ def test_needs_follow_the_instances_costs() -> None:
     table = InstanceTable()
     table.join(0, info("m0"))
     recent = RecentRequests()
-    recent.add(RecentRequest(1.0, 5, 5, 10.0, 0))  # before the mix changed
+    recent.add(RecentRequest(1.0, 5, 5, 10.0, 0))  # a request from before the mix changed
     recent.add(RecentRequest(2.0, 100, 0, 50.0, 0))
     recent.add(RecentRequest(3.0, 300, 100, 10.0, 0))
     needs = recent.needs(table, 2.0, lambda kind: 20.0)

@@ -1,4 +1,4 @@
-"""Predicts how many later requests share what a request computes."""
+"""Tests the prediction of how many later requests share the blocks that a request computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def document(name: int, blocks: int = 8) -> list[BlockKey]:
 
 
 def learned(readers: int, documents: int = 60, pause_s: float = 1.0) -> SharingForecast:
-    """Plays documents that this many readers ask for, one after the other."""
+    """Learns from documents, each of which this many readers ask for, one after the other."""
     forecast = SharingForecast()
     for name in range(documents):
         for reader in range(readers):

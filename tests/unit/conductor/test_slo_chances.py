@@ -68,7 +68,8 @@ def test_without_an_slo_everything_meets_it() -> None:
 def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
     chances = TtftChances()
     for _ in range(64):
-        chances.note_first_token(0.3, 0.1, 30.0)  # three times as late, and far from the SLO
+        # came three times as late as predicted, but far from the SLO
+        chances.note_first_token(0.3, 0.1, 30.0)
     assert chances.chance(25.0, 30.0) > 0.95
     for _ in range(64):
         chances.note_first_token(26.0, 20.0, 30.0)
@@ -77,8 +78,9 @@ def test_late_first_tokens_are_learned_from_long_queues_only() -> None:
 
 
 def test_late_short_waits_do_not_say_that_a_long_queue_is_late() -> None:
-    """A short TTFT depends on the step under way. Otherwise, the policy would reject prompts that
-    the SLO leaves time for, and would learn nothing about them again."""
+    """A short TTFT depends on the step under way, so it says nothing about long queues. Otherwise,
+    the policy would reject prompts for which the SLO leaves time, and would never learn about them
+    again."""
     chances = TtftChances()
     for number in range(256):
         chances.note_first_token(2.0 if number % 2 else 0.8, 0.8, 3.0)
@@ -104,7 +106,8 @@ def test_answers_that_join_between_steps_have_no_long_first_gap_to_begin_with() 
 
 
 def test_an_answer_without_a_lasting_prediction_teaches_its_length_only() -> None:
-    """Otherwise, answers that began at light load would say that a full step is slow."""
+    """Otherwise, the policy would take the full steps of answers that began at light load for slow
+    ones."""
     chances = TbtChances(joins_between=True)
     before = chances.best_step_s(0.01, SLO_S)
     for _ in range(64):

@@ -92,9 +92,9 @@ TestSurvivalMachine = SurvivalMachine.TestCase
 
 
 def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
-    """Plays a steady stream of answers of which nine of ten are short: on average, the number under
-    way equals the number that begins in a mean duration. The paper's rule counts only the younger
-    answers."""
+    """In a steady stream of answers, nine of ten are short. On average, as many answers are under
+    way as begin in the mean duration. The paper's rule counts only the answers that are younger
+    than the mean duration."""
     rng = random.Random(5)
     forecast = SurvivalForecast()
     ends: list[tuple[float, DecodeInterval, float]] = []
@@ -105,7 +105,7 @@ def test_it_sees_the_long_answers_that_a_mean_duration_overlooks() -> None:
             ends.remove(one)
             forecast.leave(one[1], now)
             forecast.observe(one[2])
-        lasts_s = 2.0 if rng.random() < 0.9 else 52.0  # 7 s on average
+        lasts_s = 2.0 if rng.random() < 0.9 else 52.0  # the mean is 7 s
         interval = forecast.enter(now, 0.0, 1, now)
         forecast.begin(interval, 0.0, now)
         ends.append((now + lasts_s, interval, lasts_s))

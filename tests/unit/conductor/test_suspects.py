@@ -1,4 +1,5 @@
-"""A request that crashes its instances ends at most two, and the other requests are served."""
+"""Tests that a request that crashes its instances ends at most two of them, and that the other
+requests are served."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_kills_from_outside_accuse_nobody() -> None:
         desk.ask(name)
     for incarnation in range(2, 6):
         assert not of(lose(desk, "m0"), Refuse)
-        desk.now += 6.0  # the delay after consecutive faults
+        desk.now += 6.0  # waits for the delay after consecutive faults
         joined = [*desk.join("m0", incarnation=incarnation), *desk.handle(Tick())]
         assert sorted(placed(joined)) == ["a", "b"]
 

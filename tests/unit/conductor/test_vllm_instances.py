@@ -1,4 +1,4 @@
-"""Tests what only vLLM servers as instances bring: forwarded requests, their own adapters, and
+"""Tests cases that only vLLM servers as instances have: forwarded requests, their own adapters, and
 times that are measured after they joined."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from moonpool.types import FinishReason, Request, RequestId, SamplingParams, Slo
 
 ADMISSIONS = ["none", "baseline", "early", "predictive", "goodput"]
 ROOM = {"token_ids": tuple(range(16)), "max_tokens": 9}
-"""A size at which two requests do not fit at once."""
+"""Fields of a request so large that two of them do not fit together."""
 
 
 def full_desk(**config: Any) -> Desk:
@@ -114,7 +114,7 @@ def test_without_a_stated_slo_a_long_queue_waits_at_the_conductor(admission: str
 
 
 def test_further_choices_of_a_call_wait_for_the_first_ones() -> None:
-    """This holds whatever the SLO of the requests is; further choices of another call are
+    """The further choices of a call wait whatever their SLO is. Further choices of another call are
     refused."""
     desk = Desk("p0", "d0", num_blocks=16)
     begun: list[str] = []
@@ -138,7 +138,7 @@ def test_a_call_of_which_no_choice_runs_is_refused_as_any_other() -> None:
 
 
 def test_waiting_requests_are_tried_in_order_of_what_fits() -> None:
-    """Whether a large request does not hold up small requests, and is placed when there is room."""
+    """A large request must not hold up small ones, and must be placed when there is room."""
     desk = Desk("p0", "d0", num_blocks=16)
     desk.ask("a", **ROOM)
     desk.decoding("a/1")

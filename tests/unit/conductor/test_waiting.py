@@ -1,4 +1,4 @@
-"""Requests wait for a lost instance and for room, until their deadlines and in order."""
+"""Tests requests that wait for a lost instance or for room, in order and until their deadlines."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_repeated_faults_are_retried_after_a_while_and_tokens_forgive_them() -> 
     desk = Desk("m0", max_attempts=3)
     desk.ask("a", max_tokens=50)
     number = 1
-    for _ in range(6):  # each attempt yields a token before the fault
+    for _ in range(6):  # each attempt delivers a token before its fault
         desk.tokens("m0", 7, work=f"a/{number}")
         failed = AttemptFailed(AttemptId(f"a/{number}"), "blocks_lost", "gone")
         assert placed(desk.report("m0", failed)) == ["a"]

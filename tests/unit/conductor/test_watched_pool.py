@@ -1,5 +1,5 @@
-"""An operator's frames show the pool's hot prefixes and transfers. A tenant's frames show
-neither."""
+"""Tests that an operator's frames show the pool's hot prefixes and transfers, and a tenant's frames
+show neither."""
 
 from __future__ import annotations
 

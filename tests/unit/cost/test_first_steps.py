@@ -1,5 +1,5 @@
-"""A step under way gives no new information before `begins_after_s`: nobody has to ask until
-then."""
+"""Tests that a step under way gives no new information before `begins_after_s`, so that nobody has
+to ask before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_under_way_changes_nothing_before_it_is_due(
     while factor.begin(first_s, expected_s):
         pass
     due_s = factor.begins_after_s(expected_s)
-    for share in later:  # before the step is due, when it is due, and after that
+    for share in later:  # observes before the step is due, when it is due, and after that
         seconds = max(first_s, due_s * share) if expected_s else 0.0
         asked = deepcopy(factor)
         if asked.begin(seconds, expected_s):
@@ -49,7 +49,7 @@ def test_a_step_under_way_changes_nothing_before_it_is_due(
 def test_it_is_due_when_the_factor_moves_and_not_long_before() -> None:
     factor = LearnedFactor()
     assert not factor.begin(0.5, 2.0)
-    due_s = factor.begins_after_s(2.0)  # (1 + seconds / 2) / 2 is then 1.25
+    due_s = factor.begins_after_s(2.0)  # makes (1 + seconds / 2) / 2 equal to 1.25
     assert abs(due_s - 3.0) < 1e-6
     assert not factor.begin(due_s - 1e-6, 2.0) and factor.begin(3.0, 2.0)
     assert factor.begins_after_s(0.0) == float("inf")

@@ -78,7 +78,7 @@ def test_estimates_survive_noise(seed: int) -> None:
 def test_never_negative_and_grows_with_the_work(
     prefills: list[tuple[int, float, float]], decodes: list[tuple[int, int, float]]
 ) -> None:
-    """Whether this holds for any measurements, even absurd ones."""
+    """This must be true for any measurements, even absurd ones."""
     cost = fit_cost(
         [PrefillSample(num_tokens=n, cached_tokens=int(n * p), seconds=s) for n, p, s in prefills],
         [DecodeSample(batch=b, context_tokens=c, seconds=s) for b, c, s in decodes],
@@ -189,7 +189,7 @@ def test_what_decodes_add_is_taken_from_the_measured_chunk_alone() -> None:
 
 
 def test_mixed_steps_without_information_leave_the_formulas_unchanged() -> None:
-    """Whether decodes that seem to make a chunk faster count as noise."""
+    """Decodes that seem to make a chunk faster must count as noise."""
     sample = MixedSample(num_tokens=256, cached_tokens=0, batch=4, context_tokens=64, seconds=1e-3)
     prefill = PrefillSample(num_tokens=256, cached_tokens=0, seconds=0.1)
     decode = DecodeSample(batch=4, context_tokens=64, seconds=0.01)

@@ -141,8 +141,8 @@ def test_old_samples_are_forgotten() -> None:
 
 
 def test_requests_that_share_steps_cause_no_error() -> None:
-    """The measurement gives one step the time of the other; together they took the expected
-    time."""
+    """The measurement attributes a part of one request's time to the other; together they took the
+    expected time."""
     factor = LearnedFactor()
     for number in range(400):
         factor.observe(1.6 if number % 2 else 0.4, 1.0)
@@ -150,8 +150,8 @@ def test_requests_that_share_steps_cause_no_error() -> None:
 
 
 def test_requests_that_end_together_count_together() -> None:
-    """Makes steps of five requests each: the first seems to take all of the time, and four seem to
-    take none."""
+    """In steps of five requests, the first request seems to take all of the time, and the other
+    four none."""
     factor = LearnedFactor()
     for _ in range(ENOUGH):
         factor.observe(6.0, 1.0)

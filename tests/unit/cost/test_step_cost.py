@@ -1,5 +1,5 @@
-"""Every ground truth must satisfy these rules: more work never takes less time, chunks add up, and
-many steps at once take the sum of single steps."""
+"""Tests rules that every ground truth must satisfy: more work never takes less time, chunks add up,
+and the time of many steps is the sum of their times."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_more_work_takes_no_less_time(
     assert at_most(alone, truth.step_s((longer,), 0, 0))
     if not more.first:
         assert at_most(alone, truth.step_s((later,), 0, 0))
-    if not name.startswith("domain"):  # there, a chunk's share follows from its whole prompt
+    # left out, because there a chunk's cost depends on its whole prompt
+    if not name.startswith("domain"):
         assert at_most(alone, truth.step_s((behind,), 0, 0))
     without = more._replace(last=False)
     assert at_most(truth.step_s((without,), 0, 0), alone)

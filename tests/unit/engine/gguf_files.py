@@ -1,4 +1,4 @@
-"""Writes GGUF files: of any metadata and tensors, and a complete tiny Llama."""
+"""Writes GGUF files with any metadata and tensors, including a complete tiny Llama."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Stored:
 
 @dataclass
 class GgufDraft:
-    """Holds a file to be written; tests change its parts first."""
+    """A file before it is written, of which tests can change the parts."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Descriptions of models that no machine can hold are refused in one line, before memory is
-used."""
+"""Tests that descriptions of models that no machine can hold are refused in one line, before memory
+is used."""
 
 from __future__ import annotations
 

@@ -106,10 +106,10 @@ def test_codes_are_far_apart() -> None:
 
 
 def test_every_layer_matters_far_back() -> None:
-    """Damage to blocks of any searching layer far back shows in the recalled value."""
+    """Damage to a block far back, in any layer that searches, must change the recalled value."""
     pairs = _pairs(60)
     text = "".join(f"[{key}={value}]" for key, value in pairs.items())
-    key = list(pairs)[2]  # the value is in block 0
+    key = list(pairs)[2]  # a key whose value is in block 0
     for layer in (None, 3, 4):
         writer = Writer("float32")
         writer.read(list(text.encode()))

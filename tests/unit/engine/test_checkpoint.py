@@ -1,4 +1,4 @@
-"""Opens checkpoints: every damage gets one clear line, and identity follows the weights."""
+"""Tests checkpoints: every damage gives one clear line, and the fingerprint follows the weights."""
 
 from __future__ import annotations
 

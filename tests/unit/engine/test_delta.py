@@ -1,5 +1,5 @@
-"""Tests linear attention: its states in blocks, against the plain rule and against other partitions
-of the same prompt."""
+"""Tests linear attention with states in blocks: its results equal those of the plain rule, and
+those of other partitions of the same prompt."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_chunks_neighbours_and_blocks_change_no_bit(name: str, seed: int, cuts: 
     cache = empty()
     edges = [0, *sorted(cuts), 90]
     for number, (start, end) in enumerate(pairwise(edges)):
-        # The other sequence begins from zero in each step, before or after this one.
+        # The other sequence begins without a state in each step, and stands before or after this
+        # one.
         mine, other = (start, end - start, blocks), (0, 3 + number, others)
         noise = rows(3 + number, seed + 1)
         first = number % 2 == 0
@@ -148,7 +149,7 @@ def test_another_state_than_the_steps_start_is_refused(name: str) -> None:
     wrong = meta_of([(0, 2, [5]), (21, 1, [1, 2])])
     with pytest.raises(StateError):
         ops.delta_rule(rows(3, 2), own, DeltaArgs(SPEC, cache, 0, wrong))
-    if name == "native":  # which checks all sequences before it writes
+    if name == "native":  # the native operation checks all sequences before it writes
         assert torch.equal(cache.blocks.nan_to_num(), kept.nan_to_num())
     unchecked = meta_of([(21, 1, [1, 2])], unchecked=(0,))
     found = ops.delta_rule(rows(1, 2), own, DeltaArgs(SPEC, cache, 0, unchecked))

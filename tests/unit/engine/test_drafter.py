@@ -60,7 +60,8 @@ def test_guesses_are_the_greedy_answer_over_several_tasks() -> None:
     ]
     assert [each.num_drafts for each in entries] == [3, 0, 3] and seconds > 0
     assert not any(each.draft_task for each in entries)
-    # All guesses were right: the last guess and the token after it are new to the draft model.
+    # All guesses were right, so the draft model has not yet computed the last guess and the token
+    # after it.
     again = DraftTask(expected[2:4], len(one) + 2, [5, 2], 2)
     _, drafted, _ = made.run([entry(0, again)])
     assert drafted == {0: tuple(expected[4:6])}
@@ -83,7 +84,8 @@ def test_vocabularies_may_be_padded_differently() -> None:
 
 def test_an_error_ends_drafting_and_no_step() -> None:
     drafting = Drafting(drafter())
-    step = RunStep((entry(0, DraftTask([3], 0, [99], 3)), entry(1, None)))  # no such block
+    # block 99 does not exist
+    step = RunStep((entry(0, DraftTask([3], 0, [99], 3)), entry(1, None)))
     for _ in range(2):
         changed, drafted, seconds = drafting.run(step)
         assert not drafted and not seconds
@@ -96,8 +98,9 @@ def test_its_memory_is_bounded_by_the_pool() -> None:
     layout = make_layout(model, 16)
     larger = msgspec.structs.replace(layout, num_layers=64)
     settings = SpeculativeConfig(method="draft_model", model="small")
-    assert draft_blocks(settings, layout, larger, 1000) == 1000  # at most the pool's tokens
-    assert draft_blocks(settings, layout, layout, 1000) == 125  # an eighth of the bytes
+    # gets at most as many tokens as the pool
+    assert draft_blocks(settings, layout, larger, 1000) == 1000
+    assert draft_blocks(settings, layout, layout, 1000) == 125  # gets an eighth of the bytes
     chosen = msgspec.structs.replace(settings, draft_kv_tokens=100)
     assert draft_blocks(chosen, layout, layout, 1000) == 7
 

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files split text into words, by the names that files give."""
+"""Tests how tokenizers of GGUF files split text into words, by the names that files give."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moonpool_engine.engine.gguf.splits import SPLITS, WordSplit, pre_tokenizer,
 from tests.unit.engine.gguf_files import byte_vocabulary
 
 ALPHABET = {word: byte for byte, word in enumerate(byte_vocabulary()[:256])}
-# In these texts tokenizers disagree: cases, digits, marks, Han, kana, Hangul, combining marks,
-# ends.
+# These texts have the parts that tokenizers split differently: cases, digits, marks, Han, kana,
+# Hangul, combining marks, ends.
 PIECES = [
     "a", "Bc", "dE", "it's", "'LL", "é", "e\u0301", "ß", "Ж", "ж", "ⅷ", "²", "0", "12", "3456",
     " ", "  ", "\t", "\n", "\r\n", "\n\n", ".", "!?", "#x", "->", "_", "$", "€", "，", "。", "「",

@@ -87,8 +87,8 @@ def test_any_draws_make_what_the_schema_says(seed: int) -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
 def test_every_instance_allows_the_same_tokens(seed: int) -> None:
-    """Whether answers match if prefill and decode instances draw in turn, and another instance
-    draws after a fault."""
+    """Answers must match although prefill and decode instances draw alternately, and another
+    instance draws after a fault."""
     grammar = schema_grammar(SCHEMA)
     one, two = byte_grammars(), byte_grammars()
     assert answer([one], grammar, seed) == answer([one, two, byte_grammars()], grammar, seed)
@@ -146,7 +146,7 @@ def test_more_answers_than_are_kept_are_still_right() -> None:
 
 
 def test_drafts_are_drawn_under_the_grammar_one_by_one() -> None:
-    """Whether the matcher follows the right drafts, and ignores the wrong drafts."""
+    """The matcher must follow the right drafts, and ignore the wrong ones."""
     grammar = schema_grammar({"enum": ["abcabc", "abcabd", "xyz"]})
     rng, num_further = np.random.default_rng(4), 0
     for seed in range(40):
@@ -185,7 +185,7 @@ def test_other_rows_of_the_batch_are_not_touched() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a byte-level BPE tokenizer that learned JSON, with special tokens."""
+    """Makes a byte-level BPE tokenizer that was trained on JSON, with special tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     made = tokenizers.Tokenizer(bpe.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -206,7 +206,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
     tokenizer = HfTokenizer(folder)
     (end,) = tokenizer.eos_token_ids
-    size = tokenizer.vocab_size + 7  # models pad their vocabularies
+    size = tokenizer.vocab_size + 7  # larger than the vocabulary, because models pad theirs
     grammars = Grammars(partial(HfTokenizer, folder), size, (end,))
     grammar = schema_grammar({"type": "object", "properties": {"name": {"type": "string"}}})
     for seed in range(20):
@@ -215,7 +215,8 @@ def test_tokens_of_several_bytes_and_specials(folder: Path) -> None:
         generated: list[int] = []
         while len(generated) < 60:
             logits = torch.from_numpy(rng.normal(0, 3, (1, size)).astype(np.float32))
-            logits[0, tokenizer.encode('"}')[0]] += 8  # a probability, so that texts end
+            # makes the closing quote likelier, so that texts end
+            logits[0, tokenizer.encode('"}')[0]] += 8
             draw = Draw(params, tuple(generated), (end,))
             ((token,),) = sample(logits, [draw], [len(generated)], grammars)
             if token.token_id == end:

@@ -69,7 +69,7 @@ ROWS = (1, 3, BUFFER_BYTES // 512 - 1, BUFFER_BYTES // 512, BUFFER_BYTES // 200)
 def test_all_have_the_sum_of_all_shards_bit_for_bit(
     groups: list[Group], dtype: torch.dtype
 ) -> None:
-    """This also holds for tensors larger than a buffer, and for consecutive sums without a
+    """This includes tensors larger than a buffer, and sums that follow each other without a
     pause."""
     draw = torch.Generator().manual_seed(5)
     parts = [

@@ -1,4 +1,5 @@
-"""Compares NativeOps' rope_store and attend with float64 written here, and with their own parts."""
+"""Compares NativeOps' rope_store and attend with float64 computations of this module, and with
+themselves on parts of a step."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Case:
     cache: KvCache
     meta: StepMeta
     q: Tensor
-    keys: list[Tensor]  # for each sequence [context, kv_heads, head_dim]
+    keys: list[Tensor]  # one tensor [context, kv_heads, head_dim] for each sequence
     values: list[Tensor]
     rule: AttendRule = PLAIN
 
@@ -215,7 +216,7 @@ RULES = {
     "sinks": AttendRule(sinks=torch.linspace(-3, 9, 8)),
     "all": AttendRule(window=77, soft_cap=2.0, sinks=torch.linspace(-3, 3, 8)),
 }
-LONG = [(2040, 40), (0, 300), (4200, 1)]  # also on both sides of a segment's end
+LONG = [(2040, 40), (0, 300), (4200, 1)]  # contexts on both sides of a segment's end
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -271,7 +272,7 @@ def test_attend_keeps_to_extreme_scores(ops: NativeOps, dtype: torch.dtype) -> N
     case = make_case(HeadShape(2, 1, 32), 32, dtype, [(500, 20)])
     sharp = replace(case, q=case.q * 100)
     got = sharp.attend(ops)
-    # A score of some hundreds has itself an error of 2^-15 in float32.
+    # In float32, a score of a few hundred alone has an error of 2^-15.
     assert (got.double() - exact_attention(sharp)).abs().max() < 2e-4 + TOLERANCE[dtype]
 
 

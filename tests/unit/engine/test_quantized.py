@@ -1,4 +1,4 @@
-"""Tests quantized weights: decoding beside ggml's own values, the product, slices, and the
+"""Tests quantized weights: decoding against ggml's own values, products, slices, and the
 kernels."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonpool_engine.engine.quantized.linear import QuantizedLinear
 from moonpool_engine.engine.quantized.matrix import QuantizedMatrix, StoredRows, lookup, stacked
 from tests.unit.engine.gguf_files import random_groups
 
-# Each value is the SHA-256 of what the Python package `gguf` 0.19.0 dequantizes of
+# Each value is the SHA-256 of the weights that the Python package `gguf` 0.19.0 decodes from
 # `random_groups(format, 8)`.
 GGML = {
     "Q4_0": "338c8e0ff5d12c36",

@@ -1,5 +1,5 @@
-"""Tests quantized Hugging Face checkpoints: plain code packs each here as its format says, one
-number at a time."""
+"""Tests quantized Hugging Face checkpoints. Plain code of this module packs them by the rules of
+each format, one number at a time."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ FUSED = {
 def test_parts_of_stored_tensors_are_those_of_plain_weights(
     tmp_path: Path, family: str, case: str
 ) -> None:
-    """Whether families load that store several linears in one tensor, or rows in another order."""
+    """Families that store several linears in one tensor, or rows in another order, must be loaded,
+    too."""
     pack, config = CASES[case]
     plain_folder, folder = tmp_path / "plain", tmp_path / "packed"
     save(FUSED[family], plain_folder)

@@ -1,4 +1,4 @@
-"""The kernels arrange quantized weights as the plain code does, byte for byte."""
+"""Tests that the kernels repack quantized weights like the plain code, byte for byte."""
 
 from __future__ import annotations
 

@@ -41,6 +41,6 @@ def test_only_the_best_groups_are_chosen_from() -> None:
     logits = torch.tensor([[9.0, 0.0, 5.0, 5.0, 4.0, 4.5, 8.0, 0.0]])
     best = ExpertSpec(8, 2, 1, groups=4, kept_groups=1, group_score="max")
     assert route(logits, best, None)[0].tolist() == [[0, 1]]
-    # By logistic scores, the second group has the best two experts.
+    # With logistic scores, the second group has the best two experts.
     two = ExpertSpec(8, 2, 1, "sigmoid", groups=4, kept_groups=1, group_score="top2")
     assert route(logits, two, None)[0].tolist() == [[2, 3]]

@@ -1,4 +1,5 @@
-"""Tests steps: which are refused, when layers are announced, and what calibration measures."""
+"""Tests steps: which steps are refused, when layers are announced, and which times calibration
+measures."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_each_layer_is_waited_for_after_it_is_announced(engine: Engine) -> None:
 def test_an_entry_whose_blocks_never_arrive_draws_nothing_and_others_are_unchanged(
     engine: Engine,
 ) -> None:
-    """Whether the step runs even where it reads NaN."""
+    """The step must run although this entry reads NaN."""
     other = _step([7, 8, 9], blocks=(3,))
     right = engine.step([other]).tokens[0]
     engine.cache.blocks[0] = float("nan")
@@ -81,7 +82,7 @@ def test_writes_only_the_blocks_of_its_entries(engine: Engine) -> None:
     engine.step([_step([1] * 20, blocks=(3, 1))])
     assert (engine.cache.blocks[[0, 2, 4, 5]] == 9).all()
     untouched = engine.cache.blocks[1, 0] == 9
-    assert untouched.float().mean() == 12 / 16  # 4 of the block's 16 tokens are written
+    assert untouched.float().mean() == 12 / 16  # 4 of the block's 16 tokens were written
 
 
 @pytest.mark.parametrize(

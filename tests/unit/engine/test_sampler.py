@@ -88,7 +88,8 @@ def test_uniform_is_uniform_and_keyed() -> None:
 
 
 def test_golden_uniform() -> None:
-    """These tokens were recorded: a seeded request must give the same answer after an upgrade."""
+    """These tokens were recorded, because a seeded request must give the same answer after an
+    upgrade."""
     assert uniform(42, 1000).hex() == "0x1.5455d36f84b6ep-1"
 
 
@@ -152,7 +153,7 @@ def test_biases_are_added_to_the_logits_of_any_draw() -> None:
     assert one((), temperature=0.0).token_id == 0
     assert one(((0, -100.0),), temperature=0.0).token_id == 1
     assert {one(((3, 100.0),), seed=seed).token_id for seed in range(20)} == {3}
-    # The logprobs that the model gives a token stay unchanged.
+    # The reported logprobs must stay those that the model gives a token.
     told = one(((3, 100.0),), temperature=0.0, logprobs=0).logprobs
     assert told is not None and told.logprob < -0.5
 
@@ -207,7 +208,7 @@ def test_nan_is_an_error_not_a_token() -> None:
     ids=str,
 )
 def test_drafts_change_no_token(params: dict[str, Any]) -> None:
-    """Whatever the drafts are, the tokens equal the tokens that are drawn one by one from the same
+    """Whatever the drafts are, the tokens must equal those that are drawn one by one from the same
     rows."""
     rows = torch.randn(400, 6, generator=torch.Generator().manual_seed(9)) * 2
     rng, num_drawn = random.Random(2), 0

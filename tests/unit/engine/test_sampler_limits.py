@@ -1,4 +1,4 @@
-"""Tests every parameter of a draw at its smallest, largest and denormal values, beside plain
+"""Tests every parameter of a draw at its smallest, largest and denormal values, against plain
 Python.
 
 The numbers that choose a token are spread evenly over [0, 1), so the share of each token is its
@@ -50,7 +50,7 @@ ONE_AT_A_TIME = [
 ]
 LOOKS_BACK = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 LOOKS_BACK |= {"min_tokens", "bad_words"}
-"""Holds what depends on the generated tokens."""
+"""The parameters whose effect depends on the generated tokens."""
 ROWS = {
     "plain": [2.0, 1.0, 0.5, 0.0, -1.0, -3.0, -9.0],
     "ties": [1.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0],
@@ -64,7 +64,7 @@ ROWS = {
 
 @dataclass
 class Case:
-    """Holds one row of logits and how to draw from it."""
+    """One row of logits, and the parameters of a draw from it."""
 
     row: Sequence[float]
     params: SamplingParams
@@ -142,8 +142,8 @@ def distribution(case: Case) -> list[float] | None:
 
 @pytest.fixture
 def evenly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Uses the position of a draw as its number, spread evenly over [0, 1). A warning is an
-    error."""
+    """Replaces the random number of a draw by its position, spread evenly over [0, 1). Warnings are
+    errors."""
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: (position + 0.5) / NUM_DRAWS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -151,7 +151,7 @@ def evenly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check(case: Case) -> bool:
-    """Whether the case is decisive: in some cases, rounding decides."""
+    """Checks the case. Returns whether it is decisive, because in some cases rounding decides."""
     params, expected = case.params, distribution(case)
     if expected is None:
         return False

@@ -1,4 +1,5 @@
-"""Divided attention gives the bits of a single pass, and is correct up to float32 rounding."""
+"""Tests that attention in parts gives the bits of a single pass, and is correct up to float32
+rounding."""
 
 from __future__ import annotations
 
@@ -135,10 +136,10 @@ def test_old_tokens_are_attended_without_a_look_at_the_new_ones() -> None:
     q = queries(meta, "float32")
     whole = ops.attend(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     kept = cache.blocks[8:].clone()
-    cache.blocks[8:] = torch.nan  # the tokens from 512 on
+    cache.blocks[8:] = torch.nan  # spoils the tokens from 512 on
     state = ops.attend_old(q, AttendArgs(HEADS, cache, 0, meta, SCALE))
     cache.blocks[8:] = kept
-    cache.blocks[:8] = torch.nan  # and the step does not read the earlier tokens again
+    cache.blocks[:8] = torch.nan  # The step must not read the earlier tokens again.
     assert torch.equal(whole, ops.attend_new(q, state, AttendArgs(HEADS, cache, 0, meta, SCALE)))
 
 
@@ -156,7 +157,7 @@ def segments_of(
         for segment in range(-(-(start + rows) // SEGMENT)):
             table = meta.block_tables[s].tolist()
             blocks = range(segment * per_segment, (segment + 1) * per_segment)
-            foreign = cache.blocks.shape[0] - 1  # the block holds NaN
+            foreign = cache.blocks.shape[0] - 1  # a block that holds NaN
             table = [b if i in blocks else foreign for i, b in enumerate(table)]
             own = meta_of([(start, rows)], [table])
             wanted = torch.tensor([segment], dtype=torch.int32)
@@ -209,7 +210,7 @@ def test_error_of_the_merge_is_float32_rounding(ops: SplitOps) -> None:
 
 
 def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
-    """This holds for kernels with base 2 and with base e."""
+    """The log has this meaning for kernels with base 2 and with base e."""
     meta = meta_of([(300, 1)])
     cache = filled("float32", 5)
     q = queries(meta, "float32")
@@ -222,8 +223,8 @@ def test_partials_hold_the_log_sum_of_the_weights(ops: SplitOps) -> None:
 
 
 def test_what_is_empty_or_masked_is_the_identity(ops: SplitOps) -> None:
-    """Uses a chunk across a segment's end: its first rows see no key of the second segment, and no
-    row sees a key of the third."""
+    """The chunk lies across a segment's end. Its first rows see no key of the second segment, and
+    no row sees a key of the third."""
     shares = [(SEGMENT - 2, 4)]
     meta = meta_of(shares, [list(range(33)) + [0] * 40])
     cache = filled("float32", 33)

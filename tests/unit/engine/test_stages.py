@@ -164,7 +164,7 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
     step = [StepEntry(AttemptId("a"), [5, 6, 7], 0, [90], SAMPLED)]
     with pytest.raises(StepError, match="vocabulary"):
         pair.stages.step([StepEntry(AttemptId("b"), [999], 0, [91], None)])
-    pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage reads
+    pair.shared.blocks[91] = torch.nan  # makes the logits NaN, which only the last stage computes
     with pytest.raises(StageStepError, match="NonFinite"):
         pair.stages.step([StepEntry(AttemptId("b"), [1], 5, [91], SAMPLED)])
     assert pair.stages.step(step).tokens == pair.one.step(step).tokens
@@ -174,7 +174,8 @@ def test_a_step_that_cannot_run_hurts_no_other(pair: Pair) -> None:
 def test_a_lost_stage_ends_running_steps_and_is_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_group, "begin_spare", lambda line, fd: None)  # a new interpreter
+    # makes the stage start in a new interpreter
+    monkeypatch.setattr(process_group, "begin_spare", lambda line, fd: None)
     pair = Pair(2, "int8")
     (pid,) = pair.stages.pids
     assert os.sched_getaffinity(pid) == {max(sorted(os.sched_getaffinity(0))[:2])}

@@ -60,7 +60,7 @@ class Pair:
         flat = torch.frombuffer(self.arena.buffer, dtype=self.own.blocks.dtype)
         self.shared = KvCache(flat.view(shape), layout)
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.listened_before = listening([os.getpid()])  # used by groups of other tests
+        self.listened_before = listening([os.getpid()])  # ports that groups of other tests use
         options = RankOptions(num_ranks, num_shards, 1, quantization)
         self.ranks = Ranks(model, ops, self.shared, self.arena.fd, options, "test", self.lost.put)
         self.arena.seal()
@@ -130,7 +130,7 @@ def test_ranks_have_the_tokens_and_blocks_of_one_process(pair: Pair) -> None:
 
 
 def test_a_layer_is_waited_for_by_all_ranks(pair: Pair) -> None:
-    """Fills the prefix's blocks only when the first rank waits for that layer."""
+    """The test fills the prefix's blocks only when the first rank waits for that layer."""
     prompt = [(7 * i) % 300 for i in range(40)]
     step = [StepEntry(AttemptId("a"), prompt, 0, [80, 81, 82], None)]
     pair.one.step(step)
@@ -184,7 +184,7 @@ def test_a_lost_rank_ends_running_steps_and_is_reported_once() -> None:
 
 
 def test_a_step_that_fails_midway_ends_the_ranks() -> None:
-    """The other ranks wait between layers and cannot skip the rest of the step."""
+    """The other ranks wait between layers, and could not skip the rest of the step."""
     pair = Pair(2, 2, "bfloat16")
 
     def broken(layer: int) -> None:
@@ -203,7 +203,8 @@ def test_ranks_that_share_memory_listen_nowhere(pair: Pair) -> None:
 
 
 def test_later_foreign_connections_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ports through which ranks connected accept connections, but read nothing from them."""
+    """After the ranks have connected, their ports still accept connections, but read nothing from
+    them."""
     without_kernels(monkeypatch)
     pair = Pair(2, 2, "bfloat16")
     addresses = listening([os.getpid(), *pair.ranks.pids])
@@ -224,7 +225,8 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     """Returns addresses, in the kernel's form, and ports at which these processes listen."""
     own: set[str] = set()
     for fd in [fd for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()]:
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        # fails for the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):
             own.add(os.readlink(fd))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     found = [

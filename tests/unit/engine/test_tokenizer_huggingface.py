@@ -1,4 +1,5 @@
-"""Compares with `transformers` itself, on tokenizers made here: a test cannot reach the Hub."""
+"""Compares tokenizers with `transformers`. The tests make the tokenizers, because they cannot reach
+the Hub."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_prompt_and_streamed_answer_are_the_whole_text(name: str, folders: dict[
             prompt = tokenizer.decode(ids[:cut])
             stream = tokenizer.stream()
             parts = [stream.push(token_id) for token_id in ids[cut:]]
-            if "\ufffd" in prompt:  # the cut is inside a character
+            if "\ufffd" in prompt:  # the cut was inside a character
                 continue
             assert prompt + "".join(parts) + stream.flush() == whole
             assert all("\ufffd" not in part for part in parts)

@@ -1,4 +1,4 @@
-"""The bytes that a picker holds of bodies are bounded, and are given back."""
+"""Tests that the memory of a picker for bodies is bounded, and is given back."""
 
 from __future__ import annotations
 

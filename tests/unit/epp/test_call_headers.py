@@ -1,4 +1,4 @@
-"""Tests what the headers of a call say."""
+"""Tests the reading of a call's headers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_objectives_have_a_name_and_an_older_one() -> None:
             read_terms({name: one}, USUAL, 600.0, known).priority
             for one in ("fast", "slow", "unknown", "odd")
         ]
-        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # lower priorities go first
+        assert priorities == [-7, 3, 0, PRIORITY_RANGE[0]]  # a lower priority goes first
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_refusals_have_the_reasons_of_llm_d() -> None:
 def test_the_tenant_that_pays_has_a_name_and_an_older_one() -> None:
     for name in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
         assert read_terms({name: "team-a"}, USUAL, 600.0, {}).payer == "team-a"
-        # No name reaches into the salts of other tenants, and no name is long.
+        # No name may equal the salt of another tenant, and no name may be long.
         assert "/" not in read_terms({name: "a/b/" + "c" * 999}, USUAL, 600.0, {}).payer
         assert len(read_terms({name: "c" * 999}, USUAL, 600.0, {}).payer) == 128
     assert read_terms({}, USUAL, 600.0, {}).payer == ""

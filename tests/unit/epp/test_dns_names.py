@@ -1,4 +1,4 @@
-"""Reads endpoints from DNS, from a nameserver that answers over UDP and TCP."""
+"""Tests endpoints from DNS, with a nameserver that answers over UDP and TCP."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def a_nameserver() -> AsyncIterator[tuple[DnsServer, int]]:
         try:
             tcp = await asyncio.start_server(server.over_tcp, "127.0.0.1", port)
             break
-        except OSError:  # another program has this number over TCP
+        except OSError:  # tries again, because another program has this number over TCP
             transport.close()
     try:
         yield server, port
@@ -120,14 +120,15 @@ async def follow(monkeypatch: pytest.MonkeyPatch) -> None:
             assert at(first) == expected
             roles = {each.address: str(each.role) for each in first.endpoints}
             assert [roles[each] for each in expected] == ["mixed"] * 2 + ["prefill"] * 2
-            server.fails = True  # all endpoints stay
+            server.fails = True  # if the name server fails, all endpoints stay
             await asyncio.sleep(0.2)
             assert seen.empty()
             server.fails, server.cuts = False, True
             server.zone["_v._tcp.example"] = ["0 0 8000 10.0.0.2.", "0 0 8000 10.0.0.3."]
             listing = await seen.get()
             assert "10.0.0.3:8000" in at(listing)
-            if "10.0.0.1:8000" in at(listing):  # an endpoint goes after two lookups without it
+            # an endpoint is removed only after two lookups without it
+            if "10.0.0.1:8000" in at(listing):
                 listing = await seen.get()
             assert "10.0.0.1:8000" not in at(listing)
             server.zone.clear()  # the names do not exist any more
@@ -141,8 +142,7 @@ def test_records_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def miss_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether an endpoint stays that one lookup lacks, because a resolver shortens a list of
-    many."""
+    """An endpoint that one lookup lacks must stay, because a resolver may shorten a long list."""
     monkeypatch.setattr(dns_names, "LEAST_S", 0.01)
     answers = [{"10.0.0.1", "10.0.0.2"}, {"10.0.0.1"}] * 20
 

@@ -56,7 +56,7 @@ def test_the_form_of_llm_d_is_read() -> None:
     assert found.objectives == {"premium": 5}
     assert found.endpoints[1].place == "http://10.0.0.2:8000,tcp://10.0.0.2:5557"
     assert found.endpoints[2].address == "[fd00::1]:8000"
-    assert read(json.dumps(yaml.safe_load(TEXT))) == found  # JSON is a form of YAML
+    assert read(json.dumps(yaml.safe_load(TEXT))) == found  # a YAML file may contain JSON
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ async def follow_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert await seen.get() == ["a"]
         path.write_text("endpoints:\n" + entry("a") + entry("b"))
         assert await seen.get() == ["a", "b"]
-        path.write_text("endpoints: [")  # half a file: the known endpoints stay
+        path.write_text("endpoints: [")  # with half a file, the known endpoints stay
         await asyncio.sleep(0.2)
         path.unlink()
         await asyncio.sleep(0.2)
@@ -129,7 +129,7 @@ async def follow_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other.write_text("endpoints:\n" + entry("c"))
         other.rename(path)
         assert await seen.get() == ["c"]
-        target = path.with_suffix(".target")  # like a ConfigMap that is replaced
+        target = path.with_suffix(".target")  # replaces the file like a ConfigMap
         target.write_text("endpoints:\n" + entry("d"))
         path.unlink()
         path.symlink_to(target)

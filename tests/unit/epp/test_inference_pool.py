@@ -1,4 +1,4 @@
-"""Reads endpoints from a Kubernetes API: kmock stands for its server, over real HTTP."""
+"""Tests endpoints from a Kubernetes API, with kmock in place of its server, over real HTTP."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def pods_come_and_go() -> None:
         found = await cluster.until("10.0.0.1:8000", "10.0.0.2:8000")
         assert [str(each.role) for each in found.endpoints] == ["prefill", "mixed"]
         assert found.fails_open is False
-        # A pod that gets the command to end leaves before it is gone.
+        # A pod leaves when it is told to end, before it is gone.
         leaving = {"metadata": {"finalizers": ["x/y"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
         await cluster.write("PATCH", f"{PODS}/a", leaving)
         await cluster.until("10.0.0.2:8000")
@@ -162,7 +162,8 @@ async def broken_watches(monkeypatch: pytest.MonkeyPatch, token: Path) -> None:
     async with a_cluster(token, follows=False) as cluster:
         too_old = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
         pods = kmock.resource("", "v1", "pods")
-        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)  # the first endpoint only
+        # lists only the first endpoint
+        cluster.emulator[kmock.action.WATCH, pods][:1] << (too_old,)
         cluster.emulator[kmock.action.LIST, pods][:1] << 403
         await cluster.write("POST", POOLS, pool(8000))
         await cluster.write("POST", PODS, pod("a", "10.0.0.1"))

@@ -1,4 +1,4 @@
-"""The observed part of a response counts for all answers of a call."""
+"""Tests how much of a response was observed if a call has several answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes that pass of a response are counted, however it is cut into pieces."""
+"""Tests that the bytes of a response are counted, however the response is cut into pieces."""
 
 from __future__ import annotations
 

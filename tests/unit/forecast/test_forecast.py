@@ -88,7 +88,7 @@ GIVEN: dict[str, Any] = {"slo_ttft_s": 3.0, "slo_tbt_s": 0.2}
     "slo", [{}, pytest.param(GIVEN, marks=pytest.mark.long)], ids=["usual", "given"]
 )
 def test_what_is_forecast_comes(loop: VirtualLoop, tmp_path: Path, slo: dict[str, Any]) -> None:
-    """Whether the forecast learns chunks, batches, cache and queue of a server without a
+    """The forecast must learn chunks, batches, cache and queue of a server without a
     description."""
     given = slo | {"loads": (0.5, 0.8, 1.5)}
     found = forecast(loop, TimedServer(), tmp_path / "table.jsonl", **given)
@@ -119,7 +119,7 @@ def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Pa
 
 
 def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_path: Path) -> None:
-    """Whether the forecast is right if the server's machine has other work during the first
+    """The forecast must be right although the server's machine had other work during the first
     prompts."""
     server = TimedServer(prompt_token_s=400e-6)
     server.on_request = lambda: setattr(
@@ -131,7 +131,7 @@ def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_p
 
 
 def test_a_load_is_that_share_of_the_capacity(loop: VirtualLoop, tmp_path: Path) -> None:
-    """Whether a trace that begins with few requests is tried at the rate that is forecast."""
+    """A trace that begins with few requests must be replayed at the rate of the forecast."""
     rows = sessions(400).rows
     thin = [msgspec.structs.replace(row, arrived_s=0.2 * row.arrived_s) for row in rows[40:]]
     late_s = rows[40].arrived_s - thin[0].arrived_s
@@ -165,8 +165,8 @@ def test_steps_that_differ_are_forecast_as_such(loop: VirtualLoop, tmp_path: Pat
 def test_a_moonpool_server_decides_by_the_costs_that_it_states(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:
-    """Whether the forecast takes the short chunks of a server that believes prompts to be ten times
-    as slow as they are."""
+    """The server believes that prompts are ten times as slow as they are, and therefore computes
+    short chunks, which the forecast must expect."""
     tables = {
         "cluster": {"prefill": 0, "decode": 0, "mixed": 1},
         "conductor": {"admission": "none", "learning": False},
@@ -182,8 +182,8 @@ def test_a_moonpool_server_decides_by_the_costs_that_it_states(
     }
     errors = []
     for known in (pages, {"/server_info": pages["/server_info"]}):
-        # 85 believed ms are within .85 of the SLO. How moonpool shares a step's tokens among
-        # several prompts is not that server's way, so only times between tokens are compared.
+        # 85 believed ms are within .85 of the SLO. The server does not share a step's tokens among
+        # several prompts like moonpool, so only times between tokens are compared.
         server = TimedServer(chunk_tokens=85, pages=known)
         told: list[str] = []
         found = forecast(loop, server, tmp_path / f"{len(known)}.jsonl", told, loads=(0.5,))
@@ -199,7 +199,8 @@ def test_a_moonpool_server_decides_by_the_costs_that_it_states(
 def test_the_forecast_is_written_before_anything_is_tried(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:
-    """Returns what is in the table when a request of a load comes."""
+    """The server looks into the table when a request of a load arrives: the forecast must be
+    there."""
     table, server = tmp_path / "table.jsonl", TimedServer()
     seen: list[int] = []
     server.on_request = lambda: seen.append(len(read_table(table)) if table.exists() else 0)

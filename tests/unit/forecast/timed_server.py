@@ -29,8 +29,8 @@ class _Running:
 
 
 class TimedServer:
-    """A step takes `fixed_s`, and more for each prompt token, each decode and each token that
-    these attend to. Each step takes one of `ratios` times as long. `pages` are JSON answers to
+    """A step takes `fixed_s`, and more time for each prompt token, each decode, and each token to
+    which they attend. Each step takes one of `ratios` times as long. `pages` are JSON answers to
     other routes."""
 
     def __init__(

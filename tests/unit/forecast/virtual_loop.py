@@ -1,4 +1,4 @@
-"""An event loop with a clock of its own, which jumps to the next timer when nothing is ready.
+"""Runs an event loop with a clock of its own, which jumps to the next timer when nothing is ready.
 
 Client and server run in the loop with real sockets between them, so no result depends on how busy
 the machine is.

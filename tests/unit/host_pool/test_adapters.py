@@ -1,5 +1,5 @@
-"""Tests the content of LoRA adapters: an adapter whose files change has none, until it is another
-one for vLLM."""
+"""Tests the fingerprints of LoRA adapters: an adapter whose files have changed has no fingerprint
+until vLLM has loaded it again."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def test_files_that_change_under_a_running_vllm_end_an_adapters_use_of_the_pool(
     assert begun.is_known
     adapter(folder, b"abd!")
     with caplog.at_level(logging.WARNING, LOG):
-        assert not begun.is_known  # what it has computed since may be the new adapter's
+        assert not begun.is_known  # blocks that were computed since may be the new adapter's
         assert adapters.content_of(lora(folder)) is None
     assert [line.count("have changed") for line in said(caplog)] == [1]
     assert PromptKeys(request, 4, adapters.content_of).extend(2) == []
-    assert adapters.content_of(lora(folder, 2)) is not None  # loaded anew, under another number
+    # the adapter was loaded again, under another number
+    assert adapters.content_of(lora(folder, 2)) is not None
 
 
 def test_an_adapter_that_cannot_be_read_has_no_content(

@@ -52,8 +52,8 @@ def take(space: BlockSpace) -> list[Any]:
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Whether every find, fetch and read ends once, held blocks keep their keys, and sums
-    balance."""
+    """Checks that every find, fetch and read ends once, held blocks keep their keys, and the sums
+    are right."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,8 @@ def test_a_block_is_found_if_all_ranks_have_it() -> None:
     (found,) = group.take()
     assert found.num_blocks == 2
     assert [len(ids) for ids in found.block_ids] == [2, 2]
-    assert group.spaces[0].pool.named_owners() == {"find:a": 2}  # drops what only one rank has
+    # blocks that only one rank has were dropped
+    assert group.spaces[0].pool.named_owners() == {"find:a": 2}
     group.release("a")
     assert not group.spaces[0].pool.owners()
 

@@ -1,5 +1,5 @@
-"""A pool copies stored blocks to the SSD soon, so that blocks that it reads get room without
-writes."""
+"""Tests that a pool copies stored blocks to the SSD early, so that blocks that it reads from there
+get room without writes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Pool:
         self.perform()
 
     def write(self, most: int) -> int:
-        """Ends writes of at least `most` blocks, if so many are under way. Returns how many blocks
-        were written."""
+        """Ends writes until `most` blocks are written or no write is under way. Returns the number
+        of written blocks."""
         num_written = 0
         while self.writes and num_written < most:
             write = self.writes.pop(0)
@@ -85,7 +85,7 @@ def test_reads_cause_no_writes_once_the_disk_has_kept_up() -> None:
 
 
 def test_copies_that_wait_leave_room_for_stores() -> None:
-    """Whether stores go on with a disk that writes nothing."""
+    """Stores must continue although the disk writes nothing."""
     pool = Pool()
     for number, keys in enumerate(batches(20)):
         pool.store(number, keys)

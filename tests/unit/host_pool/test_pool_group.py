@@ -34,7 +34,7 @@ def test_the_longest_prefix_is_the_longest_that_each_can_serve(
 
 
 class Group:
-    """Makes a group with a space of each window, driven as the pool's server drives it."""
+    """A group with one space per window, which is driven like by the pool's server."""
 
     def __init__(self, *windows: int) -> None:
         self.group = BlockGroup(len(windows))
@@ -85,7 +85,7 @@ def test_a_prefix_needs_the_last_blocks_of_a_window() -> None:
     group.find(8)
     assert group.ended() == (8, [8, 2])
     assert group.held() == [{"find:o": 8}, {"find:o": 2}]
-    group.find(7)  # its window has a gap, so a shorter prefix is found
+    group.find(7)  # the window has a gap, so a shorter prefix is found
     assert group.ended() == (5, [5, 2])
     assert group.held() == [{"find:o": 5}, {"find:o": 2}]
     group.find(3)

@@ -1,4 +1,4 @@
-"""Tests which model gives way to another model while spaces are opened."""
+"""Tests which model is closed in favour of another when a space is opened."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_model_whose_space_is_being_opened_gives_way_to_none(folder: Path) -> 
         group, host = await first
         assert models.by_key == {b"a" * 32: group}
         assert Path(host.path).exists()
-        # The model's client has gone, and is not noted, so now this model gives way.
+        # The model's client has gone, so this model is closed now.
         await models.attach(attach(b"b"))
         assert list(models.by_key) == [b"b" * 32]
         assert group.is_closed

@@ -1,4 +1,4 @@
-"""Tests the client of servers against sockets that send exactly what a test wants."""
+"""Tests the HTTP client against sockets that send exactly what a test wants."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_request_goes_out_again_only_where_the_server_may_have_closed_before(
     async def serve(exchange: Exchange) -> None:
         numbers.append(exchange.number)
         if numbers == [1, 1]:
-            exchange.writer.close()  # the server has the request, and does not answer
+            exchange.writer.close()  # the server has read the request, and does not answer
         else:
             await answer_whole(exchange)
 

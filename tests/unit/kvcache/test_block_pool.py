@@ -16,7 +16,7 @@ from moonpool.kvcache.eviction.policies import LruEviction
 from moonpool.types import BlockId, BlockKey
 
 NUM_BLOCKS = 6
-OWNERS = st.sampled_from(("a", "b", "c"))  # and "w" for a withdrawal
+OWNERS = st.sampled_from(("a", "b", "c"))  # "w" is the owner of withdrawn blocks
 
 
 def key(name: int) -> BlockKey:
@@ -24,8 +24,8 @@ def key(name: int) -> BlockKey:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A model with only the owners of blocks, the key of each block, and the order of
-    releases."""
+    """Compares the pool with a model that has only the owners of blocks, the key of each block, and
+    the order of releases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,8 +269,8 @@ def test_the_policy_gets_keys_uses_and_runs() -> None:
 
 
 def test_a_block_whose_key_was_taken_stands_for_its_twin() -> None:
-    """Two prompts with one beginning are computed at once. For the policy, a block after the second
-    prompt's copy continues the first prompt's block."""
+    """Two prompts with the same beginning are computed at the same time. For the policy, a block
+    after the second prompt's copy continues the first prompt's block."""
     policy = Recorder()
     pool = BlockPool(8, policy)
     (first,) = pool.allocate("first", 1) or []
@@ -297,7 +297,7 @@ def test_a_run_that_is_partly_cached_gets_only_the_missing_keys() -> None:
     assert pool.depth_of(others[2]) == 2
     assert pool.has_content(others[1], key(1)) and pool.has_content(others[3], key(2))
     pool.release("first")
-    assert pool.allocate("third", 4) is not None  # `first` has lost its name
+    assert pool.allocate("third", 4) is not None  # the block of `first` has lost its key
     pool.cache_run(others[1:2], [key(1)], 1)
     pool.validate()
     assert pool.match([key(0), key(1), key(2)]) == others[:3]

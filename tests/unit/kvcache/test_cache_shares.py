@@ -1,5 +1,5 @@
-"""Tests shares of a pool: blocks of tenants above their share are evicted first, and all else is
-the same as without shares."""
+"""Tests shares of a pool: blocks of tenants above their share are evicted first. Otherwise, the
+order is that of a pool without shares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keys_of(tenant: str, prompt: int, length: int) -> list[BlockKey]:
 
 @dataclass
 class Cache:
-    """Holds a pool, and what requests of tenants do to it."""
+    """A pool, and requests of tenants that use it."""
 
     policy: str
     num_blocks: int
@@ -120,7 +120,8 @@ def test_the_counts_are_those_of_the_pool(
             is_within = before[tenant] <= int(share * 30)
             if tenant == run[0] or not is_within or cache.num_cached(tenant) == before[tenant]:
                 continue
-            # The tenant lost blocks within its share, so no other tenant was left above its share.
+            # If the tenant lost blocks within its share, no other tenant may have been above its
+            # share.
             for other in shares.keys() - {run[0]}:
                 assert cache.num_cached(other) <= int(shares[other] * 30)
     if not shares:

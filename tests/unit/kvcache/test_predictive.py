@@ -41,7 +41,7 @@ def test_a_prompt_may_continue_a_cached_block() -> None:
         policy.store([BlockId(block)], [BlockKey(bytes([block]))], [block])
     policy.add([BlockId(0), BlockId(1), BlockId(2)], None)
     policy.add([BlockId(3), BlockId(4), BlockId(5)], BlockId(2))
-    for _ in range(40):  # ages pass, and queued segments change their queue
+    for _ in range(40):  # lets time pass, so that queued segments change their queue
         policy.store([BlockId(6)], [BlockKey(b"busy")], [0])
         policy.touch([BlockId(6)] * 30)
     assert policy.pop(3) == [5, 4, 3], "no block goes before what continues it"
@@ -87,8 +87,8 @@ def loop(rng: Random) -> Iterator[Names]:
 
 
 def agents(rng: Random) -> Iterator[Names]:
-    """Makes quick steps that build on each other behind one of twenty long beginnings, and then
-    end."""
+    """Makes series of quick steps: each series begins with one of twenty long prefixes, and each
+    step continues the step before."""
     live: list[tuple[Names, int]] = []
     for number in range(2500):
         while len(live) < 8:
@@ -172,7 +172,8 @@ def test_it_is_better_where_the_past_predicts_the_future(
 
 
 def rewritten(rng: Random) -> Iterator[Names]:
-    """Makes prompts that come back once, twenty others later, with their last blocks rewritten."""
+    """Makes prompts that come back once, after twenty other prompts, with their last blocks
+    changed."""
     for number in range(500):
         yield [*some(number, 10), *some((number, "draft"), 4)]
         if number >= 20:
@@ -212,7 +213,8 @@ def test_without_history_the_order_is_that_of_lru() -> None:
 def test_worths_are_the_same_however_often_they_are_asked_for(
     epochs: list[tuple[int, int, bool]],
 ) -> None:
-    """Whether a pool that evicts nothing for long computes once what many lessons taught."""
+    """A pool that evicts nothing for a long time must compute the worths of many lessons only
+    once."""
     often, seldom = ReuseModel(period=2, decay=0.9), ReuseModel(period=2, decay=0.9)
     for family, age_range, asks in epochs:
         for model in (often, seldom):
@@ -298,7 +300,7 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
     branch = BlockId(6)
     policy.store([branch], [BlockKey(b"branches")], [3])
     policy.touch([branch])
-    # All blocks are equal except the branch. Without history, the first block of its kind is
+    # All blocks have equal worth except the branch. Without history, the first block of its kind is
     # evicted first.
     policy.add([BlockId(b) for b in earlier], None)
     policy.add([branch], BlockId(2))
@@ -308,8 +310,8 @@ def test_a_block_that_others_continue_is_evicted_after_them() -> None:
 
 
 def test_an_evictable_block_that_gets_a_continuation_is_evicted_after_it() -> None:
-    """If a twin's name was taken, nobody holds the predecessor when its continuation is released.
-    The continuation must leave the queue, or the pool gives it away twice."""
+    """If the key of a twin was taken, nobody holds the predecessor when its continuation is
+    released. The continuation must leave the queue, or the pool gives it away twice."""
     policy = PredictiveEviction(8)
     for depth in range(3):
         policy.store([BlockId(depth)], [BlockKey(bytes([depth]))], [depth])

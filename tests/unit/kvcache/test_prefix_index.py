@@ -35,8 +35,8 @@ def by_name(index: PrefixIndex, depths: Depths) -> dict[str, int]:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Models the index: for each instance its incarnation, the next number, and its keys or None
-    (dropped)."""
+    """Compares the index with a model: for each instance its incarnation, the next number, and its
+    keys, or None if it was dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_a_block_expected_twice_stays_expected_until_both_end() -> None:
 
 
 def test_blocks_of_one_holder_share_one_int() -> None:
-    """Whether a million blocks share one int object, even after a second holder came and went."""
+    """A million blocks must share one int object, even after a second holder came and went."""
     index = PrefixIndex()
     for number in range(100):
         index.add_instance(InstanceId(f"i{number}"), 0)

@@ -1,4 +1,5 @@
-"""Instances learn which of their blocks are replicated, whatever happens between notifications."""
+"""Tests that instances learn which of their blocks have replicas, whatever happens between
+notifications."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def test_instances_own_whole_prompts_in_proportion_to_their_pools() -> None:
     for _ in range(6000):
         pair = rng.choice((1 | 2, 2 | 4))
         prompt = [BlockKey(rng.randbytes(16)) for _ in range(3)]
-        owners.of(prompt[0], 8)  # blocks of other instances, before
+        owners.of(prompt[0], 8)  # notes blocks of other instances first
         [keeper] = {owners.of(key, pair) for key in prompt}
         assert keeper & pair
         kept[keeper] += 1
@@ -144,7 +145,7 @@ print(index.take_replica_changes(1000))
 
 
 def test_marks_after_a_loss_do_not_hang_on_the_hash_seed() -> None:
-    """Otherwise, a log would not replay in another process."""
+    """If they did, a log would not replay in another process."""
     found = {
         subprocess.run(
             [sys.executable, "-c", PRINT_MARKS_AFTER_A_LOSS],

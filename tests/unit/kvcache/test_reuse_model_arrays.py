@@ -20,7 +20,8 @@ from moonpool.kvcache.eviction.survival import (
 
 
 def total(values: list[float]) -> float:
-    """Sums from the first to the last: `sum` compensates from Python 3.12 on."""
+    """Sums from the first to the last, because Python's own `sum` compensates rounding since
+    3.12."""
     found = 0.0
     for value in values:
         found += value

@@ -1,4 +1,5 @@
-"""The bound is never below the result of a run, and the search stays between policies and bound."""
+"""Tests that the bound is never below the result of a run, and that the search's result lies
+between the policies' and the bound."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_the_best_of_all_subsets_lies_between_search_and_bound(seed: int) -> Non
 
 
 def test_the_bound_counts_what_prefill_can_do() -> None:
-    """Makes ten equal prompts at once, of which the instance computes three within the SLO."""
+    """Ten equal prompts arrive together, of which the instance can compute three within the SLO."""
     arrivals = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
     prompt_s = build_hardware(CLUSTERS[0]).prefill.ground_truth.step_s  # the time of a whole prompt
     from moonpool.cost.model import Chunk
@@ -119,8 +120,8 @@ def test_guessed_tokens_are_refused_in_one_line() -> None:
 
 
 def test_shared_blocks_are_paid_once() -> None:
-    """Whether ten prompts that arrive together can all be served if they share all but a block, and
-    few of them if they share none."""
+    """Of ten prompts that arrive together, all can be served if they share all blocks but one, and
+    few if they share none."""
     shared = private_keys(0, 16_000, BLOCK)
     alike = [Arrival(0.0, 16_000, 1, shared) for _ in range(10)]
     private = [Arrival(0.0, 16_000, 1, private_keys(n, 16_000, BLOCK)) for n in range(10)]
@@ -133,7 +134,7 @@ def test_shared_blocks_are_paid_once() -> None:
 
 
 def test_the_bound_counts_what_decode_can_do() -> None:
-    """Makes answers whose SLO leaves room for few at a time on the one decode instance."""
+    """The SLO of the answers leaves room for only a few at a time on the one decode instance."""
     arrivals = [Arrival(0.0, 500, 400, private_keys(n, 500, BLOCK)) for n in range(200)]
     settings = config_of(8, 1, 0, (30.0, 0.0285))
     runner, bound, _, _ = frame(settings, arrivals)

@@ -21,7 +21,7 @@ from papers.single_instance import SoloConfig, SoloRequest, serve
 
 
 def reused_share(workload: MooncakeWorkload) -> float:
-    """Returns the share of all prompt tokens in blocks with which an earlier prompt began."""
+    """Returns the share of prompt tokens that are in a prefix that an earlier prompt had, too."""
     seen: set[int] = set()
     hits = 0
     for row in workload.rows:
@@ -47,7 +47,7 @@ def test_data_sets_have_the_printed_means_and_shares(data: DataSet, share: float
 
 
 def test_a_capacity_is_the_highest_rate_within_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the cluster's P90s grow with the rate, in a known way."""
+    """The P90s of the made-up cluster grow with the rate in a known way."""
     p90_of = {MOONCAKE: (1.0, 0.1), v3_capacity.BALANCED: (2.0, 0.1), VLLM: (1.0, 0.5)}
 
     def p90(_: object, name: str, rate: float, *rest: object) -> tuple[float, float]:
@@ -58,7 +58,8 @@ def test_a_capacity_is_the_highest_rate_within_both_limits(monkeypatch: pytest.M
     claims = [Claim(ARXIV_SUM, 0.2, False, (0.5, 1.0, 2.0))]
     found, _ = v3_capacity.measure(Options(quick=True), claims)
     by = found["ArXiv"]
-    # TTFT may be at most 10 x 1.02 s, TBT at most 5 x 0.022 s: rates up to 0.9 and, for vLLM, 0.18.
+    # TTFT may be at most 10 x 1.02 s, and TBT at most 5 x 0.022 s. This allows rates up to 0.9, and
+    # for vLLM up to 0.18.
     assert 0.9 / 1.1 < by[MOONCAKE].by_both <= 0.9 and by[MOONCAKE].by_ttft > 5
     assert 0.18 / 1.1 < by[VLLM].by_both <= 0.18
 

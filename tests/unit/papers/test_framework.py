@@ -1,4 +1,5 @@
-"""Tests what all experiments share: verdicts, the registry, traces, the command and its files."""
+"""Tests the common parts of all experiments: verdicts, the registry, traces, the command and its
+files."""
 
 from __future__ import annotations
 
@@ -206,8 +207,8 @@ def test_a_run_of_fewer_requests_has_no_verdicts() -> None:
 
 
 def test_a_part_of_a_trace_gets_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether this also holds for a file of the trace's name with too few requests, without
-    --quick."""
+    """Even without --quick, a file with the trace's name but too few requests must get no
+    verdict."""
 
     def shortened(options: Options) -> Finding:
         options.check_whole("conversation", 12_031)

@@ -176,7 +176,7 @@ def test_vllm_decodes_wait_for_whole_prompts_and_less_for_chunks() -> None:
         served = serve(made_up(*long_answers), overrides, 0)
         assert served.completed_share == 1.0
         share[name] = served.simulation.collector.gap_s.largest
-    assert share["vLLM"] > 3.0  # the prompt of 30,000 tokens in one step
+    assert share["vLLM"] > 3.0  # vLLM computes the prompt of 30,000 tokens in one step
     assert share["vLLM chunked prefill"] < 0.2
     assert share["Mooncake"] < 0.1 + share["vLLM chunked prefill"]
 
@@ -185,7 +185,7 @@ def test_only_the_prefix_cache_of_vllm_finds_a_prompt_again() -> None:
     again = [TraceRow(0.0, 4_096, 5, tuple(range(8))), TraceRow(60.0, 4_200, 5, tuple(range(9)))]
     ratios = {name: serve(made_up(*again), system(name, 2), 0).hit_ratio for name in SYSTEMS[1:]}
     assert ratios["vLLM"] == ratios["vLLM chunked prefill"] == 0.0
-    # The queues are empty both times; the one idle longest is the other one.
+    # The queues are empty both times. The instance that has been idle longest is the other one.
     one = serve(made_up(*again), system("vLLM prefix caching", 1), 0)
     assert one.hit_ratio == pytest.approx(4_096 / 8_296)
 
@@ -194,7 +194,8 @@ def test_a_share_within_a_limit_counts_every_request() -> None:
     rows = [TraceRow(0.0, 1_000, 50, (1, 2)), TraceRow(5.0, 1_000, 1, (3, 4))]
     served = serve(made_up(*rows), cluster(1, 1), 0)
     assert served.share_within(10.0) == 1.0
-    assert served.share_within(0.001) == 0.5  # the answer of one token has no gap
+    # counts as within, because an answer of one token has no gap
+    assert served.share_within(0.001) == 0.5
 
 
 def test_a_slower_network_is_believed_and_true() -> None:
@@ -215,7 +216,7 @@ def test_the_rate_is_found_by_halving() -> None:
 
 def test_keys_are_ranked_by_use_then_by_age() -> None:
     rows = [TraceRow(0.0, 1_536, 1, (0, 1, 2)), TraceRow(1.0, 1_100, 1, (0, 1, 3))]
-    # The partial blocks are not blocks of the pool; both full blocks are used twice.
+    # Partial blocks do not count as blocks of the pool. Both full blocks are used twice.
     assert ranked_keys(made_up(*rows), 256, 10) == [
         prompt_keys((name,), 512, 512, 256)[0] for name in (0, 1, 2)
     ]

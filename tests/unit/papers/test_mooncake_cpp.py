@@ -1,4 +1,4 @@
-"""Tests groups of nodes: what one prompt takes of each kind, and a cluster of groups."""
+"""Tests groups of nodes: the time of one prompt on each kind of group, and a cluster of groups."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_clusters_groups_have_as_many_nodes_and_their_bytes_are_added_up() -
     assert apart.group_share == 0
     assert joined.served.ttft_s < 0.7 * apart.served.ttft_s
     found = joined.served.simulation.collector
-    assert found.hit_tokens == 16_384  # the last prompt's beginning is the first prompt
+    assert found.hit_tokens == 16_384  # the last prompt begins with the first prompt
     tokens = found.input_tokens - found.hit_tokens
     sent = group_nic_bytes(shape_of(SHAPE), CLUSTER_NODES, "cpp", tokens)
     each = [(16_384, 0)] * 3 + [(20_480, 16_384)]
@@ -112,4 +112,4 @@ def test_the_clusters_groups_have_as_many_nodes_and_their_bytes_are_added_up() -
     more = serve_groups(workload, "tp", 0)
     ratio = more.group_share / joined.group_share
     ends = joined.served.simulation.last_end_s / more.served.simulation.last_end_s
-    assert ratio == pytest.approx(4 * 80 * ends)  # all-reduces of 80 layers against one hop
+    assert ratio == pytest.approx(4 * 80 * ends)  # all-reduces of 80 layers, against one hop

@@ -141,7 +141,8 @@ def test_chunks_leave_fewer_bubbles_and_are_faster() -> None:
     runs = sarathi_pipeline_bubbles.run_all(all_at_once(lengths), heard.append)
     assert runs.bubbles_divided_by > 6.29
     assert runs.sarathi_bubbles.share < runs.orca_bubbles.share
-    assert runs.over_orca > 1.15 and runs.over_nodes > 1.0  # 2.9 and 1.45 with 10,000 tokens
+    # with 10,000 tokens, these ratios are 2.9 and 1.45
+    assert runs.over_orca > 1.15 and runs.over_nodes > 1.0
     assert heard
     rows = sarathi_pipeline_bubbles.rows_of(runs)
     kinds = Counter(row.label.split()[-1] for row in rows if "share of it" in row.label)

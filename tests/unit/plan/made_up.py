@@ -1,4 +1,4 @@
-"""Plays a made-up cluster in the place of simulations: attainment by a formula, so that the right
+"""Replaces simulations by a made-up cluster, whose attainment follows a formula, so that the right
 result of a search is known."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moonpool.plan.trial import Outcome, StopRequestedError, Trial
 
 NUM_REQUESTS = 10_000
 Truth = Callable[[Config], tuple[float, float]]
-"""Holds the shares of requests that get their prefill and their decode in time."""
+"""The formula's shares of requests that get their prefill and their decode in time."""
 
 
 def outcome(prefill: float, decode: float) -> Outcome:
@@ -29,7 +29,8 @@ def outcome(prefill: float, decode: float) -> Outcome:
 
 
 class MadeUpWorkforce:
-    """Remembers its calls; the same trial has the same outcome."""
+    """Computes outcomes by the formula, and remembers its calls. The same trial has the same
+    outcome."""
 
     def __init__(self, truth: Truth, noise: float = 0.0) -> None:
         self.num_run = 0

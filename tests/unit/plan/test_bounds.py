@@ -1,4 +1,4 @@
-"""A simulation is never better than arithmetic allows."""
+"""Tests that no simulation is better than the computed bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_simulation_is_better_than_the_bound(profile: GeneratorProfile, kind:
 
 
 def test_too_little_is_excluded_and_enough_is_not() -> None:
-    """Makes a hundred prompts of about a second each, in fifty seconds."""
+    """The workload has a hundred prompts of about a second each, in fifty seconds."""
     rows = tuple(TraceRow(0.5 * i, 16_000, 2, ()) for i in range(200))
     found = bounds(Workload(rows, 0), A800)
     shares = [
@@ -53,7 +53,7 @@ def test_too_little_is_excluded_and_enough_is_not() -> None:
 
 
 def drafting(method: str, acceptance: float) -> Config:
-    """Makes decode instances of eight sequences, so that drafts pay."""
+    """Returns a configuration with at most eight sequences per instance, so that drafts pay."""
     model = ', model = "llama3.2-1b"' if method == "draft_model" else ""
     text = f'''
         [engine]
@@ -69,7 +69,8 @@ def drafting(method: str, acceptance: float) -> Config:
 
 @pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.long), "draft_model"])
 def test_the_bound_counts_drafts(method: str) -> None:
-    """Whether a cluster with right drafts serves more than plain decoding could."""
+    """A cluster whose drafts are right serves more than plain decoding could, so the bound must be
+    higher."""
     rows = tuple(TraceRow(0.4 * i, 600, 200, ()) for i in range(200))
     workload, one = Workload(rows, 0), Candidate(A800, A800, 1, 1, 0, 2_000_000, 512)
     demand = demand_of(workload, 256)

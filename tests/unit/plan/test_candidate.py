@@ -1,4 +1,4 @@
-"""Tests candidates: what they cost, their neighbours, and their configuration."""
+"""Tests candidates: their prices, neighbours and configurations."""
 
 from __future__ import annotations
 

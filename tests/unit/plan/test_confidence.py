@@ -1,4 +1,4 @@
-"""Tests intervals and verdicts, against tables."""
+"""Tests intervals and verdicts against published tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moonpool.plan.confidence import (
 def test_the_spread_of_runs_counts_by_student_s_t(
     confidence: float, num_runs: int, t: float
 ) -> None:
-    number = 10**12  # so many requests that their own interval is 0
+    number = 10**12  # so many requests that Wilson's interval has no width
     shares = [0.5 + 1e-3 * (i - (num_runs - 1) / 2) for i in range(num_runs)]
     runs = [Attainment(number, round(number * share)) for share in shares]
     deviation = (sum((share - 0.5) ** 2 for share in shares) / (num_runs - 1)) ** 0.5
@@ -93,7 +93,7 @@ def test_no_further_runs_lift_the_interval_above_what_was_said() -> None:
         known = [Attainment(number, draw.randint(900_000, number)) for _ in range(3)]
         most = most_low(known)
         for _ in range(40):
-            begin = draw.randint(900_000, number)  # equal runs or not
+            begin = draw.randint(900_000, number)  # draws equal runs, or different ones
             others = [Attainment(number, draw.randint(begin, number)) for _ in range(4)]
             assert sample_interval([*known, *others], 0.95).low <= most + 1e-9
 
@@ -107,7 +107,7 @@ def test_what_was_said_of_further_runs_is_reached() -> None:
     )
     most = most_low(known)
     assert most == pytest.approx(reached, abs=1e-5)
-    assert most < 0.9  # so this is not sure, although each run keeps the goal
+    assert most < 0.9  # so this is not sure, although each run reaches the goal
 
 
 def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
@@ -127,8 +127,8 @@ def test_a_run_below_what_the_next_must_have_ends_all_hope() -> None:
 
 
 def test_what_is_sure_is_never_given_up() -> None:
-    """Whether few requests are never sure, and the next run must reach at most the share of a sure
-    run."""
+    """A series of runs that is sure in the end must not be given up before. Runs of too few
+    requests are never sure."""
     draw = Random(1)
     for _ in range(60):
         number = draw.choice([30, 50, 100, 300])

@@ -1,4 +1,4 @@
-"""Tests what the cost model says before any simulation."""
+"""Tests the demand and the candidates that follow from the cost model, before any simulation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_reason_is_said_once_for_all_sizes_of_a_node() -> None:
 
 
 def test_the_power_of_one_mixed_node_is_enough_for_it() -> None:
-    """Whether split pools need two nodes of the same device."""
+    """Split pools need two nodes of the same device, which draw more than the limit."""
     base = truth_for(BASE, [H100], None)
     watts = msgspec.structs.replace(PRICED, device_power_w={"H100-SXM": 700.0})
     small = conversation(300, rate=0.05)
@@ -125,8 +125,8 @@ def test_colocated_chunks_leave_room_for_the_tbt() -> None:
 
 
 def test_what_shares_nothing_is_given_no_cache_to_keep() -> None:
-    """Whether pools are sized only for running requests: no SSD, one eviction policy, and at most
-    the size that the trace fills."""
+    """Pools are sized only for running requests: without SSD, with one eviction policy, and at most
+    as large as the whole trace."""
     rows = tuple(TraceRow(float(i), 3000, 100, ()) for i in range(60))
     found = prepare(Workload(rows, 0), BASE, [A800], PRICED, 0.9)
     assert not found.shares_prefixes

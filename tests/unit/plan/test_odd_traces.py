@@ -1,5 +1,4 @@
-"""Makes plans for traces that are odd and legal: each gets a right answer or one clear line, and
-ends."""
+"""Tests plans for odd but legal traces: each plan ends with a right answer or one clear line."""
 
 from __future__ import annotations
 
@@ -98,8 +97,8 @@ def workload(*rows: TraceRow) -> Workload:
 
 @pytest.mark.parametrize("apart_s", [0.0, 1e-6])
 def test_a_burst_begins_with_what_its_first_tokens_need(apart_s: float) -> None:
-    """Makes two hundred prompts of about a second each that come within moments, and may take 30
-    s."""
+    """The trace has two hundred prompts of about a second each, which come almost together and may
+    take 30 s."""
     rows = [TraceRow(apart_s * number, 16_000, 2) for number in range(200)]
     priced = Priced(parse_prices(), 327_680.0)
     found = prepare(workload(*rows), BASE, [A800], priced, 0.9, "disaggregated")
@@ -123,7 +122,7 @@ def program(num_calls: int, pause_s: float, prompt: int = 16_000) -> list[TraceR
 
 
 def test_calls_of_a_program_come_one_after_the_other() -> None:
-    """Whether calls come in their programs' order: by their own times all calls would arrive
+    """Calls must come in the order of their programs. By their own times, all calls would arrive
     together, and one instance could not serve them."""
     one = Candidate(A800, A800, 0, 0, 1, 2_000_000, 512)
     calls = workload(*program(150, 60.0))
@@ -134,7 +133,7 @@ def test_calls_of_a_program_come_one_after_the_other() -> None:
 
 
 def test_calls_that_are_never_sent_are_misses() -> None:
-    """Whether a program that is given up counts all calls after the refused call as missed."""
+    """If a program is given up, all calls after the refused call must count as missed."""
     config = parse_config("", {"slo": {"ttft_s": 0.05}}, DEFAULTS)
     one = Candidate(A800, A800, 0, 0, 1, 2_000_000, 512)
     calls = workload(*program(10, 1.0, 100_000))

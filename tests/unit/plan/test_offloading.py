@@ -1,4 +1,4 @@
-"""Tests whether attention offloading pays: decode nodes side by side, and the result of the
+"""Tests the verdict on attention offloading: the comparison of decode nodes, and the result of the
 search."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def plan(choice: Candidate | None, *mixes: MixFound) -> ClusterPlan:
 
 def test_the_rival_is_what_the_price_buys() -> None:
     assert LAMINA.usd_per_h(PRICES) == pytest.approx(2 * 11.06 + 4 * 4.63)
-    assert all_memory(LAMINA, PRICES) == H20  # 8 x 4.63 = 37.04 of 40.64
+    assert all_memory(LAMINA, PRICES) == H20  # 8 x 4.63 = 37.04 USD/h, of 40.64 USD/h
     assert all_memory(NodeKind("H100-SXM", 1, "H20", 2), PRICES).num_devices == 4
     assert with_rivals([H100, LAMINA, H20], PRICES) == [H100, LAMINA, H20]
     assert with_rivals([H100], PRICES) == [H100]
@@ -73,7 +73,7 @@ def test_each_node_keeps_the_limit_and_its_memory() -> None:
 def test_the_verdict_is_that_of_the_choice() -> None:
     lamina, h100 = cluster(LAMINA), cluster(H100)
     settled = MixFound(h100, 1.0, assessed(h100))
-    # By the cost model this candidate looked the cheapest of all, but it took three nodes.
+    # By the cost model, this candidate was the cheapest, but in simulations it needed three nodes.
     more = MixFound(lamina, 1.0, assessed(cluster(LAMINA, 3)))
     said = verdict(plan(h100, settled, more))
     assert "does not pay: 2 prefill + 1 decode of 8 x H100-SXM (12.00 USD/h) was chosen" in said

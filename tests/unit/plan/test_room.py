@@ -1,4 +1,4 @@
-"""Tests the load that clusters of one price bear beyond the trace."""
+"""Tests the choice among clusters of the same price by the load that they bear."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = Candidate(NODE, NODE, 0, 0, 2, 64_000, 512)
 
 
 def keeps(until: dict[Candidate, float], asked: list[float]) -> FasterLook:
-    """Lets each cluster keep the SLOs up to its speed."""
+    """Returns a simulation by which each cluster keeps the SLOs up to its speed."""
 
     def look(candidates: Sequence[Candidate], speed: float, after: float | None) -> list[Outcome]:
         asked.append(speed)

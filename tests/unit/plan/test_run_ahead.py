@@ -1,4 +1,5 @@
-"""Trials that run ahead of the search change neither its outcomes nor its number of runs."""
+"""Tests that trials that run ahead of the search change neither its outcomes nor its number of
+runs."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_what_ran_ahead_counts_once_it_is_asked_for(workload: Workload) -> None:
         assert pool_of_runs.num_run == 1 and told == [1]
         assert pool_of_runs.run([second], told.append, ahead=[third]) == expected[1:2]
         assert pool_of_runs.num_run == 2 and told == [1, 1]
-        # Both processes may run trials ahead: one trial gives way.
+        # Both processes may be busy with trials ahead. One of these trials is stopped.
         assert pool_of_runs.run([third, trial(4)], ahead=[trial(5)])[0] == expected[2]
         assert pool_of_runs.num_run == 4
 
@@ -53,7 +54,7 @@ def test_a_trial_ahead_gives_way_and_can_run_again(workload: Workload) -> None:
     with SimulationPool(workload, 1) as alone:
         expected = alone.run(long)
     with SimulationPool(workload, 2) as pool_of_runs:
-        for number in range(4):  # each call stops the trial that runs ahead, wherever it is
+        for number in range(4):  # each call stops the trial that runs ahead, whatever its state
             pool_of_runs.run([trial(2, speed=1 + number), trial(3, speed=1 + number)], ahead=long)
         assert pool_of_runs.run(long) == expected
         assert pool_of_runs.num_run == 10
@@ -83,8 +84,8 @@ class Recorder(MadeUpWorkforce):
 
 
 def test_the_search_says_what_it_will_probably_ask_for() -> None:
-    """The search has announced many of the simulations that it later waits for as the first ones to
-    run ahead, so that a second process can run them."""
+    """For many simulations that the search waits for, it had announced before that they should run
+    ahead first, so that a second process could run them."""
     guessed = serial = 0
     for prefill, decode in ((3.0, 2.0), (2.2, 4.1), (5.0, 1.5)):
         pool_of_runs = Recorder(truth(prefill, decode))

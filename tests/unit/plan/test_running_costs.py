@@ -1,4 +1,5 @@
-"""Tests what tokens cost, how much power a cluster draws, and what a limit of power excludes."""
+"""Tests the price of tokens, the power of a cluster, and the candidates that a limit of power
+excludes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_every_device_of_the_catalogue_has_a_power_and_a_price() -> None:
 
 def test_a_million_tokens_cost_what_the_hours_do() -> None:
     found = costs_of(Assessment(ONE, 20.0, ()), prepared(), PRICED)
-    usd = found["usd_per_million_tokens"]  # 10 USD in half an hour
+    usd = found["usd_per_million_tokens"]  # the cluster costs 10 USD in half an hour
     assert usd["all"] == pytest.approx(1e6 * 10 / 10_200, rel=1e-4)
     assert usd["computed"] == pytest.approx(1e6 * 10 / 7_200, rel=1e-4)
     assert usd["output"] == pytest.approx(1e6 * 10 / 200, rel=1e-4)

@@ -39,9 +39,9 @@ def truth(
     prefill: float, decode: float, faster: float = 1.0, cache: float = 0.0, chunk: int = 512
 ) -> Truth:
     """`prefill` and `decode` are the needed numbers of instances of A; an instance of B counts
-    `faster` times. A small cache costs prefill: up to `cache` of it more, and SSD counts like a
-    quarter of DRAM. A mixed instance has three quarters of each role, less with another chunk size
-    than `chunk`."""
+    `faster` times. With a small cache, up to `cache` times more prefill is needed. SSD counts like
+    a quarter of the same DRAM. A mixed instance counts as three quarters of an instance of each
+    role, and as less if its chunk size is not `chunk`."""
 
     def of(config: Config) -> tuple[float, float]:
         cluster, hardware, pool = config.cluster, config.hardware, config.pool
@@ -64,7 +64,7 @@ def truth(
 
 
 class MadeUpBounds:
-    """Excludes no candidate; the load is the load of all instances together."""
+    """Bounds that exclude no candidate, and by which the load is that of all instances together."""
 
     def load(self, one: Candidate) -> float:
         return 5.0 / (one.num_instances - 0.25 * one.mixed)
@@ -111,7 +111,8 @@ def planned(
     cache=st.floats(0.0, 1.0),
     b=st.floats(1.0, 6.0),
 )
-@example(prefill=3.0, decode=1.0, faster=1.0, cache=1.0, b=1.0)  # there is no cache left to reduce
+# an example in which no cache is left to reduce
+@example(prefill=3.0, decode=1.0, faster=1.0, cache=1.0, b=1.0)
 @example(prefill=4.4375, decode=2.4375, faster=1.0, cache=0.0, b=1.0)
 def test_nothing_next_to_the_choice_is_cheaper_and_meets(
     prefill: float, decode: float, faster: float, cache: float, b: float
@@ -132,8 +133,8 @@ def test_nothing_next_to_the_choice_is_cheaper_and_meets(
 def test_the_best_of_all_small_clusters_is_found(
     prefill: float, decode: float, cache: float, chunk: int
 ) -> None:
-    """Whether the result is within 1 % of the best arrangement, cache, SSD and chunk of one kind of
-    node."""
+    """For one kind of node, the result must be within 1 % of the price of the best arrangement,
+    cache, SSD and chunk size."""
     model, price = truth(prefill, decode, cache=cache, chunk=chunk), priced()
     found, _ = planned(MadeUpWorkforce(model), price, (A,), max_runs=2000.0)
     assert found.choice is not None
@@ -157,8 +158,8 @@ def test_the_hardware_is_what_gives_most_for_its_price(b: float, kind: NodeKind)
 
 
 def test_of_clusters_at_one_price_the_one_with_the_most_room_is_named() -> None:
-    """Whether mixed instances win if four instances are needed: 2P+2D have half as much again,
-    mixed instances just enough."""
+    """Four instances are needed. 2P+2D bear half as much load again, and four mixed instances just
+    enough, so 2P+2D must win."""
 
     def of(config: Config) -> tuple[float, float]:
         cluster = config.cluster
@@ -242,7 +243,7 @@ def test_a_time_limit_keeps_the_best_so_far() -> None:
         BASE,
         PlanGoal(time_limit_s=20.0),
         priced(),
-        clock=lambda: float(pool_of_runs.num_run),  # each takes a second
+        clock=lambda: float(pool_of_runs.num_run),  # a clock by which each run takes a second
     )
     found = Planner(used, prepared(), cast("Bounds", MadeUpBounds())).plan()
     assert "--time-limit" in found.stopped
@@ -292,7 +293,7 @@ def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:
     assert "first token within 30 s (TTFT, time to first token)" in words
     assert " instance fewer, " in words and "first tokens come too late" in words
     assert "at 00:00" in words
-    # Draws have up to four points less, so a sure verdict needs more.
+    # In draws, the attainment is up to four points lower, so a sure choice needs more.
     assert found.sure is not None and found.sure.interval is not None
     assert found.sure.usd_per_h > choice.usd_per_h and found.sure.interval.low >= 0.9
     assert "To be sure: At 95% confidence, buy " in words

@@ -1,5 +1,5 @@
-"""No trial is run twice, and its counts are its own. tests/unit/cli/test_plan.py compares a search
-on two processes with that on one."""
+"""Tests that no trial is run twice, and that each trial has its own counts.
+tests/unit/cli/test_plan.py compares a search on two processes with one on a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry points equal the entry points that Python's own reader finds."""
+"""Tests that moonpool finds the same entry points as Python's own reader."""
 
 from __future__ import annotations
 

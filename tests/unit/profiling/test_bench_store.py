@@ -1,4 +1,4 @@
-"""A small run of the store's benchmark gives every figure, and leaves no file behind."""
+"""Tests that a small run of the store's benchmark gives every figure, and leaves no file behind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ NUM_REQUESTS = 20_000
 
 
 def noisy_step(edge: float, width: float, noise: float) -> Measure:
-    """Returns a measure that is 1 up to `edge`, 0 from (1 + width) of it on, and linear between."""
+    """Returns a measure that is 1 up to `edge`, 0 from (1 + width) times `edge` on, and linear
+    between."""
 
     def measure(rate: float, seed: int) -> Attainment:
         share = 1.0 - min(max((rate / edge - 1.0) / width, 0.0), 1.0)
@@ -51,7 +52,7 @@ def test_without_noise_the_edge_is_found(
 def test_with_noise_nothing_clearly_wrong_is_claimed(
     edge: float, noise: float, start: float
 ) -> None:
-    """Whether every verdict far outside of the noise is right, and undecided verdicts lie at the
+    """Every verdict far outside of the noise must be right, and undecided rates must be near the
     edge."""
     goal = CapacityGoal(tolerance=0.05, confidence=0.99, max_runs=1000)
     found = search_capacity(noisy_step(edge, 0.3, noise), start, goal)

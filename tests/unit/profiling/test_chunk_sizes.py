@@ -1,4 +1,5 @@
-"""Tests what a profile recommends: complete tiles, within the SLO, and readable as costs again."""
+"""Tests the sizes that a profile recommends: complete tiles, within the SLO. The profile must be
+readable as costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests times of steps and prefills that a client of a live cluster derives."""
+"""Tests how a client of a live cluster derives the times of steps and prefills."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_answers_that_overlap_too_shortly_have_no_step() -> None:
 
 
 def test_tokens_that_come_in_one_bunch_have_no_step() -> None:
-    """Whether tokens may come together, as from a delayed head: the code must not divide by a step
-    of no time."""
+    """Tokens may come together, as from a delayed head. The code must not divide by a step time of
+    0."""
     bunch = timed([1.0] * 40)
     assert common_step_s([bunch, bunch]) is None
 

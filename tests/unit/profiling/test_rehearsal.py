@@ -1,5 +1,5 @@
-"""Tests to what single steps of a rehearsal are compared: their batch, and the computing
-neighbours."""
+"""Tests the predictions with which single steps of a rehearsal are compared, by batch and by the
+number of computing neighbours."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_two_in_a_batch_are_compared_with_two() -> None:
 
 
 def test_what_computes_beside_is_a_class_of_its_own() -> None:
-    """Whether contention explains steps of 15 ms beside a prefill; the other steps are slow by
-    half."""
+    """Contention explains the steps of 15 ms beside a prefill. The other steps are slower than
+    predicted by half."""
     other = RehearsedRequest("prefill-0", "decode-1", 2.0, 9.0, 100, (9.0, 9.1))
     found = [answer(1.0, 0.015, 200), other]
     alone, beside, _ = step_spread(found, COST, 2)

@@ -58,7 +58,7 @@ def test_a_scaled_cost_scales_the_curve() -> None:
     st.lists(st.tuples(st.integers(1, 32), st.integers(1, 10**5), st.floats(1e-6, 10)), min_size=1)
 )
 def test_more_never_takes_less(found: list[tuple[int, int, float]]) -> None:
-    """Whether this holds for any measurements, even absurd ones."""
+    """This must be true for any measurements, even absurd ones."""
     cost = with_decode_curve(LINEAR, [DecodeSample(b, c, s) for b, c, s in found])
     times = [cost.decode_step_s(batch, 100) for batch in range(1, 40)]
     assert all(after >= before - 1e-12 for before, after in itertools.pairwise(times))
@@ -77,7 +77,7 @@ def test_a_few_ratios_stand_for_all() -> None:
 
 
 def tiled(tile: int, noise: float = 0.0) -> dict[int, float]:
-    """Whether the curve is compute-bound from the first tile on, as on devices with tiles."""
+    """Returns a curve that is compute-bound from the first tile on, as on devices with tiles."""
     curve = {}
     for number, tokens in enumerate(tile_points()):
         wobble = 1.0 + noise * (-1) ** number

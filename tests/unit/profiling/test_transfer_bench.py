@@ -1,4 +1,5 @@
-"""`bench transfer` moves blocks every way that it names, and reports a missing part in one line."""
+"""Tests that `bench transfer` moves blocks in every way that it names, and reports a missing part
+in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Block keys identify whole prefixes: tests golden values, chaining, and which prompts never
-share."""
+"""Tests block keys, which identify whole prefixes: golden values, chaining, and prompts that must
+not share blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["name"])
 def test_golden(case: dict) -> None:
-    """Keys are sent between processes and stored, so a change of them is a change of format."""
+    """Keys are sent between processes and stored, so a change of the keys would be a change of
+    format."""
     root = root_key(bytes.fromhex(case["layout_fingerprint"]), case["tenant"])
     assert root.hex() == case["root"]
     keys = block_keys(case["tokens"], case["block_tokens"], root)

@@ -1,4 +1,5 @@
-"""A part follows one head, and no replaced head, in whatever order it hears them."""
+"""Tests that a process follows one head, and no replaced head, in whatever order it hears from
+them."""
 
 from __future__ import annotations
 

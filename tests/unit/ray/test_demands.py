@@ -1,4 +1,4 @@
-"""Tests what a cluster asks of Ray."""
+"""Tests the resources that a cluster requests from Ray."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_processes_compute_with_what_ray_has_set_aside_and_start_no_others() -> 
 def test_a_configuration_is_written_as_it_is_read(text: str) -> None:
     config = parse_config(text)
     assert parse_config(write_toml(config)) == config
-    assert write_toml(Config()).count("=") == 0  # an empty value for a protection would be refused
+    assert write_toml(Config()).count("=") == 0  # an empty value would be refused for a protection
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ LEAST = {Role.PREFILL: 1, Role.DECODE: 2}
     ("wanted", "present", "expected"),
     [
         ((1, 2), {}, []),
-        ((0, 0), {}, []),  # the first instances always run
+        ((0, 0), {}, []),  # no demand, because the first instances always run
         ((2, 2), {}, [(Role.PREFILL, (1,), ())]),
         ((3, 5), {Role.PREFILL: [2]}, [(Role.PREFILL, (1,), ()), (Role.DECODE, (2, 3, 4), ())]),
         ((1, 3), {Role.DECODE: [2, 3]}, [(Role.DECODE, (), (3,))]),
-        ((1, 99), {}, [(Role.DECODE, (2, 3, 4, 5), ())]),  # at most 6
+        ((1, 99), {}, [(Role.DECODE, (2, 3, 4, 5), ())]),  # demands stop at 6 instances
     ],
 )
 def test_wanted_numbers_become_instances_to_add_and_to_give_back(

@@ -24,7 +24,7 @@ def text_call(call_id: str, text: str, max_tokens: int = 4) -> ReplicaCall:
 
 
 class Driver:
-    """Plays replicas that answer a call in a fixed time, one token a step."""
+    """Replicas that answer a call in a fixed time, one token per step."""
 
     def __init__(self, num_replicas: int = 2, **settings: Any) -> None:
         self.state = ReplicaConductor(RouterSettings(**settings))
@@ -32,7 +32,7 @@ class Driver:
         self.state.set_replicas([f"r{i}" for i in range(num_replicas)], self.now)
 
     def send(self, call: ReplicaCall) -> PlacedCall | RefusedCall | None:
-        """Returns None while the call waits."""
+        """Sends a call, and returns its replica, or None while the call waits."""
         self.state.arrive(call, self.now)
         found = {each.call_id: each for each in self.state.take_decisions()}
         return found.get(call.call_id)
@@ -88,7 +88,7 @@ def test_calls_of_one_time_are_spread() -> None:
 
 def test_what_would_miss_its_slo_is_refused_with_the_reason() -> None:
     driver = Driver(num_replicas=1, ttft_s=0.2)
-    for i in range(12):  # so that the times are known
+    for i in range(12):  # measures enough requests for the times to be known
         driver.run(text_call(f"first-{i}", f"{i} " * (50 + 40 * (i % 4))), 9)
     decisions = [driver.send(text_call(f"c{i}", f"{i} " * 400, 50)) for i in range(20)]
     refused = [each for each in decisions if isinstance(each, RefusedCall)]
@@ -261,7 +261,7 @@ def test_a_call_whose_tokens_come_stays_counted() -> None:
     driver.now += 11.0
     driver.state.tick(driver.now)
     assert not driver.state.conductor.requests
-    for i in range(12):  # each is alone again, so its times are samples
+    for i in range(12):  # each request is alone again, so its times count as samples
         driver.run(text_call(f"c{i}", f"{i} " * (50 + 40 * (i % 4)), 9), 9)
     (state,) = driver.state.conductor.instances.values()
     assert state.info.cost.prefill_s(100, 0) == pytest.approx(PREFILL_S, rel=0.05)

@@ -1,4 +1,4 @@
-"""Runs an HTTP server of a few lines whose every byte the test writes down."""
+"""Runs a small HTTP server of which the test determines every byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Reply = bytes | list[bytes]  # a list: pieces, a moment apart; the connection closes after b""
+# a list has the pieces to send, a moment apart; the connection closes after b""
+Reply = bytes | list[bytes]
 Script = Callable[[str, dict[str, str], Any], Reply]
 
 

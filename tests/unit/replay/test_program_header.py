@@ -1,5 +1,5 @@
-"""A program's name in a header encodes what no header can have, and different names stay
-different."""
+"""Tests a program's name in a header: characters that no header can have are encoded, and different
+names stay different."""
 
 from __future__ import annotations
 

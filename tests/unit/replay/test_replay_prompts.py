@@ -1,4 +1,5 @@
-"""Tokens made for a trace share exactly what the trace's ids share, even if the trace is scaled."""
+"""Tests that the prompts made for a trace share tokens exactly where the trace's ids are equal,
+even if the trace is scaled."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def shared(first: list[int], second: list[int]) -> int:
 
 @pytest.mark.parametrize("engine_block", [4, 16, 32])
 def test_live_keys_meet_where_the_simulators_do(engine_block: int) -> None:
-    """Whether the engine's hashes of the tokens have the same equal pairs as the names in the
+    """Two blocks must have equal hashes in the engine exactly if they have equal keys in the
     simulator."""
     rows = list(scale_rows(generate(BUILT_IN["conversation"], num_requests=300, seed=3), SHARE))
     maker = PromptMaker(block_tokens=16, vocab_size=300)

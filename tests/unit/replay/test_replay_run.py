@@ -1,4 +1,4 @@
-"""Tests a replay against servers that answer, refuse, break off and send wrong figures."""
+"""Tests replays to servers that answer, refuse, break off or send wrong figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A log replays with equal decisions, from the beginning and from a state in the middle."""
+"""Tests that the replay of a log makes equal decisions, from the beginning and from a state in the
+middle."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_decision_names_its_attempt() -> None:
-    """Without the attempt, a replay that swaps two attempts looks like the log."""
+    """Without the name of the attempt, a replay that swaps two attempts would look like the log."""
     desk = Desk("p0", "d0")
     assert decisions(desk.ask()) == ("d0 ReserveDecode r/1", "p0 StartPrefill r/1")
     assert decisions(desk.prefilled()) == ("d0 StartDecode r/1",)
@@ -128,7 +129,7 @@ def test_the_replay_decides_the_same(
 
 @pytest.mark.long
 def test_what_is_left_out_shows(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the check can fail: without the reports of cached blocks the replay decides
+    """Shows that the check can fail: without the reports of cached blocks, the replay decides
     otherwise."""
     recorder = Recorder(1 << 30)
     with monkeypatch.context() as patched:
@@ -168,7 +169,8 @@ def test_arrivals_become_a_trace(
     assert [row.output_tokens for row in found] == [row.output_tokens for row in given]
     shared = [len({block for row in rows for block in row.hash_ids}) for rows in (given, found)]
     full = [sum(row.input_tokens // 512 for row in given), sum(len(r.hash_ids) for r in found)]
-    assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05  # the same reuse
+    # the reuse is the same
+    assert abs((1 - shared[1] / full[1]) - (1 - shared[0] / full[0])) < 0.05
 
 
 def test_the_exported_trace_has_classes_and_separate_blocks_for_each_adapter() -> None:

@@ -1,4 +1,4 @@
-"""State survives a write and a read: tests values, shared objects, and classes that are not
+"""Tests that state can be written and read again: values, shared objects, and classes that are not
 allowed."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_objects_of_the_package_come_back() -> None:
 
 
 def test_who_watches_a_conductor_is_not_stored() -> None:
-    """An observer that belongs to the process, and cannot be stored; a process that reads the
-    state has none."""
+    """An observer belongs to its process and cannot be stored, so a process that reads the state
+    has no observer."""
     conductor = Conductor(ConductorConfig())
     seen: list[object] = []
     conductor.watch(seen.append)
@@ -86,7 +86,8 @@ def test_who_watches_a_conductor_is_not_stored() -> None:
 
 def test_an_index_stays_valid() -> None:
     index = PrefixIndex()
-    names = [InstanceId(f"i{number}") for number in range(70)]  # bits beyond 64
+    # more than 64 instances, so that masks need more than 64 bits
+    names = [InstanceId(f"i{number}") for number in range(70)]
     for name in names:
         index.add_instance(name, 1, 100)
         index.apply(name, 1, 0, tuple(bytes([number]) * 16 for number in range(3)), (), ())

@@ -1,4 +1,4 @@
-"""Keeps calls' logs, in the place of the supervisor."""
+"""Keeps the logs of calls in place of the supervisor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ class LogKeeper:
     """Holds duplicates of a connection and of its log; logs without a connection get a number."""
 
     def __init__(self) -> None:
-        self.fds: list[tuple[int, int]] = []  # duplicates of connections and their logs
+        # duplicates of the descriptors of connections and of their logs
+        self.fds: list[tuple[int, int]] = []
         self.num_cut = 0
 
     def keep(self, socket_fd: int, log_fd: int, party: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Lists which metrics of a played cluster move by an act, and by a request."""
+"""Returns how much the metrics of a played cluster must grow by an act, or by a request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from moonpool.protocol.messages import AttemptSpec
 from moonpool.types import FinishReason
 
 TIME = "time"
-"""Stands for seconds, which differ from run to run."""
+"""Stands for an amount of seconds, which differs from run to run."""
 PATIENCE_S = 60.0
 STAGES = ("placement", "queue_and_fetch", "prefill", "handover", "decode")
 Act = Callable[[PlayedCluster], Awaitable[Any]]
 
 
 def grown(act: Act, play: Play, options: ApiOptions | None = None, **known: Any) -> dict[str, Any]:
-    """Returns what an act has moved, with TIME in place of seconds."""
+    """Returns the metrics that an act has changed and by how much, with TIME in place of
+    seconds."""
 
     async def run() -> dict[str, Any]:
         async with played(play, options, **known) as cluster:
@@ -100,7 +101,8 @@ def answers(
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Asserts that both are equal. A sum of seconds may be 0, and has then not moved."""
+    """Asserts that both are equal. A sum of seconds may also be unchanged, because the time may
+    have been 0."""
     for name in [name for name in expected if expected[name] is TIME and name not in found]:
         del expected[name]
     assert found == expected

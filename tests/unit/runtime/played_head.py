@@ -1,4 +1,4 @@
-"""Runs a real head behind the real HTTP application. The test plays its only instance."""
+"""Runs a real head behind the real HTTP application. The test stands for its only instance."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Burst(NamedTuple):
 
 Step = Burst | PrefillStarted | float
 Play = Callable[[AttemptSpec], Sequence[Step]]
-"""Holds what an attempt sends: bursts, reports, and seconds of silence. 0.0 reports that its
-prefill begins without any cached token."""
+"""The messages of an attempt: bursts, reports, and seconds of silence. 0.0 stands for the report
+that its prefill begins without any cached token."""
 
 
 class PlayedInstance:
-    """The connection of an instance, as the head sees it. Answers commands by the play."""
+    """The connection of an instance, as the head sees it, which answers commands by the play."""
 
     def __init__(
         self,

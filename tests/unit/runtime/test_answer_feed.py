@@ -64,7 +64,7 @@ def said(*tokens: int, ends: bool = False) -> Output:
 
 
 def adopted(copies: AnswerCopies) -> dict[str, KeptStream]:
-    """Returns what the next head reads, by request id."""
+    """Returns the answers that the next head reads, by request id."""
     keeper, found = LogKeeper(), {}
     for number, fd in enumerate(copies.leave()):
         log = CallLog(keeper, number, fd)
@@ -93,8 +93,7 @@ steps = st.lists(
 def test_copies_are_the_answers_as_they_were_when_copied_last(
     steps: list[tuple[str, int, list[int]]], frame_bytes: int
 ) -> None:
-    """Limits the bytes of a frame, so that records come in pieces; the last piece may be
-    missing."""
+    """Frames have few bytes, so that records come in pieces, of which the last may be missing."""
 
     async def run(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(answer_feed, "MAX_FRAME_BYTES", frame_bytes)

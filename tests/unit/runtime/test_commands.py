@@ -1,4 +1,4 @@
-"""Tests what the commands make of flags and files, without a started process."""
+"""Tests the configurations that commands make of flags and files, without starting a process."""
 
 from __future__ import annotations
 

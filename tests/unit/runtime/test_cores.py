@@ -1,4 +1,4 @@
-"""Instances get disjoint cores, by NUMA node, physical cores first, or none."""
+"""Tests the cores of instances: disjoint, by NUMA node, physical cores first, or none."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_pinned_thread_and_its_children_stay_where_they_are_put() -> None:
         thread = threading.Thread(target=child)
         thread.start()
         thread.join()
-        pin_thread([100_000])  # no such core exists: the affinity stays unchanged
+        pin_thread([100_000])  # no such core exists, so the affinity stays unchanged
         seen.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=pinned)
@@ -189,7 +189,7 @@ def test_a_cpu_is_named_with_the_instructions_that_matter(cpuinfo: str, name: st
         ("[cluster]\nprefill = 50\ndecode = 1", 2, "51 engine processes of 1 threads each"),
         ("[engine]\nthreads = 100", 2, "2 engine processes of 100 threads each share 2 cores"),
         ("[cluster]\nattention = 60\nmixed = 1\nprefill = 0\ndecode = 0", 8, "61 engine processes"),
-        ("[cluster]\nprefill = 2\ndecode = 2", 1, ""),  # the demo on one core
+        ("[cluster]\nprefill = 2\ndecode = 2", 1, ""),  # the demo's configuration on one core
         ("[cluster]\nprefill = 50\ndecode = 1", 64, ""),
         ("[cluster]\nprefill = 2\ndecode = 2\n[engine]\nthreads = 4", 4, ""),
         ('[cluster]\nprefill = 50\n[engine]\nkind = "vllm"', 2, ""),

@@ -1,4 +1,5 @@
-"""Tests which call a head ended with, and what the next head makes of it."""
+"""Tests which call is taken for the cause of a head's end, and how the next head treats that
+call."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_no_call_is_guilty_that_was_not_worked_on_or_is_not_kept() -> None:
     culprits = Culprits()
     assert ended(culprits, CRASH, None) is None
     assert ended(culprits, CRASH, 9) is None
-    assert culprits.judge(CRASH, {3}) is None  # the head reported no call
+    assert culprits.judge(CRASH, {3}) is None  # None, because the head has reported no call
     with head_at(culprits, 3):
         culprits.spare()
         assert culprits.judge(KILL, {3}) is None
@@ -99,7 +100,7 @@ def test_a_head_hangs_with_the_call_that_it_works_on_for_long(
 ) -> None:
     culprits = Culprits()
     with head_at(culprits, 3):
-        culprits.note_hang()  # the head goes from call to call
+        culprits.note_hang()  # the head went on from call to call
         assert culprits.judge(KILL, {3}) is None
     with head_at(culprits, 3):
         later_s = time.monotonic() + 100.0
@@ -221,7 +222,8 @@ Begin = Callable[[LogKeeper, socket.socket], KeptStream | HalfRead | None]
 
 
 def taken_over(head: NextHead, begin: Begin, sent: bytes = b"") -> NextHead:
-    """Returns what the head makes of a call that `begin` keeps, whose client got some bytes."""
+    """Returns the head after it has taken over a call that `begin` keeps, whose client has got some
+    bytes."""
     keeper = LogKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
@@ -284,7 +286,8 @@ def test_an_increment_clears_a_call_of_kills_but_not_of_crashes() -> None:
         return found
 
     assert len(taken_over(NextHead(1, 1), grown).received) == 1  # no further call
-    assert len(taken_over(NextHead(1, 2), grown).received) == 0  # one crash, then one kill
+    # refused after one crash and one kill
+    assert len(taken_over(NextHead(1, 2), grown).received) == 0
     assert len(taken_over(NextHead(2, 1), grown).received) == 0
 
 
@@ -293,7 +296,7 @@ def test_calls_like_one_that_crashed_heads_begin_with_its_count() -> None:
     assert [type(packet) for packet in head.told] == [NoteWork, HeadsEnded]
     assert head.enders.count("t", b"0123456789abcdef") == 1
     assert head.enders.count("u", b"0123456789abcdef") == 0
-    killed = taken_over(NextHead(0, 2), kept)  # which may be chance
+    killed = taken_over(NextHead(0, 2), kept)  # two kills, which may be chance
     assert killed.enders.count("t", b"0123456789abcdef") == 0
 
 

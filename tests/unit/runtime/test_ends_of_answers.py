@@ -1,4 +1,5 @@
-"""However an answer ends, head, record and counters agree with what the client was told."""
+"""Tests that head, record and counters agree with the client about the end of an answer, however it
+ends."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_a_stop_string_is_a_success(path: str, stream: bool, play: Any) -> None:
 
 @pytest.mark.parametrize("text", ["abc", "ababc"])
 def test_a_stop_string_in_the_engines_last_burst_decides(text: str) -> None:
-    """The engine's reason is the limit; the client gets the stop string as the reason."""
+    """The engine's reason is the limit, but the client must get the stop string as the reason."""
 
     async def run() -> None:
         async with played(lambda _: [0.0, Burst(text, FinishReason.LENGTH)]) as cluster:

@@ -1,5 +1,5 @@
-"""Tests the engine's thread, with one or several stages: a mirror learns of arriving blocks in the
-order of the actions, and the messenger of the blocks that a step is about to write."""
+"""Tests the engine's thread, with one or several stages: the GPU's copy learns of arriving blocks
+in the order of the actions, and the messenger learns which blocks a step is about to write."""
 
 from __future__ import annotations
 

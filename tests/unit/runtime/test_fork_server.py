@@ -167,7 +167,7 @@ def test_where_there_are_threads_nothing_is_forked() -> None:
 
 
 def test_a_head_that_ends_without_the_last_answer_is_no_error() -> None:
-    """The unread answer resets the connection."""
+    """The head leaves an answer unread, which resets the connection."""
     said = run_head("""
 import select
 from moonpool.head.fork_server import adopt_orphans
@@ -182,7 +182,8 @@ said["status"] = os.waitpid(fork_server.pid, 0)[1]
 
 
 def test_serve_imports_nothing_that_starts_threads() -> None:
-    """Otherwise, each worker would silently import torch alone, into memory of its own."""
+    """A process with threads cannot fork safely, so each worker would silently import torch alone,
+    into memory of its own."""
     code = "import os, moonpool.cli.serve; print(len(os.listdir('/proc/self/task')))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "1"
@@ -294,7 +295,7 @@ said["codes"] = [await (await fork_server.fork(["end", "3"])).wait()]
 
 
 def test_a_spare_takes_the_place_of_a_dead_fork_server_at_once_each_time(tmp_path: Any) -> None:
-    """A new interpreter does not help here, so the fork server is not renewed."""
+    """Each dead fork server is replaced by the spare, not by a new interpreter."""
     found = run_head(
         WITH_SPARE
         + """
@@ -420,7 +421,7 @@ await fork_server.close()
     ],
 )
 def test_a_start_imports_nothing_that_only_others_need(module: str, spared: str) -> None:
-    """These imports count, because they delay the first token."""
+    """Needless imports would delay the first token."""
     code = f"import sys, moonpool.{module}; print(set('{spared}'.split()) & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -1,4 +1,5 @@
-"""Foreign clients at the internal port hold few connections, and cause few log lines."""
+"""Tests that foreign clients at the internal port can hold few connections, and cause few log
+lines."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_half_open_connections_are_few_and_do_not_keep_workers_out(
         port = listener.getsockname()[1]
         await head.start(listener)
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
-        while len(head.open_links) != 8:  # the server ended the others
+        while len(head.open_links) != 8:  # until the server has ended all connections but eight
             await asyncio.sleep(0.01)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         me = Identity(instance_id=InstanceId("w"), service="control", fingerprint=b"")

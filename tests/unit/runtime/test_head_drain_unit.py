@@ -1,4 +1,4 @@
-"""A head that gets the command to stop waits for its answers, for a limited time."""
+"""Tests that a head that is told to stop waits for its answers, for a limited time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moonpool.head.head_drain import drain
 
 
 class FakeHead:
-    """Ends one of its answers at each look. The last `stuck` answers never end."""
+    """A head that has one answer less each time that it is asked. The last `stuck` answers never
+    end."""
 
     def __init__(self, num: int, stuck: int = 0) -> None:
         self._num, self._stuck = num, stuck

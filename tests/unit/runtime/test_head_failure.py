@@ -1,4 +1,5 @@
-"""A head with an internal error ends with one line, instead of living on without deadlines."""
+"""Tests that a head with an internal error ends with one line, instead of running on without
+deadlines."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_head_that_stays_away_ends_the_worker(monkeypatch: pytest.MonkeyPatch)
 def test_only_a_head_that_never_answered_may_want_certificates(
     num_opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that hangs also cuts connections, but the worker has served it before."""
+    """A head that hangs cuts connections, too, but this worker was connected to it before."""
     monkeypatch.setattr(head_link, "RECONNECT_S", 0.1)
     head = FakeHead([vanish] * num_opened)
 
@@ -187,7 +187,7 @@ def test_other_frames_are_the_followers() -> None:
 
 
 def test_a_link_leaves_a_head_that_was_replaced_and_finds_the_next_one() -> None:
-    """The old head comes back with its own epoch: the worker obeys only the new head."""
+    """The old head comes back with its own epoch, but the worker obeys only the new head."""
     seen: list[str] = []
 
     def lead(name: str, leadership: Leadership) -> Callable[[HeadChannel], None]:

@@ -1,4 +1,4 @@
-"""Tests what a worker tells the probes of an orchestrator."""
+"""Tests a worker's answers to the probes of an orchestrator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes do not come up, or come up while the cluster ends."""
+"""Tests worker processes that do not start, or that start while the cluster ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
             if not spawned:
                 spawned.append(0)
                 return await asyncio.create_subprocess_exec(*SLEEPER)
-            await asyncio.sleep(0.1)  # a slow fork of the process
+            await asyncio.sleep(0.1)  # makes the fork of the process slow
             process = await asyncio.create_subprocess_exec(*SLEEPER)
             spawned.append(process.pid)
             return process
@@ -86,7 +86,7 @@ def test_a_worker_that_comes_up_while_the_cluster_ends_is_ended_too(
 
 
 class InDevice:
-    """A process in a device call that does not return: it cannot be killed."""
+    """A process that cannot be killed, because it is in a device call that does not return."""
 
     pid, returncode, was_killed = 4242, None, False
 

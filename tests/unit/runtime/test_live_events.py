@@ -1,4 +1,4 @@
-"""The events of the live page follow from the Conductors' state, tick by tick."""
+"""Tests that the events of the live page follow from the Conductors' state, tick by tick."""
 
 from __future__ import annotations
 

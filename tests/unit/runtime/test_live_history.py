@@ -1,5 +1,5 @@
-"""Tests an hour of samples: the fields of each, how old samples leave, what a tenant sees, and
-their size."""
+"""Tests an hour of samples: their fields, the removal of old ones, the view of a tenant, and their
+size."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_loads_are_asked_for_once_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
     history = LiveHistory([conductor()])
     for tick in range(301):
         now = BEGIN_S + tick / 10
-        history.request_ended(record(now), now)  # requests close samples, too
+        history.request_ended(record(now), now)  # the end of a request closes a sample, too
         history.tick(now)
     assert len(asked) == 3
     found = columns(history, BEGIN_S + 30)

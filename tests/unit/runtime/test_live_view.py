@@ -1,4 +1,4 @@
-"""Tests the frames of the live page: sums, percentiles, history and what a tenant sees."""
+"""Tests the frames of the live page: sums, percentiles, history, and the view of a tenant."""
 
 from __future__ import annotations
 

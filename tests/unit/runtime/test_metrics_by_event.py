@@ -1,4 +1,4 @@
-"""Each event moves the right counters by the right amount, and no other counter."""
+"""Tests that each event changes the right counters by the right amount, and no other counter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_answer_that_a_stop_string_ends() -> None:
 
 
 def test_several_choices() -> None:
-    """The call counts once in `n`, and its requests count separately."""
+    """The call counts once in `n`, and each of its requests counts on its own."""
     expected = answers(2, 3, requests=3)
     same(grown(post(max_tokens=3, n=3), says("abc")), expected)
 
@@ -71,13 +71,14 @@ def test_several_prompts() -> None:
 def test_hidden_output() -> None:
     found = grown(post(max_tokens=0, echo=True), says("a"))
     expected = answers(2, 1)
-    del expected["vllm:request_max_num_generation_tokens_sum"]  # the client gets no token
+    # absent, because the client gets no token
+    del expected["vllm:request_max_num_generation_tokens_sum"]
     same(found, expected)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_an_embedding(pooling: str) -> None:
-    """With mean pooling, no token may come from a cache, so the cache is not asked."""
+    """With mean pooling, all tokens must be computed, so the cache is not used."""
     burst = Burst("", FinishReason.STOP, embedding=b"\0\0\x80?" + b"\0" * 12)
     found = grown(
         post("/v1/embeddings", input="Hi"),
@@ -231,7 +232,7 @@ def test_a_deadline() -> None:
 
 
 def fails_once(tokens_before: str = "") -> tuple[Play, list[PlayedInstance]]:
-    """The first attempt fails, perhaps after some tokens."""
+    """Returns a play whose first attempt fails, perhaps after some tokens."""
     own: list[PlayedInstance] = []
     attempts: list[AttemptId] = []
 
@@ -263,7 +264,7 @@ def test_an_attempt_that_is_placed_again(tokens_before: str) -> None:
 
 
 def test_an_answer_that_another_head_began() -> None:
-    """This head does not count the answer's first token, and the length is the length of the full
+    """This head must not count the answer's first token again. The length is that of the full
     answer."""
 
     async def act(cluster: PlayedCluster) -> None:

@@ -1,5 +1,5 @@
-"""Tests the counters of instances, and the counters that move when instances end or return: all of
-these move, and no other counter."""
+"""Tests the counters of instances, and the counters that change when instances end or return: these
+must change, and no other counter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_counters_of_heartbeats() -> None:
 
 
 def test_an_instance_that_dies_and_comes_back() -> None:
-    """The instance's counters begin again; what it had counted is not counted twice."""
+    """The instance's counters begin again at 0. The head must not count its earlier counts
+    twice."""
 
     async def act(cluster: PlayedCluster) -> None:
         cluster.instance.beat(corrupt_slices=3)
@@ -90,7 +91,7 @@ def test_an_instance_that_dies_and_comes_back() -> None:
 
 
 def test_a_connection_that_breaks() -> None:
-    """The same process joins again: its counters continue."""
+    """The same process joins again, and its counters continue."""
 
     async def act(cluster: PlayedCluster) -> None:
         cluster.instance.beat(corrupt_slices=3, step_s=7.0)
@@ -108,7 +109,8 @@ def test_a_connection_that_breaks() -> None:
 
 
 def test_an_instance_that_an_earlier_head_had() -> None:
-    """Counts of the earlier head are not counted again; counts of a new process are."""
+    """The head must leave out the counts of a process that an earlier head had, and add those of a
+    new process."""
 
     async def act(cluster: PlayedCluster) -> None:
         name = InstanceId("m7")
@@ -157,7 +159,7 @@ def test_an_instance_that_leaves_in_order(returns: bool) -> None:
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_switch_of_a_role(is_lost: bool) -> None:
-    """The answer ends, or its instance is lost meanwhile."""
+    """During the switch, the answer ends, or its instance is lost."""
 
     async def act(cluster: PlayedCluster) -> None:
         head, name = cluster.head, InstanceId("d1")

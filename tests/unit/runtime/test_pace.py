@@ -1,4 +1,4 @@
-"""A periodic task slows down without work, and learns of a stopped child."""
+"""Tests that a periodic task slows down without work, and notices a stopped child."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_turns_are_soon_with_work_and_late_without(monkeypatch: pytest.MonkeyPat
         assert not quiet.done(), "the fourth turn without work came as soon as the others"
         pace.note()
         await asyncio.wait_for(quiet, 60)
-        for _ in range(3):  # at the short interval again
+        for _ in range(3):  # ticks at the short interval again
             await asyncio.wait_for(pace.next(is_busy=False), 60)
 
     asyncio.run(run())
@@ -59,7 +59,7 @@ def test_no_pause_is_longer_than_the_caller_says() -> None:
 def test_a_stopped_child_is_told_of_and_nothing_else_wakes() -> None:
     async def run(child: subprocess.Popen[bytes]) -> None:
         notice = StopNotice()
-        await notice.wait(any_stopped=False)  # the first look
+        await notice.wait(any_stopped=False)  # makes the first look
         waiting = asyncio.create_task(notice.wait(any_stopped=False))
         await asyncio.sleep(2 * stopped.LOOK_S)
         assert not waiting.done()

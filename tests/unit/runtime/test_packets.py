@@ -70,7 +70,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
             assert sender.packets.send(packet, fds if number % 2 else ())
             sent.append(packet)
             for fd in fds:
-                os.close(fd)  # like an answer that ends before its packet has left
+                os.close(fd)  # like an answer that ends before its packet was sent
         receiver = Receiver(theirs)
         await until(lambda: len(receiver.got) == 600)
         assert receiver.got == sent
@@ -88,7 +88,7 @@ def test_packets_that_wait_keep_their_order_and_their_descriptors() -> None:
     st.binary(min_size=1, max_size=100) | st.builds(StreamClosed, number=st.integers(0, 1 << 60))
 )
 def test_a_damaged_packet_ends_the_connection(damage: bytes | StreamClosed) -> None:
-    """This also holds for a packet with a file descriptor too many, or without its own."""
+    """Damage includes a packet with a file descriptor too many, or one too few."""
 
     async def run() -> None:
         before = open_files()

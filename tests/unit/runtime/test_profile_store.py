@@ -32,7 +32,7 @@ NAME = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=
 
 
 class CountingEngine:
-    """An engine that counts its steps, and says that each token takes `token_s`."""
+    """An engine that counts its steps, and reports that each token takes `token_s`."""
 
     def __init__(self, token_s: float) -> None:
         model = open_model(NAME, "float32")
@@ -40,7 +40,7 @@ class CountingEngine:
         self._token_s = token_s
         self.spec, self.layout = self._engine.spec, self._engine.layout
         self.num_blocks, self.ops_name = self._engine.num_blocks, self._engine.ops_name
-        self.steps: list[int] = []  # tokens of each step
+        self.steps: list[int] = []  # the number of tokens of each step
 
     def step(self, entries: Sequence[StepEntry]) -> StepResult:
         tokens = sum(len(entry.new_token_ids) for entry in entries)
@@ -69,7 +69,7 @@ def test_stored_times_are_used_until_they_are_old() -> None:
 
 
 def test_times_of_a_busy_machine_are_replaced_at_the_next_start() -> None:
-    """The busy start measured other steps than the second one, because it was slow."""
+    """The busy start measured other steps than the second start, because it was slow."""
     busy, quiet = CountingEngine(0.5), CountingEngine(1e-4)
     refine_profile(busy, 1)
     assert profile_path(busy, 1) == profile_path(quiet, 1)
@@ -95,7 +95,7 @@ def test_a_stopped_process_with_the_lock_is_not_waited_for_without_end(
 
 
 def test_a_slow_model_is_measured_in_brief() -> None:
-    """A token takes 16 ms: all steps of the long list take half a minute."""
+    """A token takes 16 ms, so that all steps of the long list would take half a minute."""
     fast, slow = CountingEngine(1e-4), CountingEngine(0.05)
     refine_profile(fast, 1)
     cost = refine_profile(slow, 2)

@@ -1,4 +1,5 @@
-"""Runs head and workers in one process, over real sockets: connections come and go out of order."""
+"""Runs head and workers in one process, over real sockets, with connections that come and go out of
+order."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_a_process_that_is_back_before_its_old_connection_ended_is_let_in() -> N
     new.on_frame(Joined(info=info(7)))
     assert not any(isinstance(frame, TurnedAway) for frame in new_channel.sent)
     assert old_channel.ended
-    old.on_closed("late")  # the old link's end must not end the new link
+    old.on_closed("late")  # the end of the old link must not end the new link
     assert list(head.served.conductors[0].instances) == ["d"]
     new.on_frame(InstanceLoad(0, 0, 0, 0, 5, {}, {}))
     assert head.served.conductors[0].instances[InstanceId("d")].load is not None
@@ -119,7 +120,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
         link, channel = link_of(head)
         link.on_frame(Joined(info=info(7)))
         ticker = asyncio.create_task(head.tick_forever())
-        now_s += 10 * SILENCE_S  # the head itself was stopped
+        now_s += 10 * SILENCE_S  # the head itself was stopped for this time
         await asyncio.sleep(0.02)
         for _ in range(int(SILENCE_S - MAX_TURN_S) - 2):
             now_s += 1.0
@@ -135,7 +136,7 @@ def test_a_worker_that_says_nothing_is_cut_off_and_told_of(
 
 
 class Booted:
-    """Holds the parts of an instance that joining needs."""
+    """The parts of an instance that are needed to join."""
 
     def info(self, host: str, pid: int) -> str:
         return "info"

@@ -30,14 +30,14 @@ def tokens(*ids: int) -> tuple[Token, ...]:
 
 
 def read(answer: RemoteAnswer) -> tuple[list[int], FinishReason | None]:
-    """Returns the tokens that are there now."""
+    """Returns the tokens that have arrived."""
     output = asyncio.run(asyncio.wait_for(answer.next_output(), 5))
     return [token.token_id for token in output.tokens], output.finish_reason
 
 
 @given(st.data())
 def test_parts_in_any_order_and_twice_make_the_same_answer(data: st.DataObject) -> None:
-    """The attempts must agree; a later attempt may send each part again."""
+    """The attempts have equal tokens, and a later attempt may send each part again."""
     whole = list(range(100, 100 + data.draw(st.integers(2, 30))))
     before = data.draw(st.integers(0, 5))
     delivered = tuple(range(before)) if before else None

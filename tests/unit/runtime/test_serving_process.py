@@ -1,5 +1,5 @@
-"""Tests a head or a front as its supervisor sees it, with a real process that sends what a test
-wants."""
+"""Tests the supervisor's view of a head or front, with a real process whose messages the test
+sends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 
 class Played:
-    """The process sleeps, and the test sends messages in its place."""
+    """A process that sleeps, while the test sends messages in its place."""
 
     def __init__(self, code: str = SLEEPS, busy_s: float = 0.0) -> None:
         self.code = code
@@ -58,7 +58,7 @@ class Played:
         return await start_child([sys.executable, "-c", self.code], dict(os.environ))
 
     async def begin(self) -> asyncio.Task[int | None]:
-        """Returns the run of a process that has started."""
+        """Starts a process and returns its run."""
         running = asyncio.create_task(self.serving.run(self.tell, self.spawn))
         while self.serving.process is None:
             await asyncio.sleep(0.01)

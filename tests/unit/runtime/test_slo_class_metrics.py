@@ -1,4 +1,4 @@
-"""Tests the metrics of each class of service levels."""
+"""Tests the metrics of each SLO class."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_each_class_counts_what_it_got() -> None:
     assert counts(metrics) == {"chat": (0, 0, 0), "default": (0, 0, 0)}, "from the start"
     for record in (
         ended("stop", 0.5, "chat"),
-        ended("length", 1.5, "chat"),  # late for its SLO
+        ended("length", 1.5, "chat"),  # too late for the SLO of its class
         ended("ttft_slo", None, "chat", attempts=0),
         ended("instance_lost", 0.5, "chat"),
-        ended("abort", 0.5, "chat"),  # the client left
+        ended("abort", 0.5, "chat"),  # its client left
         ended("stop", 1.5, ""),
     ):
         collector.request_ended(record, 20.0)

@@ -1,4 +1,4 @@
-"""A head inherits each call once, and only some clients' calls outlive a head."""
+"""Tests that a head inherits each call once, and which clients' calls outlive a head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An instance's tokens go to the front that waits for them, and the head hears of all in time."""
+"""Tests that an instance's tokens go to the front that waits for them, and that the head learns of
+all tokens in time."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ SECRET = bytes(range(32))
 
 
 class Desk:
-    """Runs one instance and one front, and records what the head hears."""
+    """Runs one instance and one front, and records the messages that reach the head."""
 
     def __init__(self) -> None:
-        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)  # requests by number
+        # the tokens of each request, by its number
+        self.direct: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.reports: list[Report] = []
         self.server = DirectServer(SECRET, self._on_tokens)
         self.routes = TokenRoutes(

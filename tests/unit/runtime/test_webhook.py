@@ -1,4 +1,4 @@
-"""The webhook gets the newest numbers, even if its first call fails."""
+"""Tests that the webhook gets the newest numbers, even if its first call fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moonpool.head.webhook import WantedWebhook
 
 
 async def received(answers: list[str], wanted: list[InstancesWanted]) -> list[dict[str, object]]:
-    """Runs a server that gives these statuses; returns the bodies that it got."""
+    """Runs a server that answers with these statuses, and returns the bodies that it received."""
     bodies: list[dict[str, object]] = []
     done = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""An instance has blocks at attention workers, one of which is lost for a while."""
+"""Tests an instance with blocks at attention workers, of which one is lost for a while."""
 
 from __future__ import annotations
 

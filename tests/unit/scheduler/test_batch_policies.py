@@ -1,4 +1,4 @@
-"""Tests the batching policies: what each puts into a step, and what it never does."""
+"""Tests the batching policies: the entries of their steps, and the steps that they never plan."""
 
 from __future__ import annotations
 

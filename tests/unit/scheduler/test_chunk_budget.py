@@ -1,4 +1,4 @@
-"""Chunks beside decodes are as large as the TBT SLO allows, step by step."""
+"""Tests that chunks beside decodes are as large as the TBT SLO allows, in each step."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_one_interrupted_step_does_not_stop_prefills() -> None:
 
 
 def test_nine_in_ten_steps_meet_the_slo() -> None:
-    """Whether chunks stay within the SLO if steps take 0.8 to 1.2 times the expected time, in
-    turn."""
+    """Steps take 0.8 to 1.2 times the expected time, in turn, and nine in ten must stay within the
+    SLO."""
     bench = decoding(Bench())
     bench.start("new", 50_000, 99.0)
     bench.end_step()
@@ -173,8 +173,9 @@ def test_nine_in_ten_steps_meet_the_slo() -> None:
 
 
 def tiled(slow_tiles: float) -> list[int]:
-    """Returns the shares of one prompt in 200 steps on a device with tiles of 64, where two tiles
-    take `slow_tiles` times what is predicted, and then in 350 as predicted."""
+    """Returns the chunk sizes of a prompt in 550 steps on a device with tiles of 64. In the first
+    200 steps, two tiles take `slow_tiles` times the predicted time, and after that the predicted
+    time."""
     cost = FittedCost(
         prefill=(0.0, 5e-4, 0.0, 0.0), decode=(0.01, 0.0, 0.0), mixed=(2e-3, 0.0), tile_tokens=64
     )
@@ -190,8 +191,8 @@ def tiled(slow_tiles: float) -> list[int]:
 
 
 def test_a_size_that_is_slow_is_learned_apart() -> None:
-    """Two tiles take 104 ms instead of the predicted 65 ms. Steps of one tile teach nothing about
-    that, so the instance tries two tiles again in the end."""
+    """Two tiles take 104 ms instead of the predicted 65 ms. Steps of one tile do not show when two
+    tiles are fast again, so the instance tries two tiles again in the end."""
     sizes = tiled(1.6)
     assert 0 < sizes[:200].count(127) < 20
     assert set(sizes[:200]) == {63, 127}

@@ -1,4 +1,4 @@
-"""Tests the draft model of an instance: what it computes, in which of its blocks, and when."""
+"""Tests the draft model of an instance: its tasks, their blocks, and their times."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ HALF = FittedCost(prefill=(0.0, 0.0005, 0.0, 0.0), decode=(0.05, 0.0005, 0.0))
 
 
 class ModelBench(DraftBench):
-    """Runs a mixed instance with a draft model, whose guesses are right at positions where
-    `right(position)` is true.
+    """Runs a mixed instance with a draft model. A guess is right if `right(position)` is true.
 
     The model keeps the tokens of its KVCache by block, and checks that the tokens before each task
     are the request's. With other tokens, a real draft model would guess badly and nobody would
@@ -55,8 +54,8 @@ class ModelBench(DraftBench):
         super().__init__(draft_model=place, **{"speculative": BY_MODEL} | options)
         self.right, self.draft_blocks, self.broken = right, draft_blocks, False
         self.prompts: dict[str, Sequence[int]] = {}
-        self.held: dict[tuple[int, int], int] = {}  # block and row -> token
-        self.most_computed = 0  # tokens of one task
+        self.held: dict[tuple[int, int], int] = {}  # maps (block, row) to the token
+        self.most_computed = 0  # the most tokens that one task computed
 
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
@@ -132,7 +131,7 @@ def test_one_that_is_wrong_is_switched_off_and_tried_out_rarely() -> None:
         assert bench.got[str(number)] == answer
     assert bench.count("accepted_draft_tokens") == 0
     asked = [any(entry.draft_task for entry in step.entries) for step in bench.steps]
-    assert 0 < sum(asked[:600]) < 20  # the first request has to learn this
+    assert 0 < sum(asked[:600]) < 20  # a few, because the first request has to learn the acceptance
     assert 0 < sum(asked[600:]) < 40
     plain_s = sum(CHEAP_ROWS.decode_step_s(1, 0) for _ in range(2400))
     assert bench.seconds < 1.06 * plain_s
@@ -148,7 +147,7 @@ def test_one_that_becomes_right_comes_back() -> None:
     before = len(bench.steps)
     bench.run()
     assert bench.got["a"] == answer
-    assert len(bench.steps) - before < 600  # a context of 1,300 tokens
+    assert len(bench.steps) - before < 600  # far fewer steps than the 1,300 tokens of the context
 
 
 def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
@@ -161,7 +160,7 @@ def test_one_that_costs_as_much_as_the_model_never_pays() -> None:
 
 
 def test_its_own_time_is_part_of_the_price() -> None:
-    """Guesses are right in 7 of 10 places, so the draft model pays at a tenth of the price only."""
+    """Guesses are right in 7 of 10 places, so the draft model pays only at a tenth of the price."""
     drafts = []
     for cost in (TENTH, CHEAP_ROWS):
         bench = ModelBench(lambda position: position % 10 < 7, draft_cost=cost)
@@ -184,7 +183,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_if_that_pays() -> None:
 
 
 def test_the_slo_limits_the_chunks() -> None:
-    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of the SLO are a decode and 18 ms
+    slo = Slo(ttft_s=9.0, tbt_s=0.14)  # 85 % of this SLO leave 18 ms besides a decode
     bench = ModelBench(always, chunk_tokens=512)
     bench.start("a", words(300), words(200, seed=1), max_tokens=200, slo=slo)
     bench.run()
@@ -249,7 +248,7 @@ def test_aborts_and_failed_steps_give_its_blocks_back() -> None:
 
 
 def test_free_drafts_are_taken_where_they_are_as_often_right() -> None:
-    """The model is never right, and the text repeats itself."""
+    """The draft model is never right, and lookups are, because the text repeats itself."""
     both = SpeculativeConfig(method="draft_model", model="small")
     quoted = words(100)
     bench = ModelBench(never, speculative=both)
@@ -262,7 +261,7 @@ def test_free_drafts_are_taken_where_they_are_as_often_right() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(share: float, seed: int) -> None:
-    """Has few blocks of both kinds, so that requests are preempted and take blocks from each
+    """There are few blocks of both kinds, so that requests are preempted and take blocks from each
     other."""
     rng = random.Random(seed)
     hits = [rng.random() < share for _ in range(200)]

@@ -58,7 +58,7 @@ from moonpool.scheduler.instance_config import InstanceConfig
 from moonpool.types import BlockKey, FinishReason, InstanceId, Role, SamplingParams, Slo, Token
 
 T = TypeVar("T")
-SIZE = 4  # tokens of a block
+SIZE = 4  # number of tokens of a block
 EOS = 0
 LAYOUT = BlockLayout(
     model_fingerprint="m",
@@ -289,7 +289,7 @@ def test_an_abort_waits_for_the_fetch() -> None:
 
 
 def test_a_request_can_use_the_blocks_of_its_own_failed_fetch() -> None:
-    """Whether the request can use the blocks of its failed fetch to compute the prefix."""
+    """The request must be able to compute its prefix in the blocks of its failed fetch."""
     bench = Bench(Role.PREFILL, num_blocks=3)
     fetching(bench)
     bench.handle(FetchEnded(fetch_id="w", num_blocks=0, error="broken"))
@@ -322,7 +322,7 @@ def test_reads_hold_blocks_until_they_end() -> None:
     assert of(nothing, GrantRead)[0].block_ids == []
     bench.handle(ReadEnded(read_id="y"))
     granted = of(actions, GrantRead)[0].block_ids
-    bench.handle(ReadEnded(read_id="x", corrupt=(granted[1],)))  # the block changed in memory
+    bench.handle(ReadEnded(read_id="x", corrupt=(granted[1],)))  # the block has changed in memory
     assert bench.instance.pool.match(keys) == [granted[0]]
     bench.assert_empty()
 
@@ -493,9 +493,9 @@ def test_a_single_decode_waits_for_blocks_that_others_hold() -> None:
     bench = Bench(Role.DECODE, num_blocks=6)
     reserved(bench, "a", num_tokens=7)
     bench.handle(ReceiveEnded(stream_id="a"))
-    reserved(bench, "b", num_tokens=12, first=500)  # 4 blocks, whose stream still comes
+    reserved(bench, "b", num_tokens=12, first=500)  # 4 blocks, whose stream is still to come
     bench.handle(start("a"))
-    actions = bench.end_step()  # a has 9 tokens: a third block
+    actions = bench.end_step()  # "a" has 9 tokens, and needs a third block
     assert not reported(actions, AttemptFailed) and bench.step is None
     bench.handle(Abort(attempt_id=AttemptId("b")))
     bench.handle(ReceiveEnded(stream_id="b", error="cancelled"))

@@ -1,4 +1,5 @@
-"""The live worker and the simulator derive the same instance settings from one configuration."""
+"""Tests that the live worker and the simulator derive the same instance settings from one
+configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DRIVERS_OWN = {
     "max_repeats",
     "kept_tokens",
 }
-"""Holds what only a driver knows: the properties of its store, its engine and its memory."""
+"""The settings that only a driver knows: properties of its store, its engine and its memory."""
 
 OTHER_THAN_DEFAULT: dict[str, dict[str, Any]] = {
     "engine": {

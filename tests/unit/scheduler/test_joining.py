@@ -10,7 +10,7 @@ from moonpool.types import Role, Slo
 
 
 def test_a_decode_waits_until_the_step_is_short_enough() -> None:
-    """Makes steps of 10 ms a decode; each decode may join a batch of two."""
+    """A step takes 10 ms per decode, and by its SLO each decode may be in a batch of two."""
     bench = Bench(Role.DECODE)
     for name, first in (("a", 100), ("b", 500), ("c", 900)):
         reserved(bench, name, first=first, slo=Slo(ttft_s=1.0, tbt_s=0.015), max_step_s=0.02)

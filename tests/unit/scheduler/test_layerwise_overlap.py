@@ -1,4 +1,5 @@
-"""Requests compute while their prefix arrives, and continue if the prefix does not arrive."""
+"""Tests that requests compute while their prefix arrives, and continue if the prefix does not
+arrive."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_without_layer_wise_loading_the_whole_fetch_is_awaited() -> None:
 
 
 def test_a_step_begins_when_the_rest_takes_no_longer_than_it() -> None:
-    """The measured speed of the source counts, instead of the expected speed."""
+    """The measured speed of the source must count, not the expected speed."""
     bench = Bench(SLOW)
     bench.start()
     assert not of(bench.handle(GRANTED), RunStep)
@@ -108,8 +109,9 @@ def test_a_step_begins_when_the_rest_takes_no_longer_than_it() -> None:
 
 @pytest.mark.parametrize(("word_s", "begins"), [(1.9, True), (2.1, False)])
 def test_a_step_begins_at_the_nearer_of_two_reports(word_s: float, begins: bool) -> None:
-    """The rest takes as long as the part that has arrived, `word_s` times the step. A step that
-    begins now waits for the difference; a step that begins at the next report is late by a step."""
+    """The rest takes as long as the part that has arrived, which is `word_s` times the step. A step
+    that begins now would have to wait for the difference; a step that begins at the next report
+    would be late by a step."""
     bench = Bench(SLOW)
     bench.start()
     assert not of(bench.handle(GRANTED), RunStep)
@@ -274,7 +276,7 @@ def test_a_failed_load_makes_its_step_void() -> None:
 
 
 def test_the_blocks_of_a_failed_load_serve_its_request() -> None:
-    """Has a pool with room for the prompt only."""
+    """The pool has room for the prompt only."""
     bench, _ = loading(num_blocks=12)
     bench.handle(BEGUN)
     bench.handle(LoadEnded("1", 0, error="damaged"))

@@ -1,5 +1,5 @@
-"""Tests prefetches of one instance: they are bounded, come after the loads of requests, and are
-counted."""
+"""Tests the prefetches of one instance: their bounds, their place after the loads of requests, and
+their counters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_BLOCKS = 256
 
 
 class Disk(Bench):
-    """Runs an instance whose writes end at once. Loads end when the test says so."""
+    """Runs an instance whose writes end immediately, and whose loads end when the test says so."""
 
     def __init__(self, read_bytes_per_s: float = 1e9) -> None:
         super().__init__(Role.PREFILL)
@@ -55,7 +55,7 @@ class Disk(Bench):
 
 
 def demoted(**known: float) -> tuple[Disk, tuple[BlockKey, ...]]:
-    """Makes an instance with a session of 12 blocks on the SSD only."""
+    """Returns an instance with a session of 12 blocks that are on the SSD only."""
     disk = Disk(**known)
     keys = disk.serve(1000, 12)
     for number in range(2, 40):

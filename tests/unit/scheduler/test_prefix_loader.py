@@ -1,4 +1,4 @@
-"""Tests loads from the SSD, fetches from peers, both at once, and reads of peers."""
+"""Tests loads from the SSD, fetches from peers, both together, and reads by peers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from moonpool.scheduler.instance_config import InstanceConfig, InstanceMemory
 from moonpool.types import Role, Token
 
 FAST = msgspec.structs.replace(COST, ssd_read_bytes_per_s=1e9)
-PROMPT = tuple(range(100, 141))  # ten full blocks, and one token
+PROMPT = tuple(range(100, 141))  # has ten full blocks, and one token
 KEYS = tuple(keys_of(PROMPT))
 
 
@@ -96,8 +96,9 @@ def test_blocks_that_are_faster_to_compute_are_not_loaded() -> None:
 
 
 def test_a_slow_load_pays_behind_a_queue() -> None:
-    """A load during the prefills of other requests delays no request."""
-    bytes_per_s = 6 * LAYOUT.block_bytes / 0.1  # 0.1 s to read, 0.024 s to compute
+    """A load that runs during the prefills of other requests delays no request."""
+    # the blocks take 0.1 s to read and 0.024 s to compute
+    bytes_per_s = 6 * LAYOUT.block_bytes / 0.1
     bench = Bench(
         cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s), num_blocks=99
     )
@@ -122,13 +123,14 @@ def reload(bench: Bench, seconds: float) -> bool:
 
 
 def test_a_disk_slower_than_measured_is_read_only_where_that_pays() -> None:
-    """The probe predicts 0.012 s for a load that takes 0.036 s; the computation takes 0.024 s."""
+    """By the measured speed, a load should take 0.012 s, but it takes 0.036 s. Computing takes
+    0.024 s."""
     bytes_per_s = 6 * LAYOUT.block_bytes / 0.012
     bench = Bench(cost=msgspec.structs.replace(COST, ssd_read_bytes_per_s=bytes_per_s))
     for _ in range(MIN_SAMPLES * STEPS_PER_SAMPLE + 1):
         assert reload(bench, 0.036)
     assert sum(reload(bench, 0.036) for _ in range(31)) == 1, "loads are tried again, but rarely"
-    for _ in range(16 * 80):  # the disk is fast again, which only trial loads show
+    for _ in range(16 * 80):  # the disk is fast again, which only trial loads can show
         reload(bench, 0.012)
     assert all(reload(bench, 0.012) for _ in range(20))
 

@@ -58,7 +58,7 @@ def test_a_text_that_repeats_itself_goes_on_repeating() -> None:
 def test_it_finds_what_a_plain_search_finds(
     ids: list[int], least: int, more: int, count: int, data: st.DataObject
 ) -> None:
-    """Calls the lookup at any places of a growing text."""
+    """The lookup is called at random places of a growing text."""
     lookup = PromptLookup(least, least + more)
     begin = data.draw(st.integers(1, len(ids)))
     tokens = Tokens(ids[:begin], begin)

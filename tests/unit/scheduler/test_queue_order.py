@@ -1,5 +1,5 @@
-"""Tests the order of waiting prompts: priority, fairness among tenants, arrival; no prompt
-starves."""
+"""Tests the order of waiting prompts: by priority, fairness among tenants and arrival, so that no
+prompt starves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Bench:
     now: float = 0.0
     step: RunStep | None = None
     served: Counter[str] = field(default_factory=Counter)
-    order: list[str] = field(default_factory=list)  # times of the ends of prefills
+    # the attempts in the order in which their prefills end
+    order: list[str] = field(default_factory=list)
     history: list[list[tuple[str, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -155,7 +156,7 @@ def test_a_request_of_the_worst_priority_starts_after_half_of_its_time() -> None
     bench = Bench()
     bench.start("urgent", priority=-5, tenant="b")
     bench.start("patient", 2 * CHUNK, priority=9, tenant="a", timeout_s=60.0)
-    for number in range(100):  # more than the instance can ever do
+    for number in range(100):  # more prompts than the instance can ever compute
         bench.start(f"urgent{number}-0", priority=-5, tenant="b")
         bench.start(f"urgent{number}-1", priority=-5, tenant="b")
         bench.turn()
@@ -178,7 +179,7 @@ def test_the_youngest_of_the_worst_priority_is_preempted() -> None:
 Jobs = list[tuple[int, str, int, int]]
 JOBS = st.lists(
     st.tuples(
-        st.integers(0, 4),  # steps before the prompt arrives
+        st.integers(0, 4),  # number of steps before the prompt arrives
         st.sampled_from(("a", "b", "c")),
         st.integers(-2, 2),
         st.integers(1, 5 * CHUNK),
@@ -206,7 +207,7 @@ def test_no_prompt_is_computed_while_one_of_a_better_priority_gets_nothing(jobs:
     num_steps = 0
     for bench in played(jobs):
         if len(bench.history) == num_steps:
-            continue  # a prompt arrives during a step
+            continue  # this prompt arrives during a step
         num_steps = len(bench.history)
         here = bench.instance.requests
         in_step = dict(bench.history[-1])
@@ -220,7 +221,8 @@ def test_no_prompt_is_computed_while_one_of_a_better_priority_gets_nothing(jobs:
 
 @given(JOBS)
 def test_one_tenant_with_one_priority_has_the_order_of_arrival(jobs: Jobs) -> None:
-    """Whether the comparisons give the very steps that the scheduler plans without them."""
+    """With one tenant and one priority, the steps must be those of a scheduler without these
+    rules."""
     alike: Jobs = [(pause, "a", 1, num_tokens) for pause, _, _, num_tokens in jobs]
     histories = []
     for is_plain in (True, False):

@@ -311,7 +311,7 @@ def test_the_second_check_tolerates_more_than_the_first() -> None:
 
 
 def test_a_joining_request_takes_the_place_of_a_preempted_one() -> None:
-    """Whether the running request preempts itself if all blocks are held; the other request must
+    """If all blocks are held, the running request preempts itself. The other request must then
     run."""
     instance = Instance(
         InstanceConfig(engine_tokens=3 * SIZE, prefix_caching=False),

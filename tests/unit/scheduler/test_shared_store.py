@@ -1,6 +1,6 @@
-"""Several instances share a store: they look up blocks before a prefill, and write new blocks.
+"""Tests instances that share a store: they look up blocks before a prefill, and write new blocks.
 
-Whatever the store answers, and whenever, no block is lost and every attempt continues.
+Whatever and whenever the store answers, no block is lost and every attempt continues.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_blocks_of_other_instances_are_loaded_and_not_stored_again() -> None:
     assert step.entries[0].start == 6 * SIZE
     actions = bench.handle(StepEnded((Token(EOS),), 0.01))
     stores = of(actions, StoreBlocks)
-    while stores:  # a few blocks at a time
+    while stores:  # each round stores a few blocks
         put, stores = stores[0], stores[1:]
         assert put.keys[0] not in KEYS[:6]
         more = bench.handle(StoreEnded(store_id=put.store_id, num_blocks=len(put.keys)))
@@ -112,6 +112,6 @@ def test_no_look_up_for_blocks_known_to_be_stored() -> None:
     bench.start("w")
     (load,) = of(bench.found(len(PROMPT) // SIZE), LoadBlocks)
     assert not of(bench.start("v"), LookUpBlocks)
-    actions = bench.handle(loaded(load, num_blocks=0))  # the store has dropped the blocks
+    actions = bench.handle(loaded(load, num_blocks=0))  # the store has dropped the blocks meanwhile
     assert of(actions, RunStep)
     assert of(bench.start("u"), LookUpBlocks)

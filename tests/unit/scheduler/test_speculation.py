@@ -1,5 +1,5 @@
-"""Tests drafts of an instance's decodes: when decodes have drafts, and what happens to draft
-tokens."""
+"""Tests drafts of an instance's decodes: when decodes have drafts, and how draft tokens are
+verified."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ LAYOUT = BlockLayout(
     head_dim=8,
 )
 CHEAP_ROWS = FittedCost(prefill=(0.0, 0.001, 0.0, 0.0), decode=(0.1, 0.001, 0.0))
-"""Describes slow reads of the weights and cheap rows, as on most machines at small batches."""
+"""A cost with slow reads of the weights and cheap rows, as on most machines at small batches."""
 DEAR_ROWS = FittedCost(prefill=(0.0, 0.1, 0.0, 0.0), decode=(0.0, 0.1, 0.0))
-"""Describes a saturated machine: a row costs the same in any batch."""
+"""The cost of a saturated machine, on which a row takes the same time in any batch."""
 NGRAM = SpeculativeConfig(method="ngram")
 
 
@@ -70,13 +70,13 @@ class DraftBench:
         self.finish: dict[str, FinishReason | None] = {}
         self.steps: list[RunStep] = []
         self.pending: list[RunStep] = []
-        self.seconds = 0.0  # the count of all steps
-        self.slower_s = 0.0  # seconds added to steps with drafts
+        self.seconds = 0.0  # the sum of the times of all steps
+        self.slower_s = 0.0  # seconds that are added to steps with drafts
 
     def start(
         self, name: str, prompt: Sequence[int], answer: Sequence[int], **options: Any
     ) -> None:
-        """`options` are the attempt's, or if None the sampling's."""
+        """`options` are options of the attempt. If None, the options of the sampling count."""
         own = {key: options.pop(key) for key in ("tenant", "slo") if key in options}
         self.answers[name], self.got[name] = answer, []
         sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 1000} | options)
@@ -231,7 +231,7 @@ def test_steps_that_take_longer_than_predicted_end_the_drafts() -> None:
     bench.run()
     with_drafts = [any(e.num_drafts for e in step.entries) for step in bench.steps]
     assert 0 < sum(with_drafts) < 30
-    assert sum(with_drafts[-150:]) <= 2  # the draft is tried again, rarely
+    assert sum(with_drafts[-150:]) <= 2  # a draft is tried again rarely
 
 
 def test_the_slo_on_the_time_between_tokens_limits_the_drafts() -> None:
@@ -299,7 +299,7 @@ def test_aborts_and_failed_steps_leave_nothing() -> None:
 
 
 def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) -> None:
-    """Random requests come while others run. Their answers are complete, and no block stays
+    """Random requests come while others run. All answers must be complete, and no block may stay
     held."""
     expected: dict[str, list[int]] = {}
     for number in range(5):
@@ -317,8 +317,8 @@ def check_any_answers(bench: DraftBench, rng: random.Random, most_words: int) ->
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_any_answers_under_any_pressure_are_whole(seed: int) -> None:
-    """Has few blocks, so that requests are preempted, and texts of few words, so that drafts are
-    frequent."""
+    """There are few blocks, so that requests are preempted, and texts have few words, so that
+    drafts are frequent."""
     rng = random.Random(seed)
     bench = DraftBench(
         num_blocks=rng.choice([9, 14, 60]),

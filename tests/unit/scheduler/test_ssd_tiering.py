@@ -30,7 +30,8 @@ def key(name: int) -> BlockKey:
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """A driver whose arena and disk hold, as content, the key that each block should have."""
+    """A driver of the instance. As the content of each block, its arena and disk hold the key that
+    the block should have."""
 
     @initialize(
         eviction=st.sampled_from(("lru", "lfu", "length-aware", "predictive")),
@@ -125,8 +126,8 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def hang_load(self, data: st.DataObject) -> None:
-        """Lets a load hang: the load ends as a miss, and the disk may still write to its other
-        blocks."""
+        """Lets a load hang. The load ends as a miss, and the disk may still write to its blocks
+        later."""
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         arrived = 0 if self.tier().lost else data.draw(st.integers(0, len(load.slots) - 1))
         for name, block in list(zip(load.keys, load.block_ids, strict=True))[:arrived]:
@@ -189,7 +190,7 @@ class TiersMachine(RuleBasedStateMachine):
         return self.kv_cache.tier
 
     def after(self) -> None:
-        """Does what the instance and its driver do at the end of each event."""
+        """Performs the actions of the instance after each event, and checks the invariants."""
         self.demotion.run()
         for action in self.actions_out.take():
             match action:

@@ -1,4 +1,4 @@
-"""If blocks run out or a batch is full, the tenant that was served most gives way."""
+"""Tests that the tenant that was served most gives way if blocks run out or a batch is full."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_tenant_served_about_as_much_makes_no_room() -> None:
 def test_a_tenant_makes_room_by_no_more_than_its_credit(
     was_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a tenant that was away takes no more room than one that has requests here."""
+    """A tenant that was away must not take more room than a tenant that has requests here."""
     monkeypatch.setattr(queue_order, "CREDIT_TOKENS", 4)
     bench = Bench(Role.DECODE, num_blocks=24)
     if was_here:
@@ -108,7 +108,7 @@ def test_a_tenant_makes_room_by_no_more_than_its_credit(
 
 
 def test_the_tenant_that_was_served_most_is_preempted_where_answers_outgrow_the_room() -> None:
-    """Whether the youngest answer stays, which belongs to the other tenant."""
+    """The youngest answer must stay, because it belongs to the other tenant."""
     bench = Bench(Role.DECODE, num_blocks=9)
     decode(bench, "a", 100, tenant="flood")
     for _ in range(9):
@@ -129,7 +129,7 @@ def test_a_joining_answer_of_a_tenant_served_less_goes_first() -> None:
 
 
 def test_a_full_batch_takes_the_tenant_served_less_first() -> None:
-    """Lets two of three answers fit into a step."""
+    """Two of the three answers fit into a step."""
     bench = Bench(Role.DECODE, max_sequences=2)
     for name, first, tenant in (("a", 100, "flood"), ("b", 500, "flood"), ("c", 900, "small")):
         decode(bench, name, first, tenant=tenant)

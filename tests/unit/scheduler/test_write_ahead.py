@@ -1,4 +1,4 @@
-"""Tests copies of blocks on the SSD that were made before the blocks leave DRAM."""
+"""Tests copies of blocks on the SSD that are made before the blocks leave DRAM."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Copier:
         """Computes a prompt. The request then decodes."""
         self.handle(StartPrefill(attempt=attempt(name, token_ids=tuple(prompt), max_tokens=90)))
         self.step()
-        self.step()  # the first write may have been under way
+        self.step()  # the first write may have begun before
 
     def step(self) -> None:
         self.handle(StepEnded((Token(7),) * len(self.steps.popleft().entries), 0.01))

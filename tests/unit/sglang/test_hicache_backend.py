@@ -1,5 +1,5 @@
-"""Tests the pool as SGLang's HiCache storage, by SGLang's own factory, configuration and
-descriptors. Here, the pool is a dictionary. Needs SGLang."""
+"""Tests the pool as SGLang's HiCache storage, with SGLang's own factory, configuration and
+descriptors. In these tests, the pool is a dictionary. Needs SGLang."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Blocks:
 
 
 class HostMemory:
-    """Is host memory of plain attention, with SGLang's methods that a backend calls."""
+    """Host memory of plain attention, with the methods of SGLang's class that a backend calls."""
 
     storage_format_tag = None
     layer_num, head_num, head_dim, dtype, page_size = LAYERS, HEADS, WIDTH, torch.float16, PAGE
@@ -138,7 +138,7 @@ def test_pages_come_back_as_they_were(layout: str) -> None:
     assert store.batch_exists(HASHES) == 0
     assert store.batch_set_v1(HASHES[:3], indices(3, 5, 1)) == [True] * 3
     assert store.batch_exists(HASHES) == 3 and store.exists(HASHES[2])
-    later = HostMemory(layout)  # after a restart of SGLang
+    later = HostMemory(layout)  # as after a restart of SGLang
     again = backend(later)
     assert again.batch_get_v1(HASHES[:4], indices(7, 8, 9, 10)) == [True, True, True, False]
     for page, number in zip(stored, (7, 8, 9), strict=True):
@@ -184,7 +184,7 @@ def test_the_older_interface_with_tensors() -> None:
     assert [one is not None for one in found] == [True] * 4 + [False]
     assert all(torch.equal(a, b) for a, b in zip(values, targets, strict=False))
     assert torch.equal(targets[3], values[0].view(2, -1).T.flatten())
-    assert store.get(HASHES[0], torch.zeros(3)) is None  # of another size
+    assert store.get(HASHES[0], torch.zeros(3)) is None  # None, because the tensor has another size
     assert store.batch_get(HASHES[:2], None) == [None, None]
 
 

@@ -53,7 +53,7 @@ class Failing:
         raise ConnectionError("gone")
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
-        return [True]  # for more keys than one: the answer to another question
+        return [True]  # one value for several keys, as if the answer were to another question
 
     def put(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
         raise OSError("gone")

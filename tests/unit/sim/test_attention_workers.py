@@ -20,7 +20,8 @@ from moonpool.sim.workload import make_arrivals
 from moonpool.trace.row import TraceRow
 
 WAITS_S = 4.5
-"""Makes answers of 200 tokens that take 3 s: requests that wait for room do not end in time."""
+"""The time limit of requests. Answers of 200 tokens take 3 s, so requests that wait for room do not
+end in time."""
 PARTS = OffloadParts(
     model=((1, 0.010), (8, 0.012), (16, 0.020)),
     attention=(0.001, 1e-4, 1e-6),
@@ -69,7 +70,8 @@ def test_a_step_is_the_instance_without_contexts_the_messages_and_attention() ->
 
 def test_two_batches_overlap_where_both_sides_have_a_core() -> None:
     serial, staggered = (MeasuredOffload(ALONE, PARTS, 1, staggered=flag) for flag in (False, True))
-    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)  # 7 blocks are too few
+    # equal, because 7 blocks are too few to split
+    assert staggered.step_s((), 7, 9000) == serial.step_s((), 7, 9000)
     # There are 16 requests of 1,000 tokens: for half of them the model takes 12 ms and attention
     # 9.8 ms.
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
@@ -86,7 +88,7 @@ def test_seen_with_a_worker_a_step_is_what_it_was_seen_to_take() -> None:
     assert one.step_s((), 4, 1000) == pytest.approx(seen_s)
     # The second batch takes half of the first batch's time for rows and contexts.
     assert two.step_s((), 4, 1000) == pytest.approx(seen_s - (4e-4 + 1e-3) / 2)
-    # Two batches overlap by as much as their layers do.
+    # Two batches overlap as far as their layers do.
     staggered = MeasuredOffload(ALONE, parts, 1, staggered=True)
     saved_s = 0.020 + (0.001 + 1.6e-3 + 0.016) - 0.024
     assert staggered.step_s((), 16, 16_000) == pytest.approx(
@@ -134,8 +136,8 @@ def test_twice_the_requests_fit_two_memories() -> None:
 
 
 def test_instances_of_a_measured_machine_share_its_memory() -> None:
-    """Whether the Conductor predicts transfers at the rate of shared memory, by which the simulated
-    bytes travel."""
+    """The Conductor must predict transfers at the rate of shared memory, at which the simulated
+    bytes are sent."""
     made = config(0)
     simulation = Simulation(made, build_hardware(made, ALONE))
     one, other = simulation.conductor.instances.values()
@@ -166,14 +168,14 @@ def test_the_conductor_knows_that_a_request_lies_in_one_memory(own_tokens: int) 
 def test_it_attends_to_its_own_while_the_worker_is_busy() -> None:
     cost = MeasuredOffload(ALONE, PARTS, 1, staggered=False, own_tokens=2000)
     base_s = 0.012 + 0.0005 * 4
-    # Half of each goes at once, then all for which the worker has no room.
+    # Half of each request moves immediately, and later everything for which the worker has no room.
     assert cost.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 1.5e-3)
     assert cost.step_s((), 4, 9000) == pytest.approx(base_s + 0.0005 + 0.001 + 2e-4 + 7e-3)
     two = MeasuredOffload(ALONE, PARTS, 2, staggered=False, own_tokens=2000)
-    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three workers attend on two cores
+    crowded_s = 1.5 * (0.001 + 4e-4 / 3 + 1e-3)  # three workers compute attention on two cores
     assert two.step_s((), 4, 3000) == pytest.approx(base_s + 0.0005 + crowded_s)
     turns = MeasuredOffload(ALONE, PARTS, 1, staggered=True, own_tokens=8000)
-    half_s = 0.001 + 4e-4 + 4e-3  # from either, from a half
+    half_s = 0.001 + 4e-4 + 4e-3  # the time of half a batch
     around_s = 0.012 + 0.0005 * 16 + 0.0005 - 0.020
     assert turns.step_s((), 16, 16_000) == pytest.approx(around_s + 2 * (0.012 + half_s))
 

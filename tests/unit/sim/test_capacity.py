@@ -155,7 +155,7 @@ def test_predictive_beats_lru_at_small_capacities_and_loses_nothing_at_large_one
     assert hit_ratios(full_blocks, "predictive", 10_000).by_prefix > 0.245
 
 
-FIG_9 = {  # FAST'25 Fig 9, conversation: capacity in tokens -> hit ratio, digitised
+FIG_9 = {  # maps a capacity in tokens to the hit ratio: FAST'25 Fig 9, conversation, digitised
     10_000: 0.045,
     100_000: 0.073,
     1_000_000: 0.087,

@@ -99,7 +99,7 @@ def test_no_such_start() -> None:
 def test_time_never_goes_backwards() -> None:
     clock = Clock()
     clock.at(1.0, Priority.TICK, lambda: None)
-    clock.now = 2.0  # no caller may do this
+    clock.now = 2.0  # a change that no caller may make
     with pytest.raises(AssertionError, match="backwards"):
         clock.run()
 

@@ -1,4 +1,4 @@
-"""Predicts TTFT if requests with one prefix meet instances of which at most one has the prefix."""
+"""Tests the predicted TTFT of requests with a common prefix, which at most one instance has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
 
 BLOCK = 64
-COST = FittedCost(  # the times of a small model on one core
+COST = FittedCost(  # has the times of a small model on one core
     prefill=(0.0126, 0.00326, 2.6e-7, 5e-7),
     decode=(0.028, 0.00125, 3.6e-6),
     mixed=(0.0039, 6.4e-6),
@@ -54,7 +54,7 @@ def meet(cluster: dict[str, int], warm: int) -> list[RequestRecord]:
 @pytest.mark.parametrize("warm", [0, 1])
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_predicted_ttft_is_near_the_real_one(cluster: dict[str, int], warm: int) -> None:
-    """Both times include what a request has waited for room."""
+    """Both times include the time that a request has waited for room."""
     records = meet(cluster, warm)
     assert len(records) == 12 and {record.outcome for record in records} == {"stop"}
     predicted = [record.expected_ttft_s or 0.0 for record in records]

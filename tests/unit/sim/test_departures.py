@@ -19,8 +19,8 @@ RESTART_S = 100.0
 
 
 def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
-    """Makes conversations: each continues after all the others have had a turn, and they share
-    their first blocks."""
+    """Makes conversations that share their first blocks. Each continues after all the others have
+    had a turn."""
     shared = private_keys(9999, 20 * BLOCK, BLOCK)
     made = []
     for turn in range(turns):
@@ -34,7 +34,7 @@ def sessions(number: int, turns: int, gap_s: float) -> list[Arrival]:
 def simulate(
     requests: list[Arrival], **departures: dict[str, float]
 ) -> tuple[Simulation, list[tuple[float, str]]]:
-    """Records also when which prefill instance was chosen."""
+    """Runs a simulation, and also records which prefill instance was chosen when."""
     settings = config(cluster=CLUSTER)
     simulation = Simulation(
         settings,
@@ -56,7 +56,7 @@ def simulate(
 
 @pytest.mark.long
 def test_a_new_empty_instance_attracts_its_share_and_no_more() -> None:
-    requests = sessions(500, 8, 0.05)  # more than all instances can do
+    requests = sessions(500, 8, 0.05)  # more requests than all instances can serve
     simulation, placed = simulate(requests, restart={"prefill-1": RESTART_S})
     assert simulation.conductor.drains.num_left == 1
     left_s = next(at_s for at_s, text in simulation.announced if "has left" in text)

@@ -58,13 +58,13 @@ def test_guesses_that_are_never_right_never_make_it_faster(gap_s: float) -> None
 
 
 def test_guesses_that_are_always_right_bring_what_their_steps_promise() -> None:
-    """Whether one request at a time gets five tokens in the time of a step of five rows and four
+    """With one request at a time, five tokens must take the time of a step with five rows and four
     rounds."""
     settings, requests = config(1.0), arrivals(5, 60.0, answer=401)
     found = run(settings, requests)
     node = build_hardware(settings).decode
     assert node.draft is not None
-    context = 1000 + 1400 + 200  # in the mean
+    context = 1000 + 1400 + 200  # the mean context
     step_s = node.ground_truth.step_s((), 5, context)
     step_s += 4 * node.draft.ground_truth.step_s((), 1, context)
     assert found["tbt_s"]["mean"] == pytest.approx(step_s / 5, rel=0.1)

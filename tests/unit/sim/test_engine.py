@@ -193,7 +193,8 @@ def test_busy_time_of_a_pipeline_is_that_of_its_first_stage() -> None:
 
 @pytest.mark.parametrize("arrives", [0.5, 3.0])
 def test_a_step_that_waits_ends_a_layer_after_what_it_waited_for(arrives: float) -> None:
-    """Whether the request ends when it is computed, if that is later."""
+    """The request ends when its last layer is computed, if that is later than the arrival plus a
+    layer."""
     bench = Bench({"a": 5})
     computed_s = COST.prefill_s(1000, 100)
     bench.engine.submit(RunStep((prefill("a", 100, 900),)), held_layers=10)

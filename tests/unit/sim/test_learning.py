@@ -24,7 +24,7 @@ from moonpool.types import InstanceId, Role
 
 BLOCK = 256
 PROFILE = FittedCost(prefill=(0.01, 1e-4, 0.0, 0.0), decode=(0.02, 0.001, 0.0))
-EXACT = CALIBRATED  # as a measured profile, this is also the Conductor's estimate
+EXACT = CALIBRATED  # as a measured profile, this cost is also the Conductor's estimate
 
 
 def config(learning: bool = True, **overrides: dict[str, Any]) -> Config:
@@ -70,7 +70,8 @@ def test_a_straggler_is_avoided() -> None:
     given = simulation.nodes[name].engine.figures.prefill_tokens
     assert given < 0.8 * other.nodes[name].engine.figures.prefill_tokens
     assert figures["ttft_s"]["p90"] < 0.9 * stubborn["ttft_s"]["p90"]
-    # Its first prompt tells enough: the instance gets no more prompts while the others have room.
+    # Its first prompt is enough to learn from: the instance gets no more prompts while the others
+    # have room.
     assert 1.9 < simulation.conductor.instances[name].prefill_factor.value < 3.1
 
 
@@ -82,8 +83,7 @@ def test_a_belief_that_is_right_stays() -> None:
 
 
 def test_a_decode_instances_own_check_learns_too() -> None:
-    """Whether the slow instance itself refuses a request that was placed before its speed was
-    known."""
+    """The slow instance must refuse a request that was placed before its speed was known."""
     found = {}
     for learning in (True, False):
         settings = config(
@@ -132,5 +132,5 @@ def test_records_are_used_again_for_more_instances() -> None:
         for number in range(4)
     ]
     assert factors == [1.0, 3.0, 1.0, 3.0]
-    # If the role was not recorded, any role counts.
+    # If the record has no instance of this role, the instances of any role count.
     assert wrongness.step_factor(InstanceId("m"), Role.MIXED, 2, rng)(True, False) == 3.0

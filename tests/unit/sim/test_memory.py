@@ -1,4 +1,4 @@
-"""A simulation keeps nothing of an ended request, once its bounded histories are full."""
+"""Tests that a simulation keeps no data of ended requests, once its bounded histories are full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests shared links: against an exact textbook reference, and small cases."""
+"""Tests shared links against an exact textbook reference, and with small cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moonpool.sim.clock import Clock, Priority
 from moonpool.sim.network import Flow, FlowState, Link, Network
 
 NEVER = Fraction(10**30)
-# Each is (time, kind, whom, number, number, path, closed); no flow ends at these times by chance.
+# Each change is (time, kind, whom, number, number, path, closed). The times are such that no flow
+# ends at one by chance.
 Change = tuple[Fraction, str, int, int, int, tuple[int, ...]]
 
 
@@ -34,7 +35,7 @@ class RefFlow:
 
 @dataclass
 class Reference:
-    """Shares all flows again at each change, in exact fractions."""
+    """Computes the rates of all flows again at each change, in exact fractions."""
 
     capacity: list[Fraction]
     now: Fraction = Fraction(0)
@@ -171,7 +172,7 @@ def changes(draw: st.DrawFn) -> list[Change]:
 @pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=NUM_LINKS, max_size=NUM_LINKS), changes())
-@example(  # without bytes to send, and given up before its start
+@example(  # a flow without bytes that is given up before its start
     [1] * NUM_LINKS,
     [
         (Fraction(0), "start", 1, 0, 0, (0,)),
@@ -266,7 +267,8 @@ def test_what_a_limit_leaves_goes_to_the_others() -> None:
 
 
 def test_a_chain_of_bottlenecks_is_followed_to_its_end() -> None:
-    """a: 1+2 share 10; b: 2+3 share 30; c: 3+4 share 100. The end of 1 reaches 4, over 2 and 3."""
+    """Flows 1 and 2 share link a (10), 2 and 3 share b (30), 3 and 4 share c (100). The end of flow
+    1 changes the rate of flow 4, by way of 2 and 3."""
     bench = Bench(a=10.0, b=30.0, c=100.0)
     flows = [bench.send(str(n), path, 10**6) for n, path in enumerate(["a", "a b", "b c", "c"])]
     assert [flow.rate_bytes_per_s for flow in flows] == [5.0, 5.0, 25.0, 75.0]
@@ -275,8 +277,8 @@ def test_a_chain_of_bottlenecks_is_followed_to_its_end() -> None:
 
 
 def test_who_is_overtaken_on_a_full_link_is_rated_too() -> None:
-    """In one instant, h gains on m1 what k loses on m2, so l stays full although g should get more
-    there."""
+    """At the same moment, h gains on m1 as much as k loses on m2. So l stays full, although g
+    should get more there."""
     bench = Bench(l=13.0, m1=16.0, m2=7.0, q=12.0)
     g, h, k = (bench.send(path, path, 10**6) for path in ("l", "m1 l", "m2 l"))
     for number in range(4):

@@ -16,12 +16,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from moonpool.conductor.waiting.rules import LOAD_REASONS
 from moonpool.config.parse import parse_config
 from moonpool.pages.units import byte_size, duration, percent, significant
 from moonpool.sim.defaults import DEFAULTS
 from moonpool.sim.hardware.build import build_hardware
 from moonpool.sim.outcome import summarise
 from moonpool.sim.report.page import render_report
+from moonpool.sim.report.user_figures import REASONS
 from moonpool.sim.simulation import Simulation
 from moonpool.sim.workload import Arrival
 from moonpool.trace.blocks import private_keys
@@ -102,7 +104,7 @@ def ordinary() -> tuple[Simulation, dict[str, Any], str]:
 
 @cache
 def overloaded() -> tuple[Simulation, dict[str, Any], str]:
-    """Plays requests of which some are refused, with a tight limit."""
+    """Returns a simulation with a tight limit, in which some requests are refused."""
     simulation, figures = simulated(gap_s=0.1, slo={"ttft_s": 3.0})
     return simulation, figures, drawn(simulation, figures)
 
@@ -185,6 +187,26 @@ def test_the_limits_are_drawn_where_they_are() -> None:
     assert "SLO 100\xa0ms: " in page
 
 
+@pytest.mark.parametrize(
+    ("conductor", "words"),
+    [
+        ({"admission": "goodput"}, "limit, not enforced: 1"),
+        ({"admission": "goodput", "decode_wait": False}, "refuses above 1"),
+        ({"admission": "none", "decode_wait": False}, "limit, not enforced: 1"),
+        ({"admission": "early"}, "refuses above 1"),
+    ],
+)
+def test_the_limit_of_the_load_refuses_only_where_it_is_compared(
+    conductor: dict[str, Any], words: str
+) -> None:
+    page = drawn(*simulated(2, conductor=conductor))
+    assert words in page.replace("\xa0", " ")
+
+
+def test_each_refusal_under_load_has_an_explanation() -> None:
+    assert REASONS.keys() >= LOAD_REASONS
+
+
 def test_what_comes_from_outside_is_escaped() -> None:
     simulation, figures, _ = ordinary()
     hostile = "<script>alert('&\"x\"')</script>"
@@ -204,10 +226,10 @@ def test_secrets_of_the_configuration_stay_out() -> None:
 
 def test_changed_settings_stand_out() -> None:
     page = ordinary()[2]
-    assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # 8 by default
+    assert "<dt>prefill</dt><dd><b>2</b></dd>" in page  # differs from the default of 8
     assert "<dt>block_tokens</dt><dd>256</dd>" in page
     assert "seed <b>0</b>" in page
-    assert "<dt>threads</dt>" not in page  # no option of the simulated cluster
+    assert "<dt>threads</dt>" not in page  # left out, because a simulation does not read it
 
 
 @pytest.mark.parametrize("hash_seed", ["1", pytest.param("77", marks=pytest.mark.long)])

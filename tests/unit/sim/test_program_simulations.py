@@ -1,4 +1,4 @@
-"""Tests programs in a closed loop: calls follow each other, and refused calls come again."""
+"""Tests programs in a closed loop: calls follow each other, and refused calls are sent again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COST = FittedCost(
 
 
 def program(name: int, num_calls: int, pause_s: float, at_s: float = 0.0) -> list[TraceRow]:
-    """Makes prompts with two blocks more than the prompt before."""
+    """Makes a program whose prompts each have two blocks more than the prompt before."""
     rows, call = [], ""
     for number in range(num_calls):
         before, call = call, f"{name}#{number}"

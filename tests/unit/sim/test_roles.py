@@ -18,7 +18,7 @@ from moonpool.types import Role
 def settings(mode: str, prefill: int, decode: int) -> Config:
     overrides: dict[str, Any] = {
         "cluster": {"prefill": prefill, "decode": decode},
-        # Otherwise, decode instances help a prefill pool without a change of role.
+        # With the default, decode instances would help the prefill pool without a change of role.
         "conductor": {
             "role_balance": mode,
             "role_balance_window_s": 60.0,
@@ -30,7 +30,7 @@ def settings(mode: str, prefill: int, decode: int) -> Config:
 
 
 def documents(number: int, from_s: float, gap_s: float) -> list[Arrival]:
-    """Makes prompts of 2.6 s of prefill each."""
+    """Makes requests whose prompts take 2.6 s of prefill each."""
     tokens = 20_000
     return [
         Arrival(from_s + n * gap_s, tokens, 20, private_keys(int(from_s) + n, tokens, BLOCK))

@@ -1,4 +1,4 @@
-"""Simulated instances are started and ended by autoscale, and no request is lost."""
+"""Tests that autoscale starts and ends simulated instances without losing a request."""
 
 from __future__ import annotations
 

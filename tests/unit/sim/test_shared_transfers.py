@@ -28,12 +28,12 @@ from moonpool.types import BlockId, BlockKey, InstanceId
 LAYOUT = BlockLayout(
     model_fingerprint="m",
     dtype="float32",
-    block_tokens=125,  # a block has 1000 bytes
+    block_tokens=125,  # makes blocks of 1000 bytes
     num_layers=1,
     num_kv_heads=1,
     head_dim=1,
 )
-NIC = 1e6  # bytes per second: a block takes a millisecond
+NIC = 1e6  # bytes per second, so that a block takes a millisecond
 PCIE = 2e6
 SSD_READ = 0.5e6
 SSD_WRITE = 0.25e6
@@ -140,8 +140,8 @@ def test_a_busy_ssd_slows_a_load() -> None:
 
 
 def test_a_fetch_that_times_out_before_the_grant_reports_no_progress() -> None:
-    """Whether a fetch fails if the source read the blocks from its SSD for longer than the reader
-    could wait."""
+    """The fetch must fail if the source reads the blocks from its SSD for longer than the reader
+    may wait."""
     bench = Bench()
     bench.grants = False
     bench.fetch("b", "a", timeout_s=0.5)
@@ -178,7 +178,7 @@ def test_a_fetch_that_takes_too_long_is_given_up() -> None:
 
 
 def test_a_layer_wise_stream_ends_with_the_computing_a_serial_one_after_it() -> None:
-    """Makes a fetch of 10 blocks that take 10 ms to send, 5 ms to load, and 30 ms to compute."""
+    """The stream has 10 blocks, which take 10 ms to send, 5 ms to load, and 30 ms to compute."""
     ends_s = {}
     for layer_wise in (True, False):
         bench = Bench(layer_wise)
@@ -234,7 +234,7 @@ def test_a_stream_that_is_not_expected_or_never_starts() -> None:
 
 
 def test_what_the_receiver_gives_up_while_it_is_loaded_takes_no_more_of_its_pcie() -> None:
-    """All blocks were sent in 10 ms; their load would last until 15 ms."""
+    """All blocks were sent after 10 ms, and their load would last until 15 ms."""
     bench = Bench()
     bench.open()
     bench.messengers["a"].send("w", list(enumerate(BLOCKS)))

@@ -1,4 +1,5 @@
-"""Tests the simulated draft model: rounds of guesses, their time, and which are right."""
+"""Tests the simulated draft model: its rounds of guesses, their time, and which guesses are
+right."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_right_guess_of_the_end_is_the_last_and_is_not_handed_on() -> None:
     assert drafted == {0: (0,)}  # the second guess was the end of the answer
     assert seconds == pytest.approx(COST.step_s((), 1, 100) + COST.step_s((), 1, 101))
     _, drafted, _ = SimDrafter(COST, NEVER, lambda attempt_id: 10).run((last_two,))
-    assert drafted == {0: (0, 0, 0, 0)}  # the draft follows another text
+    assert drafted == {0: (0, 0, 0, 0)}  # the drafts do not fit, because the text is another one
 
 
 def test_a_guess_depends_on_seed_request_and_place_alone() -> None:

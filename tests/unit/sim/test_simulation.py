@@ -33,8 +33,8 @@ def config(**overrides: dict[str, Any]) -> Config:
 
 
 def arrivals(number: int, gap_s: float = 0.5, shared_blocks: int = 8) -> list[Arrival]:
-    """Makes prompts of growing length; every second prompt shares its first blocks with the others
-    of this kind."""
+    """Makes prompts of growing length, of which every second one shares its first blocks with the
+    others of this kind."""
     shared = tuple(BlockKey(b"shared" + bytes([i])) for i in range(shared_blocks))
     made = []
     for n in range(number):
@@ -112,8 +112,8 @@ def test_an_ssd_is_as_large_in_bytes_as_in_tokens() -> None:
 
 
 def test_the_last_copy_in_dram_is_evicted_last() -> None:
-    """Whether one copy in both pools' DRAM is enough: a handover leaves two copies of each
-    prompt."""
+    """One copy in the DRAM of both pools together is enough, because a handover leaves two copies
+    of each prompt."""
     requests = conversations(40, 4)
     _, blind = run(
         config(pool={"dram_tokens_per_instance": 60_000}, conductor={"spare_copies_first": False}),
@@ -154,11 +154,11 @@ def test_an_unloaded_request_takes_what_its_parts_take() -> None:
     truth = simulation.hardware.prefill.ground_truth
     layout = simulation.hardware.layout
     prefill_s = prompt_s(truth, 2000, 0, settings.engine.chunk_tokens)
-    # The first token is visible when the second token can follow: the decode has loaded all
-    # KVCache.
+    # The first token is sent when the second one can follow, because the decode instance has loaded
+    # all KVCache.
     load_s = layout.blocks_for(2000) * layout.block_bytes
     load_s /= simulation.hardware.decode.pcie_bytes_per_s
-    hops_s = 3 * CONTROL_LATENCY_S  # command, last bytes, report
+    hops_s = 3 * CONTROL_LATENCY_S  # a command, the last bytes, and a report
     assert figures["ttft_s"]["mean"] == pytest.approx(prefill_s + load_s + hops_s, abs=1e-5)
     assert figures["prefill_compute_s"]["mean"] == pytest.approx(prefill_s, rel=1e-4)
     assert figures["transfer"]["bytes"] == layout.blocks_for(2000) * layout.block_bytes
@@ -271,7 +271,7 @@ def test_what_is_given_up_at_its_deadline_leaves_nothing_either() -> None:
     simulation, figures = run(settings, arrivals(60, gap_s=0.1))
     assert figures["failed"] > 20
     assert_nothing_left(simulation)
-    # A prompt that was begun and given up must not be remembered for ever.
+    # A prompt that was begun and then given up must not be remembered for ever.
     assert [node.engine.num_begun for node in simulation.nodes.values()] == [0] * 4
 
 

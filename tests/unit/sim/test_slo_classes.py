@@ -1,4 +1,4 @@
-"""Tests classes of service levels: rows name them, and the configuration has their levels."""
+"""Tests SLO classes, which rows name and of which the configuration has the levels."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_each_class_is_held_to_its_own_levels(tmp_path: Path) -> None:
 
 
 def test_a_plan_keeps_the_levels_of_every_class() -> None:
-    """Whether the small class counts: 90 % of all requests would keep their SLOs without the small
-    class, which needs a second instance."""
+    """90 % of all requests would keep their SLOs on one instance, but the small class needs a
+    second one."""
     base = {"slo": {"ttft_s": 60.0, "tbt_s": 0.5}}
     own = {"slo": base["slo"] | {"classes": [{"name": "chat", "ttft_s": 0.8, "tbt_s": 0.5}]}}
     few = [TraceRow(0.5 * i, 6144, 4, slo_class="chat" if i % 20 == 19 else "") for i in range(80)]

@@ -1,4 +1,4 @@
-"""Tests simulated tenants: shares hold for as long as answers run, in clusters of several
+"""Tests the shares of simulated tenants, for as long as answers run, in clusters of several
 shapes."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def asks(
     prompt_tokens: int = 24,
     priority: int = 0,
 ) -> list[Arrival]:
-    """Makes requests for answers of `num_tokens`. No prompt has a prefix of another."""
+    """Makes requests for answers of `num_tokens`. No two prompts share a prefix."""
     start = sum(tenant.encode()) * 1_000_000 + int(first_s * 1000) * 100
     keys = [private_keys(start + n, prompt_tokens, BLOCK) for n in range(number)]
     return [
@@ -56,24 +56,25 @@ def asks(
 
 
 def flood(tenant: str, first_s: float = 0.0, **known: Any) -> list[Arrival]:
-    """Makes more long answers than the pool holds, all at once."""
+    """Makes more requests for long answers than the pool holds, all at the same time."""
     values = {"number": 60, "gap_s": 0.01, "num_tokens": 7000} | known
     return asks(tenant, first_s=first_s, **values)
 
 
 class Found(NamedTuple):
-    records: dict[str, list[RequestRecord]]  # by tenant, in order of arrival
-    tokens: list[tuple[float, str, int]]  # arrival time, tenant, and number of requests
+    records: dict[str, list[RequestRecord]]  # records by tenant, in order of arrival
+    tokens: list[tuple[float, str, int]]  # (time of delivery, tenant, number of tokens)
     num_pauses: int
 
     def ttfts(self, tenant: str) -> list[float]:
-        """Asserts that every request of the tenant was answered."""
+        """Returns the TTFTs of the tenant's requests, in order of arrival. Asserts that all were
+        answered."""
         outcomes = Counter(record.outcome for record in self.records[tenant])
         assert outcomes == {"stop": len(self.records[tenant])}
         return [record.ttft_s or 0.0 for record in self.records[tenant]]
 
     def shares(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """Returns each tenant's part of the tokens of a time."""
+        """Returns each tenant's part of the tokens in an interval of time."""
         found = Counter[str]()
         for at_s, tenant, number in self.tokens:
             if begin_s <= at_s < end_s:
@@ -89,8 +90,8 @@ def run(
     slo: dict[str, float] | None = None,
     timeout_s: float = 600.0,
 ) -> Found:
-    """Makes two decode instances of 8192 tokens of KVCache each. Without `slo`, no request states a
-    service level."""
+    """Simulates two decode instances of 8192 tokens of KVCache each. Without `slo`, no request
+    states an SLO."""
     tables: dict[str, Any] = {
         "cluster": cluster,
         "conductor": {"admission": admission},
@@ -140,8 +141,8 @@ def run(
 def test_long_answers_of_one_tenant_leave_another_its_short_ones(
     cluster: dict[str, int], admission: str, slo: dict[str, float] | None
 ) -> None:
-    """Whether every short request is answered, about as soon as without the long answers, and no
-    long answer ends with an error before its deadline."""
+    """Every short request must be answered, about as soon as without the long answers, and no long
+    answer may end with an error before its deadline."""
     small = asks("small", 75, 1.0, 8, first_s=5.0)
     known: dict[str, Any] = {"cluster": cluster, "admission": admission, "slo": slo}
     alone = mean(run(small, **known).ttfts("small"))
@@ -198,8 +199,8 @@ def test_a_tenant_alone_uses_all_and_one_that_returns_has_its_share(
 
 @pytest.mark.long
 def test_no_answer_gives_way_to_a_less_urgent_one() -> None:
-    """Whether a request of a better or equal priority starts at once, and a request of a worse
-    priority waits."""
+    """A request of a better or equal priority must start immediately, and a request of a worse
+    priority must wait."""
     parts = [asks(f"p{p}", 20, 1.0, 8, 5.0 + p / 10, priority=p) for p in (-1, 0, 1)]
     found = run(flood("flood"), *parts, admission="none")
     alone = mean(run(parts[0]).ttfts("p-1"))

@@ -1,4 +1,4 @@
-"""A flood of one simulated tenant leaves the other tenant's time to first token unchanged."""
+"""Tests that a flood of one simulated tenant leaves the other tenant's TTFT unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ BLOCK = 256
 def arrivals(
     tenant: str, number: int, gap_s: float, num_tokens: int, **known: Any
 ) -> list[Arrival]:
-    first = sum(tenant.encode()) * 10_000  # no prompt has a prefix of another
+    # differs by tenant, so that no prompt has a prefix of another's
+    first = sum(tenant.encode()) * 10_000
     return [
         Arrival(
             n * gap_s, num_tokens, 20, private_keys(first + n, num_tokens, BLOCK), tenant, **known
@@ -37,7 +38,8 @@ def arrivals(
 def ttfts(
     requests: list[Arrival], chunk_tokens: int = 512, inline_chunks: bool = True
 ) -> dict[str, list[float]]:
-    """Returns seconds to the first token by tenant, in order of arrival. No request is refused."""
+    """Returns the seconds to the first token by tenant, in order of arrival. Asserts that no
+    request is refused."""
     return _run(requests, chunk_tokens, inline_chunks)[0]
 
 
@@ -73,7 +75,8 @@ def _run(
 def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(
     chunk_tokens: int, num_tokens: int
 ) -> None:
-    """Leaves the first request out: no tenant has been served before, so both take turns."""
+    """The first request is left out, because no tenant has been served before it, so both take
+    turns."""
     small = arrivals("small", 30, 4.0, num_tokens)
     flood = arrivals("flood", 120, 0.5, 16_000)
     alone = mean(ttfts(small, chunk_tokens)["small"][1:])
@@ -89,13 +92,14 @@ def test_chunks_are_short_only_while_another_tenant_would_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flood = arrivals("flood", 60, 0.5, 16_000)
-    # This is without the help of decode instances, which only a tenant alone has.
+    # The limit applies without the help of decode instances, which a tenant gets only if it is
+    # alone.
     alone = max(ttfts(flood, 2048, inline_chunks=False)["flood"])
     assert max(ttfts(flood, 2048)["flood"]) < 0.6 * alone
     once = arrivals("small", 1, 1.0, 500)
     late = max(ttfts([*once, *flood], 2048, inline_chunks=False)["flood"])
     assert alone < late < alone + WINDOW_S
-    # There are two floods: the steps of one are short beside the prompts of the other.
+    # There are two floods. The steps of one are short compared with the prompts of the other.
     both = [*arrivals("large", 60, 0.5, 15_000), *flood]
     found = ttfts(both, 2048)
     monkeypatch.setattr(contended_chunks, "STEP_SHARE", 1e9)
@@ -116,8 +120,8 @@ def test_what_is_left_of_a_flood_is_a_short_step(
     chunk_tokens: int, num_tokens: int, most_steps: float, mean_steps: float, ratio: float
 ) -> None:
     """A prompt waits for the step under way, which is shorter if prompts are short. `step_s` is the
-    time of a whole chunk. The first request does not count: no tenant has been served before, so
-    both take turns."""
+    time of a whole chunk. The first request does not count, because no tenant has been served
+    before it, so both take turns."""
     small, flood = arrivals("small", 40, 3.7, num_tokens), arrivals("flood", 120, 0.5, 16_000)
     alone = ttfts(small, chunk_tokens)["small"][1:]
     both, step_s = _run([*small, *flood], chunk_tokens)

@@ -49,7 +49,7 @@ def test_groups_are_of_prefill_nodes_only() -> None:
 
 
 def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() -> None:
-    """Whether `[engine]` of a live instance makes the same group as `[hardware]`."""
+    """`[engine]` of a live instance must make the same group as `[hardware]`."""
     engine = {"pipeline_parallel_size": 2, "decode_pipeline_parallel_size": 3}
     hardware = {"cost": "roofline", "device": "H100-SXM"}
     staged_config = parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS)
@@ -68,8 +68,8 @@ def test_stages_are_nodes_of_a_pipeline_and_have_one_key_live_and_simulated() ->
 
 
 def test_ranks_are_nodes_that_share_out_every_layer() -> None:
-    """Whether the keys equal the keys of a live instance; every step includes what instances send
-    each other."""
+    """The configuration keys are those of a live instance. Every step includes the messages between
+    the ranks."""
     engine = {"tensor_parallel_size": 4, "decode_tensor_parallel_size": 2}
     hardware = {"cost": "roofline", "device": "H100-SXM"}
     sharded = build_hardware(parse_config("", {"engine": engine, "hardware": hardware}, DEFAULTS))

@@ -1,6 +1,6 @@
 """Stores blocks into random slots until it is killed, and prints what it begins and what has ended.
 
-Run by `test_store_crash`: store_writer.py ROOT SLICE_BYTES SEED
+`test_store_crash` runs it: store_writer.py ROOT SLICE_BYTES SEED
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory outlives its process: the tests say which of its blocks the next process believes."""
+"""Tests memory that outlives its process: which of its blocks the next process accepts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def content(number: int) -> bytes:
 
 
 class Process:
-    """Holds an instance's arena and ledger, like one process."""
+    """An instance's arena and ledger, as one process has them."""
 
     def __init__(self, memory: KeptMemory, layout: BlockLayout = LAYOUT) -> None:
         fd, ledger = memory.prepare(layout, NUM_BLOCKS)
@@ -121,7 +121,7 @@ def test_bytes_that_change_while_they_are_hashed_are_not_named(folder: Path) -> 
     process.fill(0, 1)
     process.ledger.note([(BlockId(0), key(9))])
     process.ledger.close()
-    hashes(BlockId(0), key(1), 1)  # as if the first task ended only now
+    hashes(BlockId(0), key(1), 1)  # acts as if the first task had ended only now
     process.arena.close()
     assert process.ledger._rows[0, 1] == 9
 
@@ -248,7 +248,7 @@ for number in itertools.count(int(sys.argv[2])):
 
 @pytest.mark.long
 def test_a_process_may_be_killed_at_any_moment(folder: Path) -> None:
-    """Whether the bytes of every block that is found are the bytes of its key (`recovered`)."""
+    """Every block that is found must have the bytes of its key, which `recovered` asserts."""
     num_found = 0
     rng = random.Random(3)
     for round_ in range(8):

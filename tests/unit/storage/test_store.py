@@ -68,12 +68,12 @@ def test_a_load_counts_up_to_the_first_miss(bench: Bench) -> None:
     ended = bench.get({0: 0, 1: 1, 2: 2, 3: 3})
     assert (ended.num_blocks, ended.num_bytes) == (2, 2 * bench.arena.layout.block_bytes)
     assert "damaged" in ended.error
-    assert bench.get({14: 1}).num_blocks == 0  # of a segment that was never made
+    assert bench.get({14: 1}).num_blocks == 0  # finds nothing, because this segment was never made
 
 
 def test_loaded_slices_keep_their_checksums(bench: Bench) -> None:
     bench.put({0: 0, 1: 1})
-    flip(bench, 1, bench.store.geometry.header_bytes)  # of layer 0
+    flip(bench, 1, bench.store.geometry.header_bytes)  # flips a bit of layer 0
     bench.get({0: 0, 1: 1}, first_block=4)
     sums = bench.arena.checksums
     for layer in range(3):
@@ -98,7 +98,7 @@ def test_a_restart_finds_blocks_in_order_of_use(bench: Bench) -> None:
     bench.put({1: 1})
     bench.get({4: 4})
     bench.store.close()
-    for _ in range(2):  # including the index that the first restart wrote
+    for _ in range(2):  # also adopts the index that the first restart wrote
         assert [slot for slot, _ in bench.open().stored] == [2, 3, 1, 4]
         assert dict(bench.stored) == {s: key_of(s) for s in (1, 2, 3, 4)}
         bench.store.close()
@@ -109,7 +109,7 @@ def test_a_restart_finds_blocks_in_order_of_use(bench: Bench) -> None:
 def test_a_forgotten_block_is_not_found_again(bench: Bench) -> None:
     bench.put({slot: slot for slot in range(6)})
     bench.store.forget([0, 4])
-    bench.put({4: 40})  # after the key was forgotten
+    bench.put({4: 40})  # stores the block again, after its key was forgotten
     bench.store.forget([5])
     bench.store.close()
     bench.open()
@@ -119,7 +119,7 @@ def test_a_forgotten_block_is_not_found_again(bench: Bench) -> None:
 def test_a_block_that_changed_in_memory_is_detected_when_it_is_read_back(bench: Bench) -> None:
     bench.put({0: 7, 1: 8})
     assert bench.get({0: 7, 1: 8}).num_blocks == 2
-    bench.arena.buffer[1] ^= 16  # in block 0, whose sums are known since its last load
+    bench.arena.buffer[1] ^= 16  # flips a bit in block 0, whose sums are known since its last load
     bench.store.store("s", (key_of(7), key_of(8)), (BlockId(0), BlockId(1)), (4, 5))
     assert bench.event(StoreEnded).num_blocks == 2
     ended = bench.get({5: 8, 4: 7}, first_block=2)
@@ -199,7 +199,7 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     bench.open()
     for number in range(12):
         bench.store.store(f"s{number}", (key_of(0),), (BlockId(0),), (number,))
-        if number < 2:  # one operation for each thread
+        if number < 2:  # there is one operation for each thread
             assert entered.acquire(timeout=60)
     refused = []
     while not bench.events.empty():
@@ -209,7 +209,8 @@ def test_the_queue_is_bounded_and_close_ends_everything(
     threading.Timer(0.2, gate.set).start()
     bench.store.close()
     rest = [bench.event(StoreEnded) for _ in range(6)]
-    assert sum(e.num_blocks for e in rest) == 2  # operations under way; close() ended the others
+    # the operations that were under way; close() ended the others
+    assert sum(e.num_blocks for e in rest) == 2
     assert sum("closed" in e.error for e in rest) == 4
     assert bench.events.empty()
 
@@ -289,7 +290,7 @@ def test_verify_finds_every_damaged_block(bench: Bench) -> None:
     good = verify_folder(bench.store.folder)
     assert (good.blocks, good.bad_blocks, good.bad_slices, good.index) == (16, 0, 0, "read")
     assert good.fingerprint == bench.arena.layout.fingerprint.hex()
-    flip(bench, 3, 40)  # in the header of the slot
+    flip(bench, 3, 40)  # flips a bit in the header of the slot
     flip(bench, 9, geometry.header_bytes + geometry.slice_bytes + 1)
     found = verify_folder(bench.store.folder)
     assert (found.bad_blocks, found.bad_slices, found.bad_slots) == (2, 2, (3, 9))

@@ -107,7 +107,8 @@ def test_an_index_damaged_at_any_byte_names_no_wrong_block(bench: Bench, damage:
     bench.store.close()
     folder, geometry = bench.store.folder, bench.store.geometry
     right = {0: key_of(0), 2: key_of(2)}
-    stale = {**right, 1: key_of(1)}  # a lost record leaves true content on disk, only unwanted
+    # If the record that forgets block 1 is lost, its content is right, only unwanted.
+    stale = {**right, 1: key_of(1)}
     path = folder / INDEX_NAME
     whole = path.read_bytes()
     assert len(whole) > INDEX_HEAD_BYTES + 4 * RECORD_BYTES
@@ -127,7 +128,7 @@ def test_an_index_damaged_at_any_byte_names_no_wrong_block(bench: Bench, damage:
         if head_lost:
             assert found == stale
         elif damage == "flip":
-            assert len(set(right) ^ set(found)) <= 1  # one record is lost, but no later record
+            assert len(set(right) ^ set(found)) <= 1  # at most one record is lost, and no later one
         index.close()
         again, rebuilt = open_index(folder, geometry, 3)
         assert not rebuilt
@@ -149,7 +150,7 @@ def test_random_bytes_are_never_accepted() -> None:
                 decode_header(data)
             with pytest.raises(FormatError):
                 decode_index_head(data)
-            with pytest.raises(FormatError):  # an absurd number of layers
+            with pytest.raises(FormatError):  # because the number of layers is absurd
                 decode_header(b"moonslot" + data)
 
 
@@ -157,8 +158,8 @@ def test_random_bytes_are_never_accepted() -> None:
 def test_a_writer_killed_at_any_moment_leaves_only_right_blocks(
     tmp_path: Path, slice_bytes: int
 ) -> None:
-    """The next process finds every block that was stored and not overwritten, and every block it
-    finds is right. `MOONPOOL_KILL_ROUNDS` sets the number of rounds."""
+    """The next process must find every block that was stored and not overwritten, and every block
+    that it finds must be right. `MOONPOOL_KILL_ROUNDS` sets the number of rounds."""
     rounds = int(os.environ.get("MOONPOOL_KILL_ROUNDS", "6"))
     rng = random.Random(slice_bytes)
     begun: dict[int, int] = {}
@@ -217,7 +218,8 @@ def check_all(bench: Bench, found: dict[int, BlockKey]) -> None:
 
 
 def test_a_torn_write_is_a_miss_even_if_it_is_still_listed(bench: Bench) -> None:
-    """After a power failure the index may name an older or newer block than the slot contains."""
+    """After a power failure, the index may name an older or newer block than the one in the
+    slot."""
     geometry: Geometry = bench.store.geometry
     path = segment_path(bench.store.folder, 0)
     whole = path.read_bytes()
@@ -229,5 +231,6 @@ def test_a_torn_write_is_a_miss_even_if_it_is_still_listed(bench: Bench) -> None
         old = bench.get({1: 1}, first_block=3).num_blocks
         fresh = bench.get({1: 99}, first_block=3).num_blocks
         assert not (old and fresh)
-        assert not old or written <= 96  # as long as no byte of the new key has come
+        # the old block stays as long as no byte of the new key has been written
+        assert not old or written <= 96
         assert not fresh or written >= geometry.header_bytes + geometry.block_bytes - 1

@@ -1,5 +1,5 @@
-"""An operator learns of a disk that returns damaged blocks by a log line, a count, and the file's
-name."""
+"""Tests that an operator learns of a disk that returns damaged blocks: by a log line, a count, and
+the file's name."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_damage_is_said_once_with_its_file_and_counted(
     assert 1 <= counts.damaged_blocks <= NUM_BLOCKS
     assert counts.damaged_blocks == sum(int(line.split()[0]) for line in told)
     assert counts.failed_operations == 0, "the disk did what it was told"
-    # Slots that were found damaged are void. A load that ended at the first damaged slot left the
-    # others.
+    # Slots that were found damaged are void. A load ended at the first damaged slot, so it did not
+    # check the others.
     for _ in PAIRS:
         load(bench)
     assert bench.store.counts().damaged_blocks <= NUM_BLOCKS, "each is counted once"

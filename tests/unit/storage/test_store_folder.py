@@ -1,5 +1,5 @@
-"""Folders that the store cannot use: each is refused with one line that says what to do, and its
-content stays unchanged."""
+"""Tests folders that the store cannot use: each is refused with one line that says what to do, and
+its content stays unchanged."""
 
 from __future__ import annotations
 

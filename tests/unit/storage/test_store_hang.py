@@ -1,4 +1,4 @@
-"""A disk hangs: a call does not return for any length of time."""
+"""Tests a disk that hangs: a call does not return for any length of time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANG_S = 1.0
 
 
 class Stuck:
-    """The named call does not return while the gate is closed."""
+    """Replaces the named call by one that does not return while the gate is closed."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()
@@ -61,14 +61,14 @@ def test_a_hung_read_ends_as_a_miss_and_its_return_is_reported(
 ) -> None:
     bench.put({number: number for number in range(READ_THREADS + 1)})
     stuck = Stuck("preadv", monkeypatch)
-    for number in range(READ_THREADS + 1):  # the last load only waits for a thread
+    for number in range(READ_THREADS + 1):  # the last of these loads only waits for a thread
         load(bench, f"l{number}", number, 5 + number)
     assert "has not answered" in bench.event(TierPaused).error
     ended = [bench.event(LoadEnded) for _ in range(READ_THREADS + 1)]
     assert {e.num_blocks for e in ended} == {0}
     inside = {f"l{number}" for number in range(READ_THREADS)}
     assert {e.load_id for e in ended if e.hung} == inside
-    load(bench, "refused", 0, 10)  # at once, and without a thread for the load
+    load(bench, "refused", 0, 10)  # fails at once, and takes no thread
     assert "has not answered" in bench.event(LoadEnded).error
     assert stuck.inside == READ_THREADS and bench.events.empty()
     stuck.gate.set()
@@ -85,7 +85,7 @@ def test_a_hung_write_is_never_found_again(bench: Bench, monkeypatch: pytest.Mon
     bench.event(TierPaused)
     ended = bench.event(StoreEnded)
     assert (ended.num_blocks, ended.hung) == (0, True)
-    bench.fill(3, key_of(99))  # the block belongs to another request by now
+    bench.fill(3, key_of(99))  # by now, the block belongs to another request
     stuck.gate.set()
     assert bench.event(StoreReturned).store_id == "s5"
     bench.event(TierResumed)
@@ -107,7 +107,7 @@ def test_a_slow_disk_does_not_count_as_hung(bench: Bench, monkeypatch: pytest.Mo
         return call(*args)
 
     monkeypatch.setattr(os, "preadv", slow)
-    for number in range(6):  # together the calls take longer than one call may
+    for number in range(6):  # together, the calls take longer than one call may
         load(bench, f"l{number}", number, number)
     assert all(bench.event(LoadEnded).num_blocks == 1 for _ in range(6))
 

@@ -1,4 +1,4 @@
-"""The programs in `examples/` run as their first lines say."""
+"""Tests that the programs in `examples/` run in the way that their first lines say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests what notebooks show, and that the documentation's notebook has the output of its cells."""
+"""Tests the output in notebooks, and that the documentation's notebook has the output of its
+cells."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ ROWS = [moonpool.TraceRow(2.0 * i, 2048, 8) for i in range(20)]
 
 
 def test_the_notebook_has_what_its_cells_give() -> None:
-    """Whether the notebook is current; `make notebook` writes it again."""
+    """The notebook must be up to date; `make notebook` writes it again."""
     for path in NOTEBOOKS:
         notebook = json.loads(path.read_text())
         assert text_of(executed(notebook)) == path.read_text(), f"run make notebook for {path.name}"

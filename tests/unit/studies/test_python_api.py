@@ -1,4 +1,5 @@
-"""The public Python API gives the results of the commands, and imports only what it needs."""
+"""Tests that the public Python API gives the results of the commands, and imports only what it
+needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads odd but legal rows of agents, in all forms: how they count, and which call waits for
+"""Tests odd but legal rows of agents, in all forms: their token counts, and which call waits for
 which."""
 
 from __future__ import annotations

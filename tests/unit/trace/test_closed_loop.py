@@ -1,4 +1,4 @@
-"""A call starts when all calls for which it waits have ended, and only then."""
+"""Tests that a call starts when all calls for which it waits have ended, and only then."""
 
 from __future__ import annotations
 

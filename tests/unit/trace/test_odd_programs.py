@@ -1,4 +1,4 @@
-"""Reads files of programs whose contents are unusual and legal: omitted lines are counted."""
+"""Tests files of programs with unusual but legal contents, and that omitted lines are counted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAME = "Grüße 日本語 \u2028\0x"
 
 
 def opened(folder: Path, *lines: Any) -> Trace:
-    """Writes a file like some programs: with a byte-order mark at its start, CRLF, and plain
-    Unicode."""
+    """Opens a trace from a file like those of some programs: with a byte-order mark at its start,
+    CRLF, and plain Unicode."""
     path = folder / "trace.jsonl"
     text = "".join(json.dumps(line, ensure_ascii=False) + "\r\n" for line in lines)
     path.write_bytes(text.encode("utf-8-sig"))
@@ -68,8 +68,8 @@ def test_times_of_two_clocks_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_stands_before_the_messages_is_shared(tmp_path: Path) -> None:
-    """Whether instructions and tools are read, which have separate attributes in the semantic
-    conventions."""
+    """Instructions and tools, which have separate attributes in the semantic conventions, must be
+    read, too."""
     blocks = []
     for name in ("a", "b"):
         one = span(0, 1, input=1024, output=9)

@@ -38,7 +38,7 @@ def test_aiperf_sessions_add_to_their_prompts(tmp_path: Path) -> None:
     first, second = (row for row in rows if row.session == "a")
     assert (first.after, second.after, second.delay_s) == ((), (first.call,), 2.5)
     assert (first.input_tokens, second.input_tokens) == (700, 700 + 40 + 150)
-    assert second.hash_ids[:10] == first.hash_ids[:10]  # 640 tokens in blocks of 64
+    assert second.hash_ids[:10] == first.hash_ids[:10]  # 640 tokens, in blocks of 64
     text, after = (row for row in rows if row.session == "b")
     assert text.input_tokens == -(-len(TEXT) // 4)
     assert (after.after, after.delay_s) == ((text.call,), 0.0)
@@ -116,9 +116,9 @@ def test_wekas_conversations_with_sub_agents(tmp_path: Path) -> None:
     assert grown.after == (child.call,) and grown.delay_s == 1.0
     assert last.after == (first.call, grown.call) and last.delay_s == 4.0
     assert last.hash_ids[:3] == first.hash_ids[:3]
-    assert other.hash_ids[:2] == first.hash_ids[:2]  # definitions of tools
+    assert other.hash_ids[:2] == first.hash_ids[:2]  # these blocks have the definitions of tools
     assert other.hash_ids[2] != first.hash_ids[2]
-    assert len(first.hash_ids) == 4  # the last block is partial
+    assert len(first.hash_ids) == 4  # includes a partial last block
 
 
 def test_spans_wait_for_those_that_had_ended(tmp_path: Path) -> None:

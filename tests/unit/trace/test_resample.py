@@ -1,4 +1,5 @@
-"""Draws samples of a trace: bursts and sharing of prefixes stay, and the draws differ."""
+"""Tests draws of a trace: they keep bursts and the sharing of prefixes, and differ from each
+other."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ def test_equal_names_are_equal_prefixes(rows: list[TraceRow]) -> None:
 
 
 def test_bursts_stay() -> None:
-    """Returns the variance of arrivals in ten seconds over their mean, for a trace with strong
-    bursts."""
+    """For a trace with strong bursts, the variance of arrivals in ten seconds over their mean must
+    stay about the same in draws."""
     bursty = msgspec.structs.replace(BUILT_IN["conversation"], burst_short_cv2=4.0)
     rows = list(generate(bursty, num_requests=2000, seed=2))
 
@@ -80,8 +81,7 @@ def test_bursts_stay() -> None:
 
 
 def test_copies_share_common_blocks_only() -> None:
-    """Makes a trace in which all prompts share block 0; each turn of a minute continues half a
-    minute later."""
+    """In the trace, all prompts share block 0, and each turn continues half a minute later."""
     rows = []
     for i in range(200):
         rows.append(TraceRow(60.0 * i, 1024, 1, (0, 2 * i + 1)))

@@ -1,4 +1,5 @@
-"""Characterises traces: small traces by hand, the real traces against published figures."""
+"""Tests the characteristics of traces: of small traces against figures computed by hand, and of the
+real traces against published figures."""
 
 from __future__ import annotations
 
@@ -38,16 +39,16 @@ def test_sharing_and_turns_by_hand() -> None:
     figures = figures_of(
         [
             TraceRow(0.0, 1100, 10, (0, 1, 2)),
-            TraceRow(4.0, 600, 10, (0, 3)),  # shares only the first block: not a follow-up
-            TraceRow(10.0, 1600, 20, (0, 1, 4, 5)),  # the turn follows the first row
-            TraceRow(12.0, 1600, 20, (0, 1, 4, 5)),  # the same row again
+            TraceRow(4.0, 600, 10, (0, 3)),  # shares only the first block, so it is not a follow-up
+            TraceRow(10.0, 1600, 20, (0, 1, 4, 5)),  # this turn follows the first row
+            TraceRow(12.0, 1600, 20, (0, 1, 4, 5)),  # repeats the row before
         ]
     )
     blocks, turns = figures.blocks, figures.turns
     assert blocks is not None and turns is not None
     assert (blocks.references, blocks.distinct) == (13, 6)
     assert blocks.never_reused_share == pytest.approx(2 / 6)
-    assert blocks.never_reused_full_share == 0.0  # blocks 0, 1 and 4 are full
+    assert blocks.never_reused_full_share == 0.0  # blocks 0, 1 and 4 are full, and all are reused
     assert blocks.hit_ratio_blocks == pytest.approx((0 + 1 + 2 + 4) / 13)
     assert blocks.hit_ratio_tokens == pytest.approx((512 + 1024 + 1600) / 4900)
     assert (blocks.no_hit_requests, blocks.chain_violations) == (1, 0)

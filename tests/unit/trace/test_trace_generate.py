@@ -1,5 +1,5 @@
-"""Generated workloads are well-formed, reproducible, and similar to the trace to which they are
-fitted."""
+"""Tests that generated workloads are well-formed, reproducible, and similar to the trace to which
+they are fitted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_every_built_in_workload_is_a_well_formed_trace(name: str) -> None:
             parent = block
             if block == expected_next:
                 expected_next += 1
-            assert block < expected_next  # numbered by first appearance
+            assert block < expected_next  # ids are numbered by their first appearance
             tokens = min(512, row.input_tokens - 512 * place)
             assert lengths.setdefault(block, tokens) == tokens
     assert all(a.arrived_s <= b.arrived_s for a, b in pairwise(rows))
@@ -143,7 +143,7 @@ def test_a_limit_on_time_and_a_rate() -> None:
     assert rows[-1].arrived_s <= 400
     assert len(rows) / 400 == pytest.approx(20.0, rel=0.1)
     halves = [sum(low <= row.arrived_s < low + 200 for row in rows) for low in (0, 200)]
-    assert halves[0] == pytest.approx(halves[1], rel=0.1)  # no ramp at the start
+    assert halves[0] == pytest.approx(halves[1], rel=0.1)  # the rate does not rise at the start
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_bursts_spread_counts_and_poisson_does_not() -> None:
     wild_s = [row.arrived_s for row in generate(wild, duration_s=20_000)]
     assert dispersion(calm_s, 10) == pytest.approx(1.0, abs=0.15)
     assert dispersion(calm_s, 60) == pytest.approx(1.0, abs=0.25)
-    # The count is 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3): each window has one rate.
+    # The count is 1 + 5/s * 10 s * (1.0 + 0.3 + 1.0 * 0.3), because each window has one rate.
     assert dispersion(wild_s, 10) == pytest.approx(81, rel=0.2)
     assert dispersion(wild_s, 300) == pytest.approx(1 + 5 * (10 * 1.3 + 300 * 0.3), rel=0.4)
     assert len(wild_s) / 20_000 == pytest.approx(5.0, rel=0.2)

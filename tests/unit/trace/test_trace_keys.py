@@ -1,5 +1,5 @@
-"""Makes block keys from a trace's hashes: as many as full blocks, equal exactly where prefixes are
-equal."""
+"""Tests the block keys that are made from a trace's hashes: one for each full block, and equal
+exactly where prefixes are equal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_one_key_per_full_block(block_tokens: int) -> None:
 def test_keys_are_equal_exactly_where_prefixes_are(
     a: list[int], b: list[int], block_tokens: int
 ) -> None:
-    """Makes prompts of whole trace blocks; an id names the prefix up to its block, as in a
-    trace."""
+    """The prompts consist of whole trace blocks. As in a trace, an id names the prefix up to its
+    block."""
     names: dict[tuple[int, ...], int] = {}
 
     def ids(prompt: list[int]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Logs as JSON lines, and vLLM's own logs, are read as traces, or refused with the reason."""
+"""Tests that logs of JSON lines, and vLLM's own logs, are read as traces, or refused with the
+reason."""
 
 from __future__ import annotations
 

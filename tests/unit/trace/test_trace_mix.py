@@ -1,4 +1,4 @@
-"""Mixes workloads over a day: rates by the hour, in a trace like any other."""
+"""Tests workloads that are mixed over a day: rates by the hour, in a trace like any other."""
 
 from __future__ import annotations
 

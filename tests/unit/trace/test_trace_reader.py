@@ -1,5 +1,5 @@
-"""Reads traces in every format, with order of time, ticks and bounded memory; an error is one
-line."""
+"""Tests the reader with traces in every format: the order of time, ticks, bounded memory, and
+errors of one line."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ WRONG_LINES = [
 def test_a_wrong_line_is_named_before_the_first_row(tmp_path: Path, wrong: str, words: str) -> None:
     path = write(tmp_path, "a.jsonl", GOOD * 3 + wrong)
     with pytest.raises(TraceError) as caught:
-        open_trace(path)  # no caller asked for a row
+        open_trace(path)  # raises without a request for any row
     assert words in str(caught.value)
     assert f"{path.name}:4: " in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -398,9 +398,9 @@ def test_a_line_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:
         file.write(GOOD.encode() + b'{"timestamp": ')
-        file.truncate(1 << 30)  # sparse, so it takes no disk space
+        file.truncate(1 << 30)  # makes a sparse file, which takes no disk space
     peaks = []
-    for _ in range(3):  # a thread of an earlier test allocates, too
+    for _ in range(3):  # tries again, because a thread of an earlier test may allocate, too
         tracemalloc.start()
         text = error_of(path)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -418,7 +418,7 @@ def test_memory_does_not_grow_with_a_sorted_file(tmp_path: Path) -> None:
         assert sum(1 for _ in open_trace(path)) == num_rows
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0] + 600_000  # the sample in which ticks are searched
+    assert peaks[1] < 1.5 * peaks[0] + 600_000  # allows for the sample in which ticks are searched
 
 
 @needs_conversation

@@ -1,4 +1,4 @@
-"""A trace of programs that is written and read again is the same trace."""
+"""Tests that a trace of programs stays the same when it is written and read again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHORT = st.sampled_from(("", "search", "compile"))
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[TraceRow]:
-    """Agents whose calls wait for earlier calls of their program, beside requests without one."""
+    """Draws rows of agents, whose calls wait for earlier calls of their program, and of requests
+    without a program."""
     rows: list[TraceRow] = []
     for number in range(draw(st.integers(1, 4))):
         arrived_s = draw(st.integers(0, 5000)) / 1000
@@ -60,7 +61,7 @@ class OwnLines:
 
 
 class WrongLines:
-    """Makes a row of which the line gives some fields."""
+    """A format that makes a row with some fields from the line."""
 
     def parse(self, line: bytes) -> TraceRow:
         given_fields = ast.literal_eval(line.decode())

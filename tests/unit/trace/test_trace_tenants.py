@@ -113,7 +113,7 @@ def test_a_larger_share_serves_more_of_a_tenant(tmp_path: Path) -> None:
 
 def test_a_share_of_the_cache_leaves_the_others_their_hits(tmp_path: Path) -> None:
     rows = []
-    for n in range(24):  # one prompt again and again, and others used once
+    for n in range(24):  # sends one prompt again and again, and other prompts once
         rows.append((n * 60_000, 8_000, list(range(16)), "small"))
         for k in range(1, 11):
             first = 100_000 * n + 1000 * k

@@ -69,16 +69,18 @@ def test_a_late_arena_takes_memory_for_blocks_in_use_and_gives_it_back() -> None
     while taken() < AHEAD_BYTES + layout.block_bytes and time.monotonic() < until_s:
         time.sleep(0.01)
     assert AHEAD_BYTES + layout.block_bytes <= taken() < arena.num_bytes
-    arena.slice(arena.num_blocks - 1, 0)[:2] = b"xy"  # far from the announced size
+    # writes far beyond the size that was announced first
+    arena.slice(arena.num_blocks - 1, 0)[:2] = b"xy"
     assert arena.slice(arena.num_blocks - 1, 0)[:2] == b"xy"
     arena.forget_content()
-    while taken() and time.monotonic() < until_s:  # the other thread may still take what it began
+    # waits, because the other thread may still take the memory that it has begun to take
+    while taken() and time.monotonic() < until_s:
         time.sleep(0.01)
         arena.forget_content()
     assert taken() == 0
     arena.seal()
     arena.slice(0, 0)[:1] = b"z"
-    arena.forget_content()  # a sealed arena does not change
+    arena.forget_content()  # changes nothing, because the arena is sealed
     assert arena.slice(0, 0)[:1] == b"z"
     arena.reach(arena.num_blocks)
     arena.close()
@@ -134,7 +136,7 @@ def test_only_mappings_from_before_the_seal_can_write() -> None:
 @pytest.mark.long
 def test_a_peer_is_mapped_once_and_until_its_last_release(arena: Arena) -> None:
     peers = PeerArenas()
-    gc.collect()  # memory that earlier tests left behind
+    gc.collect()  # frees memory that earlier tests left behind
     before = len(os.listdir("/proc/self/fd"))
     mapped = mappings()
     first, name = peers.adopt(os.dup(arena.fd), LAYOUT)
@@ -169,11 +171,12 @@ def test_a_file_that_is_not_a_sealed_memfd_is_refused(tmp_path: Path) -> None:
         PeerArenas().adopt(plain, LAYOUT)
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     os.write(file, b"x" * LAYOUT.block_bytes)
-    with pytest.raises(ArenaError, match="not sealed"):  # other users could truncate it
+    # refuses an unsealed file, because other users could truncate it
+    with pytest.raises(ArenaError, match="not sealed"):
         PeerArenas().adopt(file, LAYOUT)
     for fd in (plain, file):
         with pytest.raises(OSError):
-            os.fstat(fd)  # closed, because it was handed over
+            os.fstat(fd)  # closed, because the descriptor was handed over
     read_end, write_end = os.pipe()
     os.close(write_end)
     with pytest.raises(ArenaError, match="not a memory file"):
@@ -200,7 +203,7 @@ def memory_files() -> int:
 
 
 def test_close_frees_the_memory_and_every_descriptor() -> None:
-    gc.collect()  # memory that earlier tests left
+    gc.collect()  # frees memory that earlier tests left behind
     before, mapped_before = memory_files(), mappings()
     Arena(LAYOUT, 8).close()
     gc.collect()

@@ -1,4 +1,4 @@
-"""A pooled connection sends its last message even if a wake-up comes late."""
+"""Tests that a pooled connection sends its last message even if a wake-up comes late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_late_wake_up_does_not_delay_the_last_message() -> None:
     pooled = PooledConnection(PeerAddress(InstanceId("peer"), "", "", "127.0.0.1", 1))
     connection = QueueingConnection()
     pooled.set_connection(connection, False)  # type: ignore[arg-type]
-    os.eventfd_write(pooled.wake_fd, 1)  # a wake-up of the operation that has ended
+    os.eventfd_write(pooled.wake_fd, 1)  # a late wake-up of the operation that has ended
     pooled.flush_queued(linger=True)
     assert not connection.has_queued
     connection.has_queued = True

@@ -20,7 +20,7 @@ from moonpool_engine.transfer.wire import MAX_FRAME_BYTES, Refused, Slices, Slic
 @pytest.fixture
 def ends() -> Iterator[tuple[FrameSocket, FrameSocket]]:
     a, b = socket.socketpair()
-    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # forces partial sends
+    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # small, so that sends are partial
     pair = FrameSocket(a), FrameSocket(b)
     yield pair
     for end in pair:
@@ -133,7 +133,7 @@ def test_a_hang_up_is_detected_behind_unread_data(ends: tuple[FrameSocket, Frame
 
 @pytest.mark.parametrize("chosen", ["bbr", "cubic", "reno"])
 def test_a_near_peer_is_not_paced_by_bbr(chosen: str) -> None:
-    """Whether any other choice stays."""
+    """Any other congestion control must stay."""
     with tcp.listen("127.0.0.1", 0) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Tests the handshake without I/O, and over asyncio streams: it needs the secret."""
+"""Tests the handshake, which needs the secret, without I/O and over asyncio streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def identity(
 
 
 def run(client: ClientHandshake, server: ServerHandshake) -> None:
-    """Exchanges bodies until both sides have no more."""
+    """Exchanges bodies until neither side has another one."""
     body = client.start()
     while body:
         body = server.feed(body)
@@ -156,13 +156,13 @@ def test_both_sides_use_the_newest_version_that_both_speak(
 
 
 def without_statement(hello: Hello) -> Hello:
-    """The hello of protocol 10: all of its nonce is random."""
+    """Returns the hello of protocol 10, whose nonce is wholly random."""
     return msgspec.structs.replace(hello, nonce=secrets.token_bytes(32))
 
 
 def test_a_peer_that_states_nothing_speaks_protocol_10(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ServerHandshake(SECRET, identity("s"))
-    with monkeypatch.context() as patched:  # all of the nonce is random
+    with monkeypatch.context() as patched:  # makes the whole nonce random, as in protocol 10
         patched.setattr(auth, "state_versions", lambda _: secrets.token_bytes(STATED_BYTES))
         client = ClientHandshake(SECRET, identity("c"))
     run(client, server)

@@ -1,4 +1,5 @@
-"""The native slice copier computes the checksums of xxhash and copies like the plain one."""
+"""Tests that the native slice copier computes the checksums of xxhash, and copies like the plain
+one."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def offers_of(arena: Arena, slice_copier: SliceCopier, cells: list[tuple[int, in
 CELLS = [(7, 4, 0), (7, 4, 1), (8, 1, 2), (9, 0, 0), (7, 4, 2)]
 
 
-# The sizes are exactly one key block of the hash, a stripe less, a stripe more, and many.
+# The sizes are exactly one key block of the hash, a stripe less, a stripe more, and many key
+# blocks.
 @pytest.mark.parametrize("head_dim", [8, 10, 28, 30, 32, 34, 62, 64, 66, 130, 2048, 8190])
 def test_checksums_are_those_of_xxhash_and_the_copy_is_complete(
     native: NativeSliceCopier, head_dim: int
@@ -124,7 +126,7 @@ def test_slices_without_checksum_are_hashed_by_the_receiver(
 ) -> None:
     slice_copier: SliceCopier = native if use_native else PlainSliceCopier()
     source, target = make_arena(8, 1), make_arena(8, 2)
-    source.checksums.set(BlockId(1), 2, 77)  # stored, and wrong
+    source.checksums.set(BlockId(1), 2, 77)  # stores a wrong checksum
     offers = bytearray(pack_offers((index, layer, block, 0) for index, block, layer in CELLS))
     assert slice_copier.fill_checksums(source, offers, 0, 5, 0) == 5
     assert [checksum for *_, checksum in unpack_offers(bytes(offers))] == [0, 0, 77, 0, 0]

@@ -1,4 +1,5 @@
-"""Tests frames over TLS: both directions at once, and an end that another thread closes."""
+"""Tests frames over TLS: both directions at the same time, and a socket that another thread
+closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restart command that goes wrong ends in one line, and leaves no process."""
+"""Tests that a restart command that fails gives one line, and leaves no process behind."""
 
 from __future__ import annotations
 

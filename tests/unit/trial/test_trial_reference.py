@@ -1,4 +1,5 @@
-"""Each kind of difference is found as its kind, and near-ties are not wrong answers."""
+"""Tests that each kind of difference is recognised, and that near-ties do not count as wrong
+answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what a tally proves, and what it must not call proven."""
+"""Tests which faults a tally calls proven, and which it must not call proven."""
 
 from __future__ import annotations
 

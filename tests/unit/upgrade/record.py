@@ -1,4 +1,5 @@
-"""Records what this release leaves on a machine, for the tests of the next: run it once a release.
+"""Records the files that this release leaves on a machine, for the tests of the next release. Run
+it once per release.
 
     python -m tests.unit.upgrade.record
 

@@ -1,8 +1,9 @@
-"""Reads the files that former releases left on a machine; docs/operating.md promises this for an
-upgrade.
+"""Tests that the files that former releases left on a machine can be read, as docs/operating.md
+promises for an upgrade.
 
 The archives hold a config file, step times and an SSD folder, each made by the code of that
-release: 0.1.0's by that of commit 7437cd67. `python -m tests.unit.upgrade.record` makes later ones.
+release: 0.1.0's by that of commit 7437cd67. `python -m tests.unit.upgrade.record` makes the
+archives of later releases.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ THIS = "this release"
 
 @pytest.fixture(params=[*sorted(path.name for path in HERE.glob("*.tar.gz")), THIS])
 def left(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder with the files of a release; those of this release are recorded now, as
-    the next release will find them."""
+    """Returns the folder with the files of a release. The files of the present release are recorded
+    now."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     archive = HERE / request.param
     if request.param == THIS:
@@ -86,7 +87,7 @@ def test_a_damaged_block_is_a_miss(left: Path) -> None:
     data = bytearray(segment.read_bytes())
     slot_bytes = len(data) // 8
     assert slot_bytes == 8192
-    data[slot_bytes + 4096 + 100] ^= 1  # of the second block
+    data[slot_bytes + 4096 + 100] ^= 1  # flips a bit of the second block
     segment.write_bytes(data)
     assert invoke("pool", "verify", left / "ssd").exit_code == 1
     assert Bench(left / "ssd").get({0: 0, 1: 1, 2: 2}).num_blocks == 1
@@ -111,12 +112,13 @@ def test_step_times_are_listed_read_and_cleared(
 
     def counted(entries: object) -> StepResult:
         steps.append(1)
-        return StepResult([None], seconds=1.0)  # no faster than on the machine of that release
+        # not faster than on the machine that made the archive
+        return StepResult([None], seconds=1.0)
 
     path = profile_store.profile_path(engine, 1)
     path.parent.mkdir(parents=True)
     (left / "profile.json").rename(path)
-    path.touch()  # as if measured today: the archive keeps no time
+    path.touch()  # acts as if measured today, because the archive keeps no times
     monkeypatch.setattr(engine, "step", counted)
     fitted = profile_store.refine_profile(engine, 1)
     assert len(steps) == 2, "the times of that release are compared with now, and used"

@@ -1,4 +1,4 @@
-"""Tests the messages for KV events that are of no use, and the comparison with the server's own
+"""Tests the messages about KV events that cannot be used, and the comparison with the server's own
 counts."""
 
 from __future__ import annotations

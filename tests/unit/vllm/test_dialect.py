@@ -76,10 +76,10 @@ def test_a_temperature_near_0_is_greedy(given: float, sent: float) -> None:
 
 
 def test_an_answer_within_a_bad_word_does_not_continue_after_a_fault() -> None:
-    """Whether bad words are found as in vLLM, which looks for them in the tokens of its own
-    request."""
+    """After a fault, the server would look for bad words only in the tokens of the new request,
+    because vLLM searches each request alone."""
     sampling = SamplingParams(bad_words=(BadWord("no", ((7,), (1, 2, 9))),))
-    for done in (0, 1, 2):  # the answer so far: (), (0,), (0, 1)
+    for done in (0, 1, 2):  # the answer so far is (), (0,) or (0, 1)
         asked = SubmitRequest(work(sampling, done=done))
         if done < 2:
             assert body(asked)["bad_words"] == ["no"]

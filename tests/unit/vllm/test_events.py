@@ -1,4 +1,4 @@
-"""Reads KV events as vLLM publishes them: events of a real vLLM (golden), of older releases, and
+"""Tests the reader of vLLM's KV events: events of a real vLLM (golden), of older releases, and
 damaged events."""
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ def follow(
         publisher = Publisher(zmq)
         repeating = asyncio.create_task(publisher.repeat())
         reader = EventReader(publisher.events, publisher.replay if replay else "")
-        await scenario(publisher, lambda n: None)  # published before the reader comes
+        # the batches were published before the reader came
+        await scenario(publisher, lambda n: None)
         following = asyncio.create_task(reader.run(told.append))
 
         async def wait_for(count: int, last: int | None = None) -> None:
@@ -195,7 +196,8 @@ def follow(
 
 
 def words(told: list[CacheEventsReceived]) -> list[int | str]:
-    """Returns the announced hashes in order, and the places where all were to be forgotten."""
+    """Returns the announced hashes in order, and the places where all hashes had to be
+    forgotten."""
     found: list[int | str] = []
     for each in told:
         found += ["lost"] if each.lost else []

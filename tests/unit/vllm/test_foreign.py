@@ -1,4 +1,5 @@
-"""Names another engine's blocks by moonpool's keys, by its reports, or by assumptions."""
+"""Tests the names of another engine's blocks by moonpool's keys: from the engine's reports, or by
+assumption."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_what_continues_an_unknown_block_has_no_name() -> None:
     held.hear(stored(2, 4))
     assert len(held) == 0
     held.hear(stored(0, 2))
-    held.hear(stored(2, 4))  # reported again, when a prompt used the block again
+    held.hear(stored(2, 4))  # reports the block again, because a prompt used it again
     assert held.keys == tuple(keys_of(TOKENS)[:4])
 
 

@@ -1,4 +1,5 @@
-"""Tests forwarded calls at a vLLM worker: the server's body, and the parts of its response."""
+"""Tests forwarded calls at a vLLM worker: the body that the server gets, and the parts of its
+response."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests what a vLLM server is believed to cache: its events while they are right, and an assumption
-otherwise."""
+"""Tests the assumed content of a vLLM server's cache: by its events while they are right, and by
+assumption otherwise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stored(number: int, block_tokens: int = 4) -> ExternalBlocksStored:
 
 
 class Server:
-    """Holds a cache that is followed, and what its follower has told the head."""
+    """A cache that is followed, and the announcements of its follower to the head."""
 
     def __init__(self, publishes_events: bool = True, caches: bool = True) -> None:
         self.cache = KnownCache(LAYOUT, 64, publishes_events, caches)
@@ -131,7 +131,7 @@ def test_a_late_event_is_no_missing_one() -> None:
 
 
 def test_prompts_that_no_event_names_do_not_count() -> None:
-    """Whether such prompts are ignored: prompts of adapters, prompts computed elsewhere, and all
+    """These prompts must be ignored: prompts of adapters, prompts computed elsewhere, and all
     prompts of a server without a prefix cache."""
     server = Server()
     for number in range(LEAST_JUDGED):

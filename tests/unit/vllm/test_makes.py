@@ -1,5 +1,5 @@
-"""Finds servers of other makes by questions, and reads them. Each stub answers as its documents
-say."""
+"""Tests how servers of other makes are recognised by their answers, and how they are read. Each
+stub answers as its documents say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch over a host's pool ends with its worker, whatever the watch does then."""
+"""Tests that the watch over a host's pool ends with its worker, whatever the watch is doing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_TURNS = 12
 
 @pytest.mark.parametrize("turns", range(MOST_TURNS))
 def test_it_ends_when_it_is_cancelled_in_any_turn(tmp_path: Path, turns: int) -> None:
-    """Whether this holds also in the turn in which the connection to a missing pool fails."""
+    """This includes the turn in which the connection to a missing pool fails."""
 
     async def cancelled() -> bool:
         watch = PoolWatch(tmp_path / "none", "m", 16, lambda _: None, lambda *_: None)

@@ -1,5 +1,5 @@
-"""A server that listens and does not answer is busy, like a server on a full machine: `serve` goes
-on, and its worker asks again. `serve` ends immediately if no server listens."""
+"""Tests servers that listen but do not answer, like a server on a busy machine: `serve` starts, and
+its worker asks again. `serve` must end immediately if no server listens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Holds the configurations with which `serve` would serve."""
+    """Collects the configurations with which `serve` would start."""
     found: list[Any] = []
     monkeypatch.setattr("moonpool.cli.serve._run", lambda config, **_: found.append(config))
     return found

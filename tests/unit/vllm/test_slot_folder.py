@@ -1,4 +1,5 @@
-"""Tests the folder of saved slots: a damaged or foreign slot, or a slot too many, is a miss."""
+"""Tests the folder of saved slots: a damaged or foreign slot, or one beyond the limit, is a
+miss."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def folder_held(one: Held) -> Held:
 
 
 def folder_intact(folder: SlotFolder, one: Held, right: bytes) -> bool:
-    """Checks slots without a final deletion."""
+    """Returns whether a slot's file is intact, and restores the file and its note, which the check
+    may delete."""
     data = folder.path / folder.file_name(one.name)
     content = data.read_bytes()
     is_intact = folder.is_intact(one)
@@ -151,7 +153,8 @@ def test_the_folder_is_bounded_by_last_use(tmp_path: Path) -> None:
         path = put(folder, one, bytes(2000))
         for each in (path, path.with_suffix(".note")):
             os.utime(each, (1000 + number, 1000 + number))
-    assert folder.bound() == (files[0].name,)  # each has a note of 1.3 kB
+    # each file has a note of 1.3 kB, so the four do not fit
+    assert folder.bound() == (files[0].name,)
     assert folder.is_intact(folder_held(files[1]))  # used slots
     put(folder, held(50), bytes(2000))
     assert folder.bound() == (files[2].name,)
@@ -204,7 +207,7 @@ def test_a_model_is_its_weights_and_what_it_computes(tmp_path: Path) -> None:
     assert identity_of(tmp_path, weights_digest(weights), likely) not in (one, other)
     for mark in tmp_path.glob("*.model"):
         mark.write_bytes(b"garbage")
-    assert identity_of(tmp_path, digest, likely) != one  # forgotten: a miss
+    assert identity_of(tmp_path, digest, likely) != one  # misses, because the slot was forgotten
 
 
 def test_all_parts_of_the_weights_count(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Tests slots of a llama-server: which slot computes a request, and what is saved and restored."""
+"""Tests slots of a llama-server: which slot computes a request, and which slots are saved and
+restored."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_a_longer_file_makes_a_shorter_one_needless() -> None:
     assert list(table.files) == [longer.name]
     assert table.keys == longer.keys
     compute(table, prompt(LONG))
-    assert table.unsaved() is None  # the longer prompt has it
+    assert table.unsaved() is None  # the slot with the longer prompt has it
 
 
 def test_tenants_never_use_what_is_anothers() -> None:
@@ -137,7 +138,7 @@ def test_prompts_outside_the_cache_leave_nothing() -> None:
 steps = st.lists(
     st.tuples(
         st.sampled_from(("begin", "end", "idle", "drop", "forget")),
-        st.integers(0, 5),  # the conversation, or the open request
+        st.integers(0, 5),  # the number of the conversation, or of the open request
         st.integers(1, 30),  # the length in blocks
         st.sampled_from(("", "one", "other")),
     ),
@@ -150,7 +151,8 @@ steps = st.lists(
 def test_any_order(done: list[tuple[str, int, int, str]]) -> None:
     table = SlotTable(3, BLOCK, saves=True)
     told: set[BlockKey] = set()
-    inside: dict[int, Held | None] = dict.fromkeys(range(3))  # the slots of the server
+    # the content of each slot of the server
+    inside: dict[int, Held | None] = dict.fromkeys(range(3))
     busy: dict[int, Prompt] = {}
     roots: set[BlockKey] = set()
     for what, number, blocks, tenant in done:

@@ -1,5 +1,5 @@
-"""Tests an instance whose engine is another project's server: what it asks, and what it tells the
-head."""
+"""Tests an instance whose engine is another project's server: its requests to the server, and its
+reports to the head."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Bench:
         return [action for event in events for action in self.instance.handle(event, self.now)]
 
     def step(self, *pieces: EngineOutput, after_s: float = 0.1) -> list[VllmAction]:
-        """The tokens come together."""
+        """Ends a step in which all these outputs come."""
         self.now += after_s
         return self.handle(*pieces, EngineStepEnded())
 
@@ -141,8 +141,8 @@ def test_an_answer_from_begin_to_end() -> None:
 
 
 def outgrowing(max_tokens: int) -> list[VllmAction]:
-    """Returns what an instance with 14 tokens of context does with a prompt of 12 tokens after two
-    tokens, of which the second is the last that fits."""
+    """Returns the actions of an instance with 14 tokens of context after a prompt of 12 tokens and
+    two tokens of its answer, of which the second is the last that fits."""
     bench = Bench(context_tokens=14)
     bench.handle(StartPrefill(attempt=work("a", max_tokens=max_tokens)))
     bench.step(piece("a", 1))
@@ -177,9 +177,9 @@ def test_what_comes_together_is_one_step_and_its_time_is_told_where_all_decode()
     assert step.gap_s == 0.0  # "b" had no token: this step did not have them all
     bench.handle(StartPrefill(attempt=work("c")))
     (step,) = told(bench.step(piece("a", 4), piece("b", 3)), StepTokens)
-    assert step.gap_s == 0.0  # a prompt is computed beside them
+    assert step.gap_s == 0.0  # 0, because a prompt was computed in the same step
     (step,) = told(bench.step(piece("a", 5), piece("b", 4), piece("c", 1)), StepTokens)
-    assert step.gap_s == 0.0  # the answer ended in this step
+    assert step.gap_s == 0.0  # 0, because an answer ended in this step
     (step,) = told(bench.step(piece("a", 6), piece("b", 5), piece("c", 2)), StepTokens)
     assert step.gap_s == pytest.approx(0.1)
 
@@ -288,7 +288,8 @@ def test_what_the_engine_says_of_its_cache_is_passed_on_under_our_names() -> Non
     assert change.stored == keys()
     (started,) = told(bench.handle(StartPrefill(attempt=work("a"))), PrefillStarted)
     assert started.cached_tokens == 8
-    assert not told(bench.step(piece("a", 1)), BlocksChanged)  # only the server's own word counts
+    # no change, because only the server's own events count
+    assert not told(bench.step(piece("a", 1)), BlocksChanged)
     gone = ExternalBlocksRemoved(hashes=(9,), medium="GPU")
     (change,) = told(bench.handle(CacheEventsReceived((gone,))), BlocksChanged)
     assert change.removed == (keys()[2],)
@@ -339,7 +340,7 @@ def test_a_decode_instance_fetches_by_the_handle_and_goes_on_behind_the_first_to
     assert ask.handle == b"there"
     accepted = bench.handle(piece("a", 5))
     assert told(accepted, DecodeAccepted)
-    assert not of_kind(accepted, FlushStep)  # the head has that token already
+    assert not of_kind(accepted, FlushStep)  # no flush, because the head has that token already
     (step,) = told(bench.step(piece("a", 6)), StepTokens)
     assert [t.token_id for t in step.attempts[0].tokens] == [6]
 
@@ -373,7 +374,7 @@ def test_a_failed_work_is_told_once_and_frees_its_place() -> None:
     failed = bench.handle(SubmitFailed(AttemptId("a"), "it broke"))
     assert told(failed, AttemptFailed)[0].message == "it broke"
     assert not bench.handle(SubmitFailed(AttemptId("a"), "it broke"))
-    assert not told(bench.handle(EngineStepEnded()), StepTokens)  # no later event counts
+    assert not told(bench.handle(EngineStepEnded()), StepTokens)  # later events do not count
 
 
 def test_what_it_cannot_do_it_says() -> None:
@@ -393,7 +394,7 @@ def test_a_lost_head_ends_everything() -> None:
 
 
 class Guests(RuleBasedStateMachine):
-    """Whether sums balance and every attempt ends at most once, in any order of events."""
+    """Checks that sums are right and every attempt ends at most once, in any order of events."""
 
     def __init__(self) -> None:
         super().__init__()

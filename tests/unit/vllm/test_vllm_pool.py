@@ -1,5 +1,5 @@
-"""Tests an instance whose vLLM shares the pool of its host: what it tells the head, and what
-waits."""
+"""Tests an instance whose vLLM shares the pool of its host: its reports to the head, and the
+requests that wait."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LAYOUT = BlockLayout(
     num_kv_heads=1,
     head_dim=1,
 )
-PROMPT = tuple(range(10, 23))  # three blocks and a token
+PROMPT = tuple(range(10, 23))  # has three blocks and a token
 KEYS = tuple(block_keys(PROMPT, 4, root_key(LAYOUT.fingerprint, "")))
 
 
@@ -178,7 +178,7 @@ def test_a_request_that_ended_waits_for_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("dsrv-")), max_size=40))
 def test_the_head_knows_what_is_reachable(steps: list[tuple[int, str]]) -> None:
-    """Whether the sum of all reports is right, whatever changes in the pool and in vLLM."""
+    """The sum of all reports must be right, whatever changes in the pool and in vLLM."""
     pool, cached = PooledBlocks(address("own")), set[BlockKey]()
     told: dict[BlockKey, str] = {}
     truth: dict[BlockKey, str] = {}

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Holds the fields of vLLM's specs that the layout reads."""
+    """The fields of vLLM's specs that the layout reads."""
 
     block_size: int
     num_kv_heads: int
@@ -41,7 +41,7 @@ class MambaSpec:
     page_size_bytes: int = 4096
 
 
-ORDERS = {  # physical orders of (layer, block, head, token, content), as vLLM names them
+ORDERS = {  # the physical orders of (layer, block, head, token, content), by vLLM's names
     "LBHNC": (0, 1, 2, 3, 4),
     "LBNHC": (0, 1, 3, 2, 4),
     "LHBNC": (0, 2, 1, 3, 4),
@@ -53,7 +53,7 @@ ORDERS = {  # physical orders of (layer, block, head, token, content), as vLLM n
 
 @dataclass
 class Worker:
-    """Holds the interface that vLLM gives a connector."""
+    """The interface that vLLM gives a connector."""
 
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     config: Any = None
@@ -70,7 +70,7 @@ def one_group(
     dtype: torch.dtype = torch.bfloat16,
     placed: bool = True,
 ) -> Worker:
-    """Makes a model with full attention: `content` elements of a token and head."""
+    """Makes a model with full attention, with `content` elements per token and head."""
     item = dtype.itemsize
     spec = FullAttentionSpec(tokens, heads, content * item, dtype)
     kernel = kernel_tokens or tokens
@@ -116,7 +116,8 @@ def two_groups(blocks: int = 8) -> Worker:
 
 
 def key_and_value_apart(blocks: int = 5) -> Worker:
-    """Makes (2, blocks, tokens, heads, size): K and V are the outer axis, as in earlier vLLMs."""
+    """Makes tensors (2, blocks, tokens, heads, size), with K and V as the outer axis, as in earlier
+    vLLMs."""
     spec = FullAttentionSpec(16, 2, 2 * 64 * 2)
     tensors = {
         f"layers.{i}": torch.randn(2, blocks, 16, 2, 64).to(torch.bfloat16) for i in range(2)
@@ -130,7 +131,7 @@ def key_and_value_apart(blocks: int = 5) -> Worker:
 
 
 def all_orders() -> list[tuple[str, int]]:
-    """Yields each order, and the number of kernel blocks of a block: several where blocks are
-    dense."""
+    """Returns each order with the number of kernel blocks in a block, which is above 1 only in
+    orders with dense blocks."""
     whole = [(order, 1) for order in ORDERS]
     return [*whole, *itertools.product(("LBHNC", "LBNHC"), (2, 4))]

@@ -1,4 +1,4 @@
-"""Tests which bytes belong to which block: a block keeps its content when these bytes move, and no
+"""Tests which bytes belong to which block: the content of a block moves with these bytes, and no
 other block changes."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_addresses_are_block_after_block() -> None:
 
 def test_fingerprints_tell_what_differs() -> None:
     first = read(one_group())
-    same = read(one_group(blocks=9))  # memory of another size
+    same = read(one_group(blocks=9))  # has another number of blocks
     assert first.fingerprint(1, 2, {"a": "B"}, "0.32") == same.fingerprint(1, 2, {"a": "B"}, "0.32")
     found = {
         first.fingerprint(),
@@ -207,7 +207,7 @@ def test_tensors_that_are_elsewhere_are_refused() -> None:
 
 def test_axes_that_could_both_count_blocks_are_refused() -> None:
     refused(one_group(blocks=3, heads=3, placed=False), "two axes of .* may count the 3 blocks")
-    read(one_group(blocks=3, heads=3))  # vLLM names the axis
+    read(one_group(blocks=3, heads=3))  # found, because vLLM names the axis
 
 
 def test_an_unknown_interface_is_one_line() -> None:

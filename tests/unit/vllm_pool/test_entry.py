@@ -1,4 +1,5 @@
-"""A vLLM with other modules, classes or objects is refused in one line, and serves on."""
+"""Tests that a vLLM with other modules, classes or objects is refused in one line, and continues to
+serve."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def request_class(names: frozenset[str] = REQUEST) -> Any:
 
 
 def modules_of_vllm() -> dict[str, dict[str, Any]]:
-    """Lists what the connector takes from vLLM, by module."""
+    """Lists the names that the connector takes from vLLM, by module."""
     base = base_class(__init__=begin, bind_kv_cache_manager=bind)
     base.__module__ = BASE
     metadata = {f"KVConnector{name}": Metadata for name in ("Metadata", "WorkerMetadata")}
@@ -119,7 +120,7 @@ def renamed(modules: dict[str, dict[str, Any]]) -> None:
 
 
 def one_more(modules: dict[str, dict[str, Any]]) -> None:
-    """Gives connectors one more argument."""
+    """Gives the methods of connectors one more argument."""
 
     def begin_with(
         self: Any, vllm_config: Any, role: Any, kv_cache_config: Any, ranks: Any
@@ -218,7 +219,7 @@ def test_this_vllm_is_known(load: Any) -> None:
         (dict, {"parallel_config": None}, "parallel_config"),
         (dict, {"model_config": None}, "model_config"),
         (dict, {"cache_config": None}, "cache_config"),
-        (dict, {}, "the layout could not be proven"),  # by no worker
+        (dict, {}, "the layout could not be proven"),  # no worker has proven the layout
     ],
 )
 def test_a_worker_with_other_objects_refuses(
@@ -246,7 +247,7 @@ def scheduler_of(kind: Any, ready: Any = None, **changes: Any) -> Any:
 
 
 def serves_on(scheduler: Any) -> bool:
-    """Runs without the pool."""
+    """Whether the scheduler serves a request without the pool."""
     request = SimpleNamespace(request_id="r", num_tokens=40, all_token_ids=[0] * 40)
     scheduler.on_new_request(request)
     nothing = scheduler.get_num_new_matched_tokens(request, 0) == (0, False)

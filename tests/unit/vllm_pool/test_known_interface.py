@@ -1,4 +1,5 @@
-"""The connector refuses an unknown vLLM in one line, and vLLM serves without the pool."""
+"""Tests that the connector refuses an unknown vLLM in one line, and that vLLM serves without the
+pool."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_a_method_that_is_gone_or_other_is_refused(name: str) -> None:
     changed = why_unknown("0.33.0", base_class(**{name: other}))
     assert name in changed
     assert "more" in changed
-    if name != "__init__":  # every class has an __init__
+    if name != "__init__":  # left out, because every class has an __init__
         assert f"no {name}" in why_unknown("0.33.0", base_class(**{name: None}))
     assert "\n" not in changed
 

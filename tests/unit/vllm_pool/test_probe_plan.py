@@ -1,4 +1,4 @@
-"""Tests prompts of a proof: distinct blocks, mixed and in no order."""
+"""Tests the prompts of a proof: their blocks are distinct, mixed, and in no order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_copy_is_in_no_order() -> None:
     first, second = plan_prompts(groups_of(32), 100, 8192, 4096)
     assert list(first.copied[0]) != sorted(first.copied[0])
     low, high = sorted(first.copied[0]), sorted(second.copied[0])
-    assert low[0] < high[-1] and high[0] < low[-1]  # blocks of both are mixed
+    assert low[0] < high[-1] and high[0] < low[-1]  # the blocks of both are mixed
 
 
 def test_too_little_room_is_one_line() -> None:
@@ -60,6 +60,7 @@ def test_differences_of_log_probabilities() -> None:
     one = [{1: -0.5, 2: -1.0}]
     assert difference(one, [dict(one[0])]) == 0.0
     assert difference(one, [{1: -0.75, 2: -1.0}]) == 0.25
-    assert difference(one, [{1: -0.5, 3: -1.5}]) == 0.5  # less likely than the last of the others
+    # a missing token counts like the least likely listed one
+    assert difference(one, [{1: -0.5, 3: -1.5}]) == 0.5
     assert difference(one, [{1: float("nan"), 2: -1.0}]) == float("inf")
-    assert difference([{}], [{}]) == 0.0  # a rank without the last layer
+    assert difference([{}], [{}]) == 0.0  # a rank that lacks the last layer reports no token

@@ -1,4 +1,4 @@
-"""The compiled mover and the plain mover do the same."""
+"""Tests that the compiled mover and the plain mover do the same."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_moved_is_an_error(name: str) -> None:
 
 
 def test_slices_on_a_device_are_copied_by_address() -> None:
-    """Whether this holds for tensors in the host's memory: a device's own copies are torch's."""
+    """The test uses tensors in the host's memory, because torch makes the copies of a device."""
     tensor = torch.arange(4096, dtype=torch.int32)
     mover = DeviceSliceMover({"layer": tensor})
     host = np.zeros(1024 + 64, np.uint8)

@@ -1,4 +1,4 @@
-"""The time that vLLM's steps wait for the pool is bounded and counted."""
+"""Tests that the time for which vLLM's steps wait for the pool is bounded and counted."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_S = 0.05
 """The time that a step may wait for a dead pool, in the scheduler and in a worker together."""
 
 BLOCKING = {"wait", "wait_for", "result", "sendall", "recv", "connect", "acquire", "join", "read"}
-# These are the calls that may block, by module and function, with the reason why no step waits for
-# the pool there.
+# The calls that may block, by module and function, with the reason why no step waits for the pool
+# there.
 KNOWN: dict[str, dict[str, str]] = {
     "block_copier": {
         "DeviceCopier.wait": "of the device: streams wait, not the thread",
@@ -49,7 +49,7 @@ KNOWN: dict[str, dict[str, str]] = {
 
 
 def blocking_calls(path: Path) -> set[str]:
-    """Returns the functions of a module, as Class.name, that call what may block."""
+    """Returns the functions of a module, as Class.name, that contain a call that may block."""
     found = set()
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     for kind in classes:
@@ -57,7 +57,7 @@ def blocking_calls(path: Path) -> set[str]:
             for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                 called = call.func
                 if not isinstance(called, ast.Attribute) or isinstance(called.value, ast.Constant):
-                    continue  # the join of a text
+                    continue  # left out, because this is the join of a text
                 if called.attr in BLOCKING:
                     found.add(f"{kind.name}.{function.name}")
     return found
@@ -74,7 +74,7 @@ def test_the_waits_of_all_processes_fit_into_a_step() -> None:
 
 
 class Clock:
-    """Lets time pass only while a condition waits."""
+    """A clock that advances only while a condition waits."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,4 +1,5 @@
-"""Threads that copy leave the core to which vLLM has bound the thread that made them."""
+"""Tests that threads that copy leave the core to which vLLM has bound the thread that started
+them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_thread_leaves_its_core_but_not_its_memory(
     monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
     first, *others = sorted(ALLOWED)
     before = os.sched_getaffinity(0)
-    assert cores_of_a_thread(first) == ALLOWED  # no core names a node
+    assert cores_of_a_thread(first) == ALLOWED  # all allowed cores, because no core names its node
     for core in others:
         (tmp_path / f"cpu{core}" / "node1").mkdir(parents=True)
     (tmp_path / f"cpu{first}" / "node0").mkdir(parents=True)
@@ -54,5 +55,5 @@ def test_where_vllm_has_bound_nothing_or_nothing_is_known_a_thread_stays(
         monkeypatch.delenv(name, raising=False)
     assert cores_of_a_thread(first) == {first}
     monkeypatch.setenv(BINDINGS[0], "granularity=fine")
-    monkeypatch.setattr(os, "getppid", lambda: 1 << 30)  # no such process
+    monkeypatch.setattr(os, "getppid", lambda: 1 << 30)  # a process that does not exist
     assert cores_of_a_thread(first) == {first}

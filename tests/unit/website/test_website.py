@@ -1,4 +1,4 @@
-"""Tests the documentation site: its pages are complete, its links lead on, and no file comes from
+"""Tests the documentation site: its pages are complete, its links exist, and no file comes from
 another site."""
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ ANSWERS = {
 
 
 def _guides_are_found_first(site: Path) -> None:
-    """Searches with the code that the pages themselves run."""
+    """Asserts that guides come first in the results of the search code that the pages run."""
     node = shutil.which("node")
     if node is None:
         return

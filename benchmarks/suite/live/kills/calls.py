@@ -1,4 +1,4 @@
-"""Calls of all endpoints for a campaign, and what their responses say."""
+"""Calls of all endpoints for a campaign, and the texts of their responses."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Campaign:
             self.left = _still_alive(pids)
 
     def plans(self, kinds: list[str], kills: int, stops: int) -> list[FaultPlan]:
-        """Yields each kind in turn, in a random order from a random start."""
+        """Returns the kinds and signals of all faults, each kind in turn, in a random order."""
         self._rng.shuffle(kinds)
         plans = [(kinds[n % len(kinds)], signal.SIGKILL) for n in range(kills)]
         plans += [(kinds[n % len(kinds)], signal.SIGSTOP) for n in range(stops)]

@@ -1,6 +1,7 @@
 """The process of one attention worker.
 
-It reports its address to the head; everything else is between it and the instance that owns it.
+The process reports its address to the head; all other messages go between the process and the
+instance that owns it.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ class DecoderModel:
         return self._layers[layer].attention.qkv(normed)
 
     def store(self, layer: int, qkv: Tensor, cache: KvCache, meta: StepMeta) -> Tensor:
-        """Writes what later rows need of these rows into their blocks, and returns the input of
-        `attend`.
+        """Writes the values that later rows need into the blocks of these rows, and returns the
+        input of `attend`.
 
         Stores K and V. qkv: [T, (heads + 2 * kv_heads) * head_dim] -> q [T, heads, head_dim], in
         the form that the layer's attention uses: with gates, or without K and V.

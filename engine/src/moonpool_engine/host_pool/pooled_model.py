@@ -36,7 +36,7 @@ class PooledModel:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody uses it: it may give way to another model."""
+        """Whether nobody uses the model, so that it may give way to another model."""
         return not (self.clients or self.num_attaching or self.fetches or self.state.num_finds)
 
 
@@ -56,7 +56,7 @@ class GroupFetch:
 
 @dataclass(frozen=True, slots=True)
 class PromptFind:
-    """What a client searches for; `places`: whether it wants to know where the blocks lie."""
+    """A client's search; `places`: whether the client wants to know where the blocks lie."""
 
     group: PooledModel
     places: bool

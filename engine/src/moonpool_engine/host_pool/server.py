@@ -392,7 +392,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _space(client: ClientConnection) -> tuple[PooledModel, int]:
-    """Raises ValueError if the client has none."""
+    """Returns the client's space. Raises ValueError if the client has none."""
     if client.space is None:
         raise ValueError("this client has no space: it joined without attaching")
     return client.space

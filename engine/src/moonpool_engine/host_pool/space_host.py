@@ -54,8 +54,7 @@ class SpaceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SpacePlace:
-    """Where a space has its memory, its disk and its port. `ssd_folder` is None if no SSD is
-    used."""
+    """The memory, the disk and the port of a space. `ssd_folder` is None if no SSD is used."""
 
     name: str
     memory_folder: Path

@@ -38,8 +38,8 @@ Opener = Callable[[dict[str, Any], bytes], BlockClient]
 
 
 def open_host_pool(extra: dict[str, Any], namespace: bytes) -> BlockClient:
-    """The pool of this host, at the socket `pool` of the configuration or where
-    `moonpool pool serve` opens it."""
+    """The pool of this host, at the socket `pool` of the configuration, or else at the default
+    socket of `moonpool pool serve`."""
     named = extra.get("pool")
     path = Path(named) if named else default_socket()
     sizes = [int(size) for size in extra.get("piece_bytes", ())]
@@ -181,7 +181,8 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix with which every pool's policy is satisfied, and all shorter ones."""
+        """Returns the lengths of the prefixes that satisfy every pool's policy, up to the longest
+        one."""
         num_pages = self.batch_exists(keys)
         hits: dict[str, int] = {KV: num_pages} if num_pages else {}
         lengths = list(range(1, num_pages + 1))
@@ -271,7 +272,7 @@ class MoonpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no ty
     # All
 
     def clear(self) -> None:
-        """Keeps all pages: the pool belongs to others too, and pages leave it by age."""
+        """Keeps all pages, because other clients use the pool, too, and pages leave it by age."""
 
     def get_stats(self) -> dict[str, int] | None:
         return None
@@ -297,7 +298,7 @@ def _piece_bytes(host_pool: Any) -> list[int]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether its bytes lie one after another in host memory."""
+    """Whether the bytes of a page lie one after another in host memory."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.device.type == "cpu"

@@ -25,7 +25,7 @@ class BlockClient(Protocol):
     exception. A key's block always has the same size."""
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """How many from the first key on are there."""
+        """Returns how many blocks from the first key on are there."""
         ...
 
     def get(self, keys: Sequence[bytes], addresses: Sequence[list[Piece]]) -> list[bool]:
@@ -41,7 +41,8 @@ class BlockClient(Protocol):
 
 
 def namespace_of(parts: Sequence[str | bytes | int | bool | None]) -> bytes:
-    """The digest of all that decides what the bytes of a page mean. No two lists have the same."""
+    """The digest of everything that gives the bytes of a page their meaning. No two lists have the
+    same digest."""
     made = hashlib.blake2b(digest_size=32, person=b"moonpool hicache")
     for part in parts:
         data = part if isinstance(part, bytes) else f"{type(part).__name__}:{part}".encode()
@@ -59,7 +60,7 @@ def page_key(namespace: bytes, pool_name: str, page_hash: str) -> bytes:
 
 def pieces_of(num_pages: int, pointers: Sequence[int], sizes: Sequence[int]) -> list[list[Piece]]:
     """The pieces of each page, of which the host pool lists equally many one after another. Raises
-    ValueError if it does not."""
+    ValueError if their numbers differ."""
     if not num_pages or len(pointers) != len(sizes) or len(pointers) % num_pages:
         raise ValueError(f"{len(pointers)} pieces of {len(sizes)} sizes are no {num_pages} pages")
     width = len(pointers) // num_pages
@@ -77,7 +78,7 @@ class PageStore:
         self.counts = {"pages_found": 0, "pages_missed": 0, "pages_stored": 0, "pages_dropped": 0}
 
     def leading(self, pool_name: str, hashes: Sequence[str]) -> int:
-        """How many pages from the first on are there."""
+        """Returns how many pages from the first one on are there."""
         return self._try(0, lambda: self._client.exists(self._keys(pool_name, hashes)))
 
     def has(self, pool_name: str, page_hash: str) -> bool:

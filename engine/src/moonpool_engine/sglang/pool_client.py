@@ -107,7 +107,7 @@ class _Group:
     def reserve(self, keys: Sequence[bytes], memory: SpaceMemory) -> tuple[int, Ids | None]:
         """Returns the number of the reservation, and the place of each key in `memory` (negative:
         not to be stored) or None without an answer in time. `commit` ends the reservation. Raises
-        ValueError if the pool names others than there are."""
+        ValueError if the pool names places that do not exist."""
         name = self._new()
         asked = Reserve(number=int(name), keys=tuple(keys))
         answer = self._ask(name, asked, ANSWER_S, memory)
@@ -120,8 +120,8 @@ class _Group:
         return int(name), ids
 
     def commit(self, number: int, sums: bytes, memory: SpaceMemory) -> bool:
-        """Applies to the pool that made `memory`, not to a later one. Returns False if it has
-        gone."""
+        """Commits in the pool that made `memory`, not in a later one. Returns False if that pool
+        has gone."""
         return self.link.send(Commit(number=number, checksums=sums), memory)
 
     def _new(self) -> str:

@@ -233,7 +233,7 @@ class LayeredLoad:
     """The block headers of one load, shared by its parts. Thread-safe.
 
     A header holds the checksums of the block's slices and is read with the first part. A thread
-    that has read a later part waits for it."""
+    that has read a later part waits for the headers."""
 
     def __init__(self, num_blocks: int, starts: Sequence[int]) -> None:
         """`starts`: number of the first block of each group."""

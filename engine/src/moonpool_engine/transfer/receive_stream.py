@@ -83,7 +83,8 @@ class IncomingStreams:
         self._post_end(stream_id, stream, reason)
 
     def next_deadline_s(self) -> float | None:
-        """Returns when `expire` is due. A stream in progress checks its own deadline."""
+        """Returns when `expire` is due, or None without a waiting stream. A stream in progress
+        checks its own deadline."""
         with self._changed:
             waiting = [s.deadline_s for s in self._streams.values() if not s.claimed]
         return min(waiting, default=None)

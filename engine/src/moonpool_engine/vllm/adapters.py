@@ -1,8 +1,8 @@
 """The content of LoRA adapters, which is a part of the keys of their blocks.
 
 vLLM loads an adapter's files when it is named first, again after it was evicted, and again by
-`load_inplace`. Which of two contents a step has used is not told, so an adapter whose files change
-while vLLM runs has no content from then on: its blocks are neither stored nor found.
+`load_inplace`. vLLM does not tell which of two contents a step has used. So an adapter whose files
+change while vLLM runs has no content from then on: its blocks are neither stored nor found.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Stamp = tuple[int, ...]
 class _Adapter:
     content: str | None
     stamps: dict[Path, Stamp]
-    """Of the folder and its files, from before they were hashed."""
+    """The stamps of the folder and its files, taken before the files were hashed."""
 
 
 class Adapters:
-    """The adapters that requests have named, by number and path. `settings`: what changes how vLLM
-    applies an adapter."""
+    """The adapters that requests have named, by number and path. `settings`: the settings that
+    change how vLLM applies an adapter."""
 
     def __init__(self, settings: str) -> None:
         self._settings = settings
@@ -43,7 +43,7 @@ class Adapters:
 
     def content_of(self, request: Any) -> str | None:
         """Returns what the keys of an adapter's blocks contain. `request`: vLLM's LoRARequest.
-        None if its blocks have no keys."""
+        Returns None if the adapter's blocks have no keys."""
         name = (int(request.lora_int_id), str(request.lora_path))
         adapter = self._known.get(name)
         if adapter is None:

@@ -31,8 +31,8 @@ class BlockCopier(Protocol):
         ...
 
     def load(self, layer: str, block_ids: Places, places: Places) -> Sums:
-        """Copies one layer of blocks into vLLM. Returns the sums of what was copied, one row for
-        each block."""
+        """Copies one layer of blocks into vLLM. Returns the checksums of the copied bytes, one row
+        for each block."""
         ...
 
     def wait(self, layer: str) -> None:
@@ -41,7 +41,7 @@ class BlockCopier(Protocol):
 
     def store(self, block_ids: Sequence[Places], places: Places) -> Sums:
         """Copies whole blocks out of vLLM; `block_ids` are given for each group of the kind.
-        Returns the sums of all their slices."""
+        Returns the checksums of all their slices."""
         ...
 
 

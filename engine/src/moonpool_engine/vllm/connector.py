@@ -121,7 +121,8 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._refusal = _otherwise("its KVCache", TypeError(f"a {type(kv_caches).__name__}"))
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to sleep (from 0.33 on), so the memory of its KVCache goes away."""
+        """Called when vLLM is about to sleep (from 0.33 on), because the memory of its KVCache goes
+        away."""
         if self._worker is not None:
             self._worker.end_stores()
 
@@ -212,12 +213,12 @@ class MoonpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.begin_step(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: what a step reads was loaded before the step."""
+        """Does nothing, because the blocks that a step reads were loaded before the step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored in the step after, when their tokens are final."""
+        """Does nothing, because blocks are stored in the next step, when their tokens are final."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:

@@ -184,7 +184,7 @@ class _Probe:
         return found
 
     def _changed_layer(self, places: Sequence[Places]) -> str | None:
-        """Returns the first layer of which a copied block differs from its source."""
+        """Returns the first layer of which a copied block differs from its source, or None."""
         for prompt, there in zip(self._prompts, places, strict=True):
             pair = (prompt.prefix_of(p, self._layout.groups) for p in (prompt.computed, there))
             if layer := first_difference(*map(self._views.read, pair)):

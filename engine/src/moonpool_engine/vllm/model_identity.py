@@ -40,7 +40,7 @@ def hash_folder(folder: Path) -> str:
 
 
 def model_folder(vllm_config: Any) -> Path:
-    """Returns where vLLM has its weights from. Raises UnknownModelError."""
+    """Returns the local folder of the weights that vLLM has loaded. Raises UnknownModelError."""
     model = vllm_config.model_config
     load = vllm_config.load_config
     if str(getattr(load, "load_format", "auto")).endswith("dummy"):

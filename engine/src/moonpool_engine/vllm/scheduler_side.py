@@ -47,7 +47,7 @@ TableOf = Callable[[str], BlockTable]
 """The blocks of a request."""
 
 AHEAD = 16
-"""Finds of requests that are not next yet: each holds blocks in the pool."""
+"""The most finds of requests that are not next yet, because each find holds blocks in the pool."""
 ANSWER_S = 0.002
 """How long the scheduler waits for one answer; in one step it waits at most `ANSWERS_S`."""
 ANSWERS_S = 0.004
@@ -136,7 +136,7 @@ class SchedulerSide:
         self._link.start()
 
     def leave_pool(self, reason: str) -> None:
-        """Uses the pool no more: nothing is found or stored until vLLM starts again. Called after
+        """Stops using the pool: nothing is found or stored until vLLM starts again. Called after
         the weights were updated, because the pool's blocks belong to the weights at the start."""
         if not self._group:
             return
@@ -191,7 +191,7 @@ class SchedulerSide:
         return max(usable * size - num_computed // size * size, 0)
 
     def _answer(self, search: _Search) -> Found | None:
-        """The answer, for which it waits a moment."""
+        """Returns the pool's answer, after waiting for a moment if necessary."""
         with self._has_news:
             if self._link.connected:
                 self.waits.wait(self._has_news, lambda: search.found is not None, ANSWER_S)

@@ -16,8 +16,8 @@ Sums = npt.NDArray[np.uint64]
 
 
 class SliceMover(Protocol):
-    """Copies slices. The caller answers for the addresses: each has `slice_bytes` bytes that are
-    there until the call returns, and no target overlaps another slice."""
+    """Copies slices. The caller guarantees that each address has `slice_bytes` bytes until the call
+    returns, and that no target overlaps another slice."""
 
     device_types: ClassVar[tuple[str, ...]]
     """Kinds of devices, by torch's names, whose memory it can address."""
@@ -26,7 +26,8 @@ class SliceMover(Protocol):
         """Copies slice i from `from_addresses[i]` to `to_addresses[i]`.
 
         Returns the xxh3_64 of the bytes that were copied, for each slice. Targets are multiples of
-        64, and so is `slice_bytes`, which is at least 256. Raises ValueError if that is not so.
+        64, and so is `slice_bytes`, which is at least 256. Raises ValueError for other addresses or
+        sizes.
         """
         ...
 
@@ -50,7 +51,7 @@ class PlainSliceMover:
 
 
 class NativeSliceMover:
-    """Copies and sums in one pass over memory. The native calls release the GIL."""
+    """Copies and computes checksums in one pass over memory. The native calls release the GIL."""
 
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
 
@@ -68,7 +69,7 @@ class NativeSliceMover:
 
 
 def open_mover() -> SliceMover:
-    """The native one, or the plain one where the kernels are not built or do not load."""
+    """Returns the native mover, or the plain one if the kernels are not built or do not load."""
     calls = open_slices()
     if calls is None:
         return PlainSliceMover()

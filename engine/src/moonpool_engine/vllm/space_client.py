@@ -33,7 +33,7 @@ PAUSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Places of a store in the pool's memory: of each key its block there, or -1."""
+    """Places of a store in the pool's memory: the block there for each key, or -1."""
 
     number: int
     rows: Places
@@ -86,7 +86,7 @@ class SpaceClient:
     # Loads
 
     def memory(self) -> SpaceMemory | None:
-        """Where the blocks of the pool are, or those of the last pool if it has just gone. Returns
+        """The memory with the pool's blocks, or that of the last pool if it has just gone. Returns
         None if there was no pool."""
         self._memory = self._link.memory or self._memory
         return self._memory
@@ -124,7 +124,7 @@ class SpaceClient:
     def reserve(self, keys: tuple[bytes, ...], first: int) -> Reservation | None:
         """Asks for places, the first key's at index `first` of its prompt. Waits `RESERVE_S` at
         most, and reads no block of vLLM. Returns None without a pool, or if the pool does not
-        answer in that time. Raises ValueError if its answer is invalid. A call of `fill` or
+        answer in that time. Raises ValueError if the pool's answer is invalid. A call of `fill` or
         `abandon` ends the reservation."""
         memory = self._link.memory
         if memory is None or not self.takes_stores:

@@ -22,8 +22,8 @@ class StepWaits:
     def __init__(self, most_s: float = STEP_S, now: Callable[[], float] = time.monotonic) -> None:
         """`most_s`: the longest time that a step waits for the pool."""
         self.longest_s = 0.0
-        """The longest that a step has waited for the pool. A wait counts up to its bound: what
-        comes on top of that is a machine that is too busy to end it."""
+        """The longest that a step has waited for the pool. A wait counts up to its bound, because
+        any further time only shows that the machine is too busy to end the wait."""
         self.longest_copy_s = 0.0
         """The longest that a step has waited for copies, as the clock says."""
         self._most_s = most_s

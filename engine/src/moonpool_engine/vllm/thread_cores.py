@@ -8,7 +8,8 @@ from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
-"""What vLLM sets for a worker whose threads it binds, by the library of its threads."""
+"""The environment variables that vLLM sets for a worker whose threads it binds, by the library of
+the threads."""
 
 
 def leave_bound_core() -> None:
@@ -16,7 +17,8 @@ def leave_bound_core() -> None:
     the threads of this process are bound.
 
     On a CPU, vLLM binds each of its threads to one core, and the threads that it starts inherit
-    that. A copy there would stop one of the threads that compute, and all others wait for that one.
+    that. A copy on that core would stop one of the threads that compute, and all others wait for
+    that thread.
     """
     if not any(name in os.environ for name in BINDINGS):
         return  # its cores are what its user has chosen

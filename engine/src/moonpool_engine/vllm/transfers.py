@@ -68,7 +68,7 @@ class TransfersEnded:
     stored: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: TransfersEnded) -> TransfersEnded:
-        """Adds what another rank says."""
+        """Adds the report of another rank."""
         for owner, count in other.ended.items():
             self.ended[owner] = self.ended.get(owner, 0) + count
         for owner, index in other.wrong.items():

@@ -5,8 +5,8 @@ copy is computed while copying, and compared with the one that the pool keeps wi
 request whose block differs is computed as if nothing had been found.
 
 Stores copy in another thread, with the lowest priority. Blocks that do not fit into its queue are
-not stored. A preempted request's blocks are overwritten at once, so what copies them ends before;
-nobody waits for that thread's messages with the pool.
+not stored. A preempted request's blocks are overwritten at once, so copies of these blocks end
+before that; nobody waits for the messages between the thread of stores and the pool.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class WorkerSide:
     # Loads
 
     def _load_all(self, specs: Sequence[LoadSpec]) -> None:
-        """Copies all layers. Requests whose load fails are computed. `end_step` raises what should
-        not happen."""
+        """Copies all layers. Requests whose load fails are computed. `end_step` raises unexpected
+        errors of this thread."""
         try:
             wrong = self._copy_layers(specs)
             self._tell_damaged(specs, wrong)

@@ -27,7 +27,7 @@ class HandRequest:
     block_ids: Sequence[Sequence[int]]
     num_computed: int = 0
     known: bool = field(default=False, init=False)
-    """Whether the runner has had it in a step."""
+    """Whether the runner has had this request in a step."""
 
 
 def find_worker() -> Any:
@@ -78,7 +78,7 @@ class WorkerSteps:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """The most tokens of a prompt that leave one place for what follows."""
+        """The most tokens of a prompt that leave one place for the next token."""
         return int(self._worker.vllm_config.model_config.max_model_len) - 1
 
     def why_unfit(self) -> str:

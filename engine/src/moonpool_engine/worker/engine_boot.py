@@ -165,7 +165,7 @@ class BootedDraft:
 
 
 def boot_draft(setup: Setup, role: Role, built: BuiltEngine) -> BootedDraft | None:
-    """Returns None if none is wanted: a prefill instance needs none. Raises BootError."""
+    """Returns None if no draft model is wanted; a prefill instance needs none. Raises BootError."""
     settings = setup.engine.speculative_config
     if settings is None or settings.method != "draft_model" or role is Role.PREFILL:
         return None

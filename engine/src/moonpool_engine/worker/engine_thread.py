@@ -2,8 +2,8 @@
 
 `EngineThread` computes one step at a time. `PipelineThread` drives an engine of several stages: it
 begins the next step as soon as the first stage is free. The event loop submits steps to either and
-receives their outcome. Its thread owns `LayerGates`, and the engine's thread the `LayerWaits` of a
-step.
+receives their outcome. The thread of the event loop owns `LayerGates`, and the engine's thread the
+`LayerWaits` of a step.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from moonpool_engine.transfer.gate import LayerGate
 log = logging.getLogger("moonpool_engine.engine")
 
 PATIENCE_S = 15.0
-"""Least time limit that a step gets. A silent worker has the same: both must outlast a machine that
-is briefly starved."""
+"""Least time limit that a step gets. A silent worker has the same limit, because both must outlast
+a machine that is briefly starved."""
 OFFLOADED_PATIENCE_S = 120.0
 """The least limit of a step with attention workers, which have deadlines of their own."""
 SLOWER = 10.0
 """A step may take this many times its predicted time: other processes may occupy the cores."""
 
 PAUSE_S = 3.0
-"""A time without steps after which the engine prepares what could wait."""
+"""A time without steps after which the engine does the preparations that could wait."""
 
 Arrival = FetchBlocks | ExpectStream | LoadBlocks
 """Actions after which other threads write blocks of the arena."""

@@ -86,7 +86,7 @@ class BootedInstance:
 
     @property
     def offload(self) -> RemoteAttentionMessenger | None:
-        """Set if attention workers hold the blocks; it is then the messenger too."""
+        """The messenger if attention workers hold the blocks, otherwise None."""
         return None if self.built.parts is None else self.built.parts.offload
 
     @property

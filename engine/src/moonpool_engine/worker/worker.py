@@ -132,7 +132,7 @@ class Worker(InstanceProcess):
             self._perform(self._booted.instance.abort_all())
 
     async def _join(self, setup: Setup, channel: HeadChannel | None) -> None:
-        """Boots on the first setup. A head that comes back must send the same one."""
+        """Boots on the first setup. A head that comes back must send the same setup."""
         async with self._boot_lock:  # the head may be lost and found again during the boot
             if self._link.fatal:
                 return
@@ -234,7 +234,7 @@ class Worker(InstanceProcess):
                     os.kill(pid, signal.SIGKILL)
 
     def _on_hang(self, message: str) -> None:
-        """Ends the process by a deadline. The head moves the requests of the instance elsewhere at
+        """Ends the process within `END_S`. The head moves the requests of the instance elsewhere at
         once."""
         log.error("%s", message)
         self._hung = True
@@ -290,7 +290,7 @@ class Worker(InstanceProcess):
             self._link.stop("it leaves")
 
     def _drive(self, booted: BootedInstance) -> InstanceDriver:
-        """Returns the driver, which knows what performs each action."""
+        """Returns the driver, with the performer of each action."""
         num_layers, store = booted.built.arena.layout.num_layers, booted.tier.store
         moves = {**transfers_by(booted.messenger, num_layers, self._gates)}
         if store is not None:  # an instance without SSD blocks has no such actions
@@ -340,11 +340,11 @@ def make_worker(settings: WorkerSettings) -> Worker:
 
 
 def _ignore(action: WorkerAction) -> None:
-    """An action that is performed elsewhere, or never."""
+    """Does nothing, because the action is performed elsewhere, or never."""
 
 
 def _shared(setup: Setup) -> Setup:
-    """Returns what another head must have in common. The instance's attention workers may have
-    changed, and a standby listens at another address."""
+    """Returns the settings that another head must share with this one. The instance's attention
+    workers may have changed, and a standby listens at another address."""
     network = msgspec.structs.replace(setup.network, head_host="", head_port=0)
     return msgspec.structs.replace(setup, attention=(), network=network)

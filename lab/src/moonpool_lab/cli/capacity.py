@@ -117,9 +117,10 @@ def capacity(
 ) -> None:
     """Find the highest rate at which the SLOs hold, in simulation or on the server at URL.
 
-    The search bisects the speed of the trace. Each seed but 0 draws stretches of the trace. A
-    rate is judged when the confidence interval of its attainment excludes --attainment. A live
-    server gets one replay after another, each with tokens of its own.
+    The search bisects the speed of the trace. Seed 0 plays the trace unchanged; each other seed
+    plays a sample made of stretches of the trace. A rate is judged when the confidence interval of
+    its attainment excludes --attainment. A live server gets one replay after another, each with new
+    tokens.
     """
     from moonpool.plan.simulation_pool import SimulationPool, SimulationPoolError, num_cores
     from moonpool.plan.trial import Workload
@@ -151,7 +152,7 @@ def _read_rows(
 ) -> tuple[tuple[TraceRow, ...], int]:
     """Returns the scaled rows and the tokens of their blocks.
 
-    Ends the command where the rows have no rate.
+    Ends the command if the rows have no rate.
     """
     from moonpool.trace.builtin import CONVERSATION
     from moonpool.trace.generate import BLOCK_TOKENS, generate

@@ -1,4 +1,4 @@
-"""Runs what a command asks of a live server; its errors are one line."""
+"""Runs the part of a command that calls a live server, and prints an error as one line."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 Two clusters of real processes, one after the other, answer the same conversations over HTTP. The
 first cluster reuses KVCache: blocks come from other instances and from SSDs, and an instance is
-killed in the middle of an answer. The second cluster does not, and answers the last half of the
-turns. Every answer is checked; a wrong one fails the demo. A page of what happened is left behind.
+killed in the middle of an answer. The second cluster reuses no KVCache, and answers the last half
+of the turns. Every answer is checked; a wrong one fails the demo. At the end, a page shows what
+happened.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from moonpool_lab.demo.local_server import LocalServer, ServerError, is_alive
 from moonpool_lab.demo.page import render_page
 from moonpool_lab.demo.workload import Conversation, make_conversations
 
-MIN_COLUMNS = 118  # width of the tables, because a file has no width
+MIN_COLUMNS = 118  # width of the tables if the output goes to a file
 STAGES = ("queue_and_fetch", "prefill", "handover", "decode")
 KV_TOKENS_PER_USER = 6144
-"""Memory of an instance for each conversation that it decodes: little, so that it fills up."""
+"""KVCache tokens of an instance for each conversation that it decodes: few, so that the memory
+fills up."""
 NEXT_STEPS = (
     ("serve an OpenAI-compatible API on http://127.0.0.1:8000", "serve"),
     ("put it in front of a vLLM that runs already", "serve --vllm http://127.0.0.1:8100"),
@@ -130,7 +132,7 @@ async def _converse(
 ) -> None:
     """Sends each turn of all users at once, and shows the first user's answer as it streams in.
 
-    Turns before `first` are taken as answered right.
+    Turns before `first` count as asked and answered correctly.
     """
     client = CompletionClient(url)
     for talk in talks:

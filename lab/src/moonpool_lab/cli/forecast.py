@@ -111,12 +111,13 @@ def forecast(
     json_file: str | None,
     **given: Any,
 ) -> None:
-    """Forecast how a server will answer a trace, write that down, and then try it.
+    """Forecast how a server will answer a trace, store the forecast, and then replay the trace.
 
     Measures any OpenAI-compatible server through its front door, fits a profile, and simulates the
-    trace at shares of the capacity that it predicts. TTFT, TBT, cache hits and requests within
-    their SLOs stand in the table before the first of them is replayed. Without SLOs of the server
-    or of flags, they are 10 times the P90 of TTFT and 5 times that of TBT without load.
+    trace at shares of the capacity that it predicts. The forecast of TTFT, TBT, cache hits and
+    requests within their SLOs is in the table before the first load is replayed. If neither the
+    server nor flags state SLOs, they are 10 times the P90 of TTFT and 5 times the P90 of TBT
+    without load.
     """
     from moonpool.studies.trace_rows import TraceRows, named_trace
     from moonpool_lab.cli.client_run import run_client

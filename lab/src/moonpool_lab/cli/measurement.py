@@ -1,4 +1,5 @@
-"""Runs a measurement for a command: its servers end with it, and its errors are one line."""
+"""Runs a measurement for a command: the servers end with the measurement, and an error is one
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def run_measurement(run: Callable[[], dict[str, Any]], json_file: str | None) ->
     Ends the command with one line for an error that a user can mend.
     """
     check_folders(json_file)
-    # An exception instead of sudden death: the servers that it started end with it.
+    # SIGTERM raises an exception, so that the servers that the command started end with it.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         found = run()

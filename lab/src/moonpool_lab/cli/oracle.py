@@ -1,5 +1,5 @@
-"""`moonpool oracle`: computes what knowing the future could serve, and each policy's share of
-it."""
+"""`moonpool oracle`: computes what could be served with knowledge of the future, and each policy's
+share of it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def oracle(
     json_file: str | None,
     **flags: Any,
 ) -> None:
-    """Compare the admission policies with what could be served by knowing the future.
+    """Compare the admission policies with what could be served with knowledge of the future.
 
     Two figures frame the optimum: a bound that no schedule on this cluster exceeds, and the best
     run of the simulator that a search finds with an admission that knows the future.
@@ -153,8 +153,8 @@ def _read_arrivals(
 
 
 def _run_policies(runner: Runner, config: Config) -> dict[str, Chosen]:
-    """The effective requests with each built-in admission, and with the configured one; with and
-    without the wait for a decode batch."""
+    """Returns the effective requests with each built-in admission and with the configured one, each
+    with and without the wait for a decode batch."""
     from moonpool_lab.oracle.search import WITHOUT_WAIT
 
     names = dict.fromkeys([*ADMISSIONS, config.conductor.admission])

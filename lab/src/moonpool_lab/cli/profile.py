@@ -188,7 +188,8 @@ def profile(
 
 
 def _model_and_url(words: tuple[str, ...], *flags: str | None) -> tuple[str, str | None]:
-    """Tells the model from the address of a server. Raises click.UsageError: two of a kind."""
+    """Returns the model and the address of a server, in whichever order they were given. Raises
+    click.UsageError if both are of one kind."""
     urls = [*filter(None, flags), *(full_url(word) for word in words if is_address(word))]
     models = [word for word in words if not is_address(word)]
     for many, kind in ((urls, "server"), (models, "model")):

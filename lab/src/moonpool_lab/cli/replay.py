@@ -123,9 +123,9 @@ def replay(
 ) -> None:
     """Send a trace to a live OpenAI-compatible server: moonpool, vLLM or another.
 
-    Requests leave at the trace's times, however slow the answers are. Prompts share prefixes
-    exactly as the trace's hash ids do. SLOs are the server's own unless given; given ones are also
-    sent to a moonpool server. Ctrl-C ends the run and prints the figures so far.
+    Requests are sent at the trace's times, however slow the answers are. Prompts share prefixes
+    exactly as the trace's hash ids do. SLOs are the server's own unless flags state them; stated
+    SLOs are also sent to a moonpool server. Ctrl-C ends the run and prints the figures so far.
     """
     from moonpool_lab.cli.client_run import run_client
     from moonpool_lab.replay.run import ReplayPlan
@@ -172,9 +172,9 @@ async def _replay(plan: ReplayPlan) -> dict[str, Any]:
 def compare(simulated_file: str, live_file: str, json_file: str | None) -> None:
     """Compare the figures of `simulate --json` with those of `replay --json`.
 
-    Both must have served the same requests of the same trace, at the same speed, with the same
+    Both runs must have served the same requests of the same trace, at the same speed, with the same
     SLOs and seed. Mean and P90 of TTFT and TBT must lie within 15 % of each other, rejections
-    within 10 %. Ends with status 1 if they do not.
+    within 10 % or 5 requests. Ends with status 1 otherwise.
     """
     from moonpool.studies.run_inputs import different_inputs
     from moonpool_lab.replay.comparison import compare as compared

@@ -122,9 +122,9 @@ def trial(
 ) -> None:
     """Look for wrong answers of OpenAI-compatible servers: moonpool, vLLM or another.
 
-    Asks conversations with planted codes, first one by one, then under load with shared and forked
-    prefixes, evictions, and clients that leave. Each greedy answer is compared with what the same
-    server answered without load. Near-ties, which rounding may flip, are counted apart.
+    Sends conversations with planted codes, first one by one, then under load with shared and forked
+    prefixes, evictions, and clients that disconnect. Each greedy answer is compared with what the
+    same server answered without load. Near-ties, which rounding may flip, are counted apart.
 
     Ends with status 1 if wrong answers are proven, and with 3 if answers were cut or hung.
     """
@@ -162,7 +162,7 @@ def _try_one(url: str, *, api: str, **given: Any) -> dict[str, Any]:
 
 
 def trial_lines(found: list[dict[str, Any]]) -> list[str]:
-    """The table of several servers' figures, and a verdict on each."""
+    """Returns a table of the figures of several servers, and a verdict on each server."""
     return [*_table(found), *(line for figures in found for line in _verdict(figures))]
 
 

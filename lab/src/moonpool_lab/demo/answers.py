@@ -24,7 +24,8 @@ class AnsweredTurn:
     def tbt_s(self) -> float:
         """Mean gap between tokens as they left the decode instance.
 
-        The client cannot see it: the text of a token that may begin the stop string is held back.
+        The client cannot measure this gap, because the server holds back the text of a token that
+        may begin the stop string.
         """
         return float(self.explained["observed"]["tpot_s"] or 0.0)
 
@@ -70,7 +71,7 @@ class DemoRun:
 
     cached: bool
     start_s: float = 0.0
-    # time of each turn until the last user's answer
+    # seconds of each turn until the last user had an answer
     turns_s: list[float] = field(default_factory=list)
     rows: list[AnsweredTurn] = field(default_factory=list)
     after: list[AnsweredTurn] = field(default_factory=list)  # turns after the events

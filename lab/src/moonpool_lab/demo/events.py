@@ -1,4 +1,4 @@
-"""What the demo does after its conversations: it fills the memory, and kills an instance.
+"""Runs the events after the demo's conversations: fills the memory, and kills an instance.
 
 Other requests fill the memory of all instances, so that a conversation's blocks are only on SSDs
 when it continues. Then the instance that decodes an answer is killed while decoding it.
@@ -47,7 +47,7 @@ async def ask(
 async def fill_memory(
     client: CompletionClient, talk: Conversation, rows: list[AnsweredTurn]
 ) -> Event:
-    """Strangers come until a turn of the conversation needs blocks from an SSD."""
+    """Sends requests of strangers until a turn of the conversation needs blocks from an SSD."""
     rng = random.Random(11)
     num_strangers = loaded = 0
     for _ in range(MAX_WAVES):
@@ -71,7 +71,7 @@ async def kill_in_an_answer(
     rows: list[AnsweredTurn],
     on_text: Callable[[str], None],
 ) -> Event:
-    """Kills the instance that decodes while its answer streams."""
+    """Kills the decode instance of an answer while the answer streams."""
     begun = asyncio.Event()
     seen = 0
 

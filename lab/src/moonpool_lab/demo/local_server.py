@@ -23,7 +23,7 @@ class ServerError(RuntimeError):
 
 
 class LocalServer:
-    """Starts with a `with` block, and ends with all its processes after it."""
+    """Starts at the beginning of a `with` block; all its processes end with the block."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LocalServer:
             raise ServerError(f"the server did not end in {wait_s:.0f} s") from None
 
     def kill(self) -> None:
-        """SIGKILL to the head; the kernel then ends the workers."""
+        """Sends SIGKILL to the head; the kernel then ends the workers."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -132,7 +132,7 @@ class LocalServer:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Returns a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The page that the demo leaves behind: its turns, its events and the latency breakdown.
+"""Writes the page that the demo leaves behind: its turns, its events and the latency breakdown.
 
 The page is self-contained, and the template escapes all text.
 """

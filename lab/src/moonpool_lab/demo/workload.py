@@ -82,7 +82,8 @@ class Conversation:
 def make_conversations(
     num_users: int, num_turns: int, num_berths: int, seed: int
 ) -> list[Conversation]:
-    """Conversations that share one harbour book of `num_berths` entries (about 20 tokens each)."""
+    """Returns conversations that share one harbour book of `num_berths` entries (about 20 tokens
+    each)."""
     rng = random.Random(seed)
     berths = {f"berth-{i:03d}": _name(rng) for i in range(num_berths)}
     book = "The harbour book. " + TALE + "".join(f"[{k}={v}] " for k, v in berths.items())
@@ -106,8 +107,8 @@ def _make_turn(
         return ConversationTurn(f"Tell the tale: {begin}", rest, None, "the tale, go on")
     letter = ""
     if turn == 1 and user == 0:
-        # The prompt is too long to be computed beside decodes, so it goes to a prefill instance,
-        # which must fetch the blocks of the tale's answer from the instance that decoded it.
+        # The prompt is too long to be computed beside decodes. So the prompt goes to a prefill
+        # instance, which must fetch the blocks of the tale from the instance that decoded the tale.
         letter = f"A letter: {filler(random.Random(user), LETTER_TOKENS)}. "
     crate, content = f"crate-{user}{turn:02d}", _name(rng)
     note = f"Note that [{crate}={content}]. "
@@ -122,12 +123,12 @@ def _make_turn(
 
 
 def look_up(talk: Conversation, key: str) -> ConversationTurn:
-    """A question about the shared text."""
+    """Returns a turn that asks for an entry of the shared text."""
     return ConversationTurn(f"Look up [{key}=", talk.book[key], "]", f"{key} (shared book)")
 
 
 def filler(rng: random.Random, num_characters: int) -> str:
-    """Words without meaning. The built-in model has one token per character."""
+    """Returns words without meaning. The built-in model has one token per character."""
     words = []
     while num_characters > 0:
         words.append(_name(rng))

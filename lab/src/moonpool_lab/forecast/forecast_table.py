@@ -1,4 +1,4 @@
-"""Keeps a table of forecasts and outcomes, a file of JSON lines to which entries are only added.
+"""Keeps a table of forecasts and outcomes: a file of JSON lines that only grows.
 
 Each entry names the hash of the previous entry, and has its own hash. So a changed, missing or
 inserted entry breaks the chain, which every reader checks. The chain does not show whether the last
@@ -33,7 +33,8 @@ def add_entry(path: Path, entry: Entry) -> str:
     """
     try:
         with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # several commands may share a table
+            # the lock is needed because several commands may share a table
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             entries = read_entries(file.read().splitlines(), path.name)
             previous = entries[-1]["hash"] if entries else FIRST

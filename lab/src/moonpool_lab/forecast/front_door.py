@@ -22,13 +22,13 @@ from moonpool_lab.replay.server import ServerFacts, ServerUnfitError
 from moonpool_lab.replay.stream import NO_SLO, TokenTimesReceiver
 
 NO_SLO_HEADERS = b"X-SLO-TTFT-ms: 1e9\r\nX-SLO-TPOT-ms: 1e9\r\n"
-"""With these headers no request is too late for a moonpool server, which may still refuse it for
-the sake of others. Other servers ignore these headers."""
+"""These headers state SLOs that no request misses on a moonpool server. The server may still refuse
+a request in favour of others. Other servers ignore these headers."""
 ROUND_TRIPS = 7
 UNSAID = -1
 TRIES = 4
-"""A moonpool server refuses a long prompt if, by the recent load, shorter ones could have its
-place. Prompts of the measurement are such a load."""
+"""Number of tries, because a moonpool server refuses a long prompt if the recent load suggests that
+several shorter prompts could be served instead. The prompts of the measurement are such a load."""
 MOST_WAIT_S = 5.0
 
 _CACHE_BLOCKS = re.compile(rb"^vllm:cache_config_info\{.*$", re.MULTILINE)
@@ -64,7 +64,7 @@ class TimedAnswer(msgspec.Struct, frozen=True):
 
 
 class FrontDoor:
-    """A connection to a server, which shows only what its clients see."""
+    """A connection to a server that uses only what clients of the server see."""
 
     def __init__(self, client: HttpClient, facts: ServerFacts, vocab_size: int, as_text: bool):
         self._client = client
@@ -75,7 +75,7 @@ class FrontDoor:
 
     @property
     def longest_tokens(self) -> int | None:
-        """The longest prompt with its answer in tokens, or None if the server does not say."""
+        """The most tokens of a prompt with its answer, or None if the server does not tell it."""
         return self._facts.max_model_tokens
 
     def prompt(self, num_tokens: int) -> Prompt:
@@ -114,8 +114,8 @@ class FrontDoor:
         return int(size[1]) * int(count[1]) if size and count else 0
 
     async def ask(self, prompt: Prompt, num_tokens: int) -> TimedAnswer:
-        """Sends a prompt, again if it is refused, and times the answer of the last try. Raises
-        ConnectionFailedError, and ServerUnfitError if no complete answer comes."""
+        """Sends a prompt, sends it again if it is refused, and times the answer of the last try.
+        Raises ConnectionFailedError, and ServerUnfitError if no complete answer comes."""
         for number in range(TRIES):
             began_s = monotonic()
             record = RequestRecord(RequestId("probe"), len(prompt), NO_SLO, began_s)

@@ -3,8 +3,8 @@
 Prompts are timed alone, by length and by cached tokens. Answers are timed by the number of answers
 that decode together. A long prompt beside answers shows how prompts and decodes share steps. At the
 end, prompts fill the cache until the first prompt is no longer cached. Each part of the measurement
-has a share of the time, and measures its most useful cases first. Other cases are derived from
-these.
+has a share of the time, and measures its most useful cases first. Cases that were not measured are
+derived from the measured ones.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ STEPS = 24
 HANDOVERS = 3
 HANDOVER_STEPS = 8
 LEAST_LENGTHS = 3
-"""A middle, the longest and the shortest length: without the last, the time of a prompt of one
-token would be that of all prompts."""
+"""A middle, the longest and the shortest length. Without the shortest one, the fit would give a
+prompt of one token the time of all other prompts."""
 LEAST_TIMES = 6
-"""So many times of prompts show how much single steps differ."""
+"""The spread of single steps is taken from the times of at least this many prompts."""
 LEAST_GAPS = 3
 LEAST_RATIO = 0.01
-"""Two tokens that a client reads at once still have a step between them."""
+"""The least time of a step over its usual time. A client may read two tokens at once, although a
+step lies between them."""
 MOST_ANSWER_TOKENS = 256
 BESIDE = 8
 """At most this many answers run beside the long prompt that shows the size of chunks."""
@@ -80,9 +81,11 @@ class MeasuredServer(Struct, frozen=True):
     cache_tokens: int
     full: bool
     hits_said: bool
-    handover_s: float  # by how much the first of several tokens comes later than a single one
+    # by how much later the first of several tokens comes than the only token of an answer
+    handover_s: float
     seconds: float
-    chunk_ratios: tuple[float, ...] = ()  # of times of single prompts to the usual, mean 1
+    # time of each single prompt over the fitted time, scaled to the mean 1
+    chunk_ratios: tuple[float, ...] = ()
     drift: float = 1.0  # time of a prompt at the end, divided by its time at the beginning
 
     @property
@@ -92,7 +95,7 @@ class MeasuredServer(Struct, frozen=True):
 
 class ServerRoles(Struct, frozen=True):
     """The instances of a server whose clients see one address. `decoding` is the number of
-    instances that decode, and `separate` is whether others prefill."""
+    instances that decode, and `separate` says whether other instances prefill."""
 
     decoding: int = 1
     separate: bool = False
@@ -143,7 +146,7 @@ async def measure_server(
     roles: ServerRoles = SINGLE,
 ) -> MeasuredServer:
     """Measures a server in about `seconds`, or longer if a long prompt takes more than its share.
-    If the server's speed has changed meanwhile, tells a person so by `tell` and measures again.
+    If the server's speed has changed meanwhile, says so by `tell` and measures again.
 
     Raises ServerUnfitError, ConnectionFailedError.
     """
@@ -228,7 +231,8 @@ class _Measurement:
         return await self._door.ask(prompt, 1)
 
     async def _measure_prefills(self) -> None:
-        """Times single prompts that share nothing, each length in turn, until the time is over."""
+        """Times single prompts without common prefixes, each length in turn, until this part's time
+        is over."""
         part = _Part(PREFILL_SHARE * self._seconds)
         times_s = self._prompt_times_s
         lengths = list(_spread(self._lengths))
@@ -360,8 +364,8 @@ class _Measurement:
         return usual, usual, tuple(self._first_gap_ratios) if usual else ()
 
     def _chunk_ratios(self, cost: FittedCost) -> tuple[float, ...]:
-        """Returns by how much single steps with prompts differ from each other, with a mean of 1:
-        few times say more about the spread than they could correct the fit. Prompts of several
+        """Returns the times of single steps with prompts over their fitted times, scaled to a mean
+        of 1: the few times show the spread, but are too few to correct the fit. Prompts of several
         chunks say less, because their times are sums."""
         chunk_tokens = self._chunk_tokens or DEFAULT_CHUNK_TOKENS
         found = [
@@ -376,8 +380,9 @@ class _Measurement:
         return tuple(sorted(ratio / mean for ratio in found))
 
     async def _measure_chunks(self, cost: FittedCost) -> None:
-        """Sends a long prompt beside answers: shows how many steps compute it, and their times, or
-        how much separate instances slow each other down. The median of several prompts counts."""
+        """Sends a long prompt while answers are decoded. On mixed instances this shows how many
+        steps compute the prompt, and their times; with separate instances, how much they slow each
+        other down. The median of several prompts counts."""
         part = _Part(CHUNK_SHARE * self._seconds)
         alone = max((s for s in self._prefills if not s.cached_tokens), key=lambda s: s.num_tokens)
         copies = self._roles.decoding
@@ -455,7 +460,8 @@ class _Measurement:
             look = 2 * look
             if not await self._is_kept(sent[0], longest):
                 return await self._num_kept(sent, longest) * longest.num_tokens, True
-            sent = [*sent[1:], sent[0]]  # the question made this prompt the most recently used
+            # the request that checked this prompt made it the most recently used
+            sent = [*sent[1:], sent[0]]
         return len(sent) * longest.num_tokens, False
 
     async def _num_kept(self, sent: list[Prompt], longest: PrefillSample) -> int:
@@ -479,7 +485,7 @@ class _Measurement:
 
 
 def _spread(lengths: TraceLengths) -> Iterator[int]:
-    """Yields lengths between the shortest and the longest that matters, with the middle first."""
+    """Yields lengths from the shortest prompt to the P99, with the middle first."""
     longest = max(lengths.prompt_at(0.99), 2)
     shortest = min(SHORTEST_PROMPT, lengths.prompt_at(0.0), longest)
     ratio = (longest / shortest) ** (1 / (NUM_LENGTHS - 1))
@@ -528,9 +534,9 @@ def common_step_s(answers: Sequence[TimedAnswer]) -> float | None:
 def contention_of(
     pairs: Sequence[PromptBeside], alone_s: float, front_s: float
 ) -> tuple[float, float]:
-    """Returns by how much longer prompts, and decodes, take on separate instances of one machine
-    while the others compute. `alone_s` is the time of the prompts while nothing decodes. A prompt
-    that outlasted its answer does not count."""
+    """Returns the factors by which prompts, and decodes, take longer on separate instances of one
+    machine while the other instances compute. `alone_s` is the time of the prompts while nothing
+    decodes. A prompt that outlasted its answer does not count."""
     beside = [
         (prompt, answer) for prompt, answer in pairs if prompt.token_s[0] < answer.token_s[-1]
     ]
@@ -547,9 +553,9 @@ def contention_of(
 def steps_of_prompt(
     prompt: TimedAnswer, beside: TimedAnswer, front_s: float
 ) -> tuple[int, float] | None:
-    """Returns the steps that computed a prompt, counted by the tokens of another answer, and their
-    seconds, or None if the answer ended earlier. The step during which the prompt arrived does not
-    count."""
+    """Returns the number of steps that computed a prompt, counted by the tokens of another answer,
+    and the seconds of these steps, or None if the answer ended before the prompt. The step during
+    which the prompt arrived does not count."""
     during_s = [s for s in beside.token_s if prompt.began_s + front_s <= s <= prompt.token_s[0]]
     if not during_s or beside.token_s[-1] <= prompt.token_s[0]:
         return None

@@ -43,12 +43,12 @@ QUIET_S = 2.0
 
 
 class ForecastError(ValueError):
-    """Says that there is nothing to forecast, why, and what to do."""
+    """Says why there is nothing to forecast, and what to do."""
 
 
 class ForecastPlan(Struct, frozen=True, kw_only=True):
-    """The settings of a forecast. If the SLOs are None, the server states them, or they follow from
-    the server's latencies without load."""
+    """The settings of a forecast. If the SLOs are None, they are those that the server states, or
+    they follow from the server's latencies without load."""
 
     url: str
     trace: TraceRows
@@ -78,7 +78,8 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
     gets lines for a person to read.
 
     Returns the entry of the forecast and the entries of the outcomes. Raises ForecastError,
-    TableError, ServerUnfitError, HopelessError, ConnectionFailedError, ConfigError and TraceError.
+    TableError, ServerUnfitError, UnservableError, ConnectionFailedError, ConfigError and
+    TraceError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     try:
@@ -152,7 +153,8 @@ def _lengths(trace: TraceRows) -> TraceLengths:
 
 
 def _roles(facts: ServerFacts) -> ServerRoles:
-    """A server other than moonpool's is taken for one instance."""
+    """Returns the roles of the server's instances. Any server but moonpool counts as one
+    instance."""
     cluster = (facts.config or {}).get("cluster", {})
     prefill, decode, mixed = (int(cluster.get(r) or 0) for r in ("prefill", "decode", "mixed"))
     return ServerRoles(decoding=max(decode + mixed, 1), separate=bool(prefill))

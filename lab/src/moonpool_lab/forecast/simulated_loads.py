@@ -1,7 +1,7 @@
 """Predicts by simulation how a measured server answers several loads, before they are tried.
 
 The simulator gets the cluster that a moonpool server states. For another server, it gets one mixed
-instance that admits everything. There is no second model of a server for forecasts.
+instance that admits everything. So a forecast needs no other model of a server than the simulator.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SimulatedServer:
         trace: TraceRows,
     ) -> None:
         """`described` is the configuration that a moonpool server shows, or None for another
-        server, and `stated` are the costs by which its instances decide. Raises ConfigError,
+        server. `stated` has the costs by which the server's instances decide. Raises ConfigError,
         TraceError."""
         self._trace = trace
         self._folder = tempfile.TemporaryDirectory()
@@ -105,8 +105,8 @@ class SimulatedServer:
 
     def capacity_rps(self, run_s: float, slo: Slo) -> float:
         """Returns the most requests per second of a run of `run_s` of which the share ATTAINMENT
-        meets the SLOs, or 0 if not even single requests do. The requests are those that the load 1
-        replays, because other parts of a trace have other lengths and bursts."""
+        meets the SLOs, or 0 if not even single requests do. The requests are the ones that are
+        replayed at the load 1, because other parts of a trace have other lengths and bursts."""
 
         def holds(rps: float) -> bool:
             load = self._load(1.0, rps, run_s)
@@ -159,8 +159,7 @@ class SimulatedServer:
 
 
 def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
-    """Returns the forecast figures, from the figures of a simulation or a replay. If no request hit
-    a cache of unknown state, `hit_ratio` is the counted ratio."""
+    """Selects the figures that a forecast has from the figures of a simulation or a replay."""
     return {
         "requests": figures["requests"],
         "completed": figures["completed"],
@@ -174,8 +173,8 @@ def forecast_figures(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_tables(measured: MeasuredServer, described: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tables of a moonpool server with its own instances, or no tables. A pool without
-    a stated size has the size that the server shows."""
+    """Returns the tables of a moonpool server with its own instances, or no tables. If the
+    configuration does not state the size of the pool, the measured size counts."""
     tables = {name: dict(described[name]) for name in OWN_TABLES if name in described}
     cluster = tables.get("cluster", {})
     num_instances = sum(cluster.get(role) or 0 for role in ("prefill", "decode", "mixed"))

@@ -2,7 +2,7 @@
 
 The costs that a server measures of itself at its start differ from those that its clients see, and
 chunks, admission and placement follow from the server's own. So a simulation of the server decides
-by these, while its steps take the times that were measured from outside.
+by the server's own costs, while its steps take the times that were measured from outside.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from moonpool.types import InstanceId, Role
 
 
 async def read_stated_costs(client: HttpClient) -> tuple[InstanceRecord, ...]:
-    """Returns what the instances of a moonpool server estimate with now, learned factors included,
-    or nothing for another server or without the right to ask. Raises ConnectionFailedError."""
+    """Returns the costs by which the instances of a moonpool server decide now, learned factors
+    included. Returns nothing for another server, or if the API key may not read them. Raises
+    ConnectionFailedError."""
     status, body = await client.get("/beliefs")
     if status != 200:
         return ()
@@ -49,7 +50,7 @@ def record_of(
     stated: Sequence[InstanceRecord], cost: FittedCost, chunk_ratios: tuple[float, ...]
 ) -> CostEstimatorRecord:
     """Returns the record for a simulation whose steps take `cost`. Steps with prompts take one of
-    `chunk_ratios` times as long. If nothing is stated, the estimates are `cost`, too."""
+    `chunk_ratios` times as long. If nothing is stated, the instances decide by `cost`, too."""
     instances = tuple(stated) or (InstanceRecord(InstanceId("mixed-0"), Role.MIXED, cost),)
     return CostEstimatorRecord(
         tuple(msgspec.structs.replace(one, prefill=chunk_ratios) for one in instances),

@@ -8,8 +8,8 @@ interval. So for each resource (`Resource`) and each interval,
 
 Requests that are all served or not at all, on instances that serve one thing at a time, in caches
 that lose blocks and over links that take time, meet all these constraints. So the most requests
-that these constraints allow are a bound. Constraints are added where the solution breaks them most,
-until it breaks none by much; the solution of each round is a bound.
+that these constraints allow are a bound. In each round, the constraints that the solution breaks
+most are added, until the solution breaks none by much. The solution of each round is a bound.
 
 The solver is not trusted. Any prices >= 0 of the constraints give a bound (`price_bound`): the cost
 of all capacities, plus the value of each request above the cost of its work. The solver only
@@ -33,7 +33,7 @@ ROUNDS = 40
 CLOSE = 1e-3
 """A constraint that is broken by less than this share of its capacity is not added."""
 MOST_ENDPOINTS = 300
-"""How many beginnings and ends of intervals are looked at for each resource."""
+"""The number of beginnings and ends of intervals that are checked for each resource."""
 PER_LENGTH = 2
 """Constraints added in a round, for each power of two of the interval's length."""
 SMALLEST_INTERVAL_S = 1e-6
@@ -77,8 +77,8 @@ class _Interval:
 
 
 def upper_bound(demand: LeastWork, resources: Sequence[Resource], capacity: float = 1.0) -> Bound:
-    """Returns the bound for a cluster with this share of its capacity, or for the whole cluster
-    unless given."""
+    """Returns the bound for a cluster with the share `capacity` of its capacity, by default the
+    whole."""
     program = _Program(demand, [replace(r, instances=r.instances * capacity) for r in resources])
     intervals: list[_Interval] = []
     best = Bound(int(demand.possible.sum()), float(demand.possible.sum()), np.zeros(0), {}, 0)
@@ -141,7 +141,7 @@ class _Program:
         return self._resources[interval.resource].instances * (interval.end_s - interval.begin_s)
 
     def solve(self, intervals: Sequence[_Interval]) -> tuple[Floats, Floats, Floats]:
-        """Shares of requests and nodes, and proposed prices of the intervals."""
+        """Returns the shares of requests and nodes, and proposed prices of the intervals."""
         num, capacities_s = self._num, np.array([self.capacity_s(i) for i in intervals])
         scale = 1.0 / np.maximum(capacities_s, SMALLEST_INTERVAL_S)
         rows = vstack([self.row(i) * s for i, s in zip(intervals, scale, strict=True)])
@@ -158,7 +158,7 @@ class _Program:
         return solution[:num], solution[num:], np.asarray(prices, dtype=np.float64)
 
     def price_bound(self, intervals: Sequence[_Interval], prices: Floats) -> float:
-        """The bound that these prices (requests per second of capacity) prove.
+        """Returns the bound that these prices (requests per second of capacity) prove.
 
         Each request pays only for its work within the intervals. So for any prices, the optimum is
         at most the cost of all capacities, plus, for each tree of shared blocks, the most that its
@@ -195,7 +195,8 @@ class _Program:
         return worth
 
     def broken(self, number: int, shares: Floats, nodes: Floats) -> list[_Interval]:
-        """The intervals of a resource whose capacity the solution exceeds most, of all lengths."""
+        """Returns, for all lengths, the intervals of a resource whose capacity the solution exceeds
+        most."""
         resource = self._resources[number]
         parts = [(work.seconds * shares, work.from_s, work.until_s) for work in resource.requests]
         parts += [(work.seconds * nodes, work.from_s, work.until_s) for work in resource.nodes]
@@ -221,7 +222,7 @@ class _Program:
 def _worst(
     number: int, begins: Floats, ends: Floats, excess_s: Floats, length_s: Floats
 ) -> list[_Interval]:
-    """The worst few intervals of each power of two of length."""
+    """Returns the few worst intervals of each power of two of length."""
     found = []
     scale = np.floor(np.log2(np.maximum(length_s, SMALLEST_INTERVAL_S)))
     for power in np.unique(scale[excess_s > 0.0]):
@@ -232,14 +233,14 @@ def _worst(
                 break
             begin_s, end_s = begins.item(int(row)), ends.item(int(column))
             found.append(_Interval(number, begin_s, end_s))
-            # The next one must lie elsewhere.
+            # The next interval must lie elsewhere.
             apart = (ends[None, :] <= begin_s) | (begins[:, None] >= end_s)
             worst = np.where(apart, worst, 0.0)
     return found
 
 
 def _endpoints(instants_s: Floats) -> Floats:
-    """Returns at most MOST_ENDPOINTS of the instants, the first and the last among them."""
+    """Returns at most MOST_ENDPOINTS of the instants, including the first and the last."""
     distinct = np.unique(instants_s)
     if len(distinct) <= MOST_ENDPOINTS:
         return np.asarray(distinct)

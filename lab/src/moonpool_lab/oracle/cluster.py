@@ -1,9 +1,9 @@
 """The limits of a simulated cluster: its instances as resources, and the least work of requests.
 
-Which instances do what follows the configuration. Decode instances may compute any prompt, in
-chunks (`conductor.inline_chunks`), or only those of the Conductor's inline rule
+The configuration decides which instances prefill and which decode. Decode instances may compute any
+prompt, in chunks (`conductor.inline_chunks`), or only those of the Conductor's inline rule
 (`conductor.inline_prefill`): prompts that fit into one step without breaking the TBT SLO. With
-`role_balance = "switch"` every instance may do everything. Of instances with different hardware,
+`role_balance = "switch"` every instance may do everything. If instances have different hardware,
 the least time of any of them counts.
 """
 
@@ -27,7 +27,7 @@ from moonpool_lab.oracle.least_work import LeastWork, Rates, least_work_of
 
 DECODE_KINDS = ("decode pace", "decode memory", "decode seats")
 INLINE_MARGIN = 1.25
-"""The Conductor's corrections may make it take a step for that much shorter than it is."""
+"""The Conductor's corrections may make it predict a step time that is too short by this factor."""
 LIMITED_BATCHING = ("chunked", "fixed-chunks", "alternating")
 """Batching policies whose steps have at most `engine.chunk_tokens` tokens."""
 
@@ -35,7 +35,7 @@ LIMITED_BATCHING = ("chunked", "fixed-chunks", "alternating")
 def limits_of(
     config: Config, hardware: Hardware, arrivals: Sequence[Arrival], noise: float = 0.0
 ) -> tuple[LeastWork, list[Resource]]:
-    """The least work of the requests, and the cluster's instances that do it.
+    """Returns the least work of the requests, and the instances of the cluster as resources.
 
     `noise`: the same as in `Simulation`. Raises ConfigError for a cluster whose limits are not
     known.
@@ -83,7 +83,8 @@ def _rates(config: Config, hardware: Hardware, longest_tokens: int, noise: float
 
 
 def _inline_tokens(config: Config, floor: CostFloor, part: NodeHardware) -> int:
-    """The most tokens of a prompt that a decode instance may compute, as the Conductor sees it."""
+    """Returns the most tokens of a prompt that a decode instance may compute, by the Conductor's
+    estimates."""
     rules = config.for_conductor()
     if not (rules.inline_prefill and config.cluster.decode):
         return 0
@@ -107,7 +108,7 @@ def _takes_chunks(config: Config, part: NodeHardware) -> bool:
 
 
 def _least_factor(part: NodeHardware, noise: float) -> float:
-    """The least by which a step's time is multiplied."""
+    """Returns the least factor by which noise multiplies a step's time."""
     ratios = [ratio for ratios in part.decode_spread for ratio in ratios]
     return (1.0 - noise) * min(1.0, *part.contention) * min([1.0, *ratios])
 

@@ -12,9 +12,9 @@ hold for every step:
 
 where a token at position q of its prompt has q pairs. The second line holds with and without chunks
 in the step. A departure is the time by which a measured cost is below a roofline's for a whole
-prompt (`DomainCost`). Time above the roofline does not count, because prompts may share it. Nor
-does the constant of a fitted cost count for prompts that fit into one step together. Of longer
-prompts, only one can begin in a step.
+prompt (`DomainCost`). Time above the roofline does not count, because prompts may share it. For
+prompts that fit into one step together, the constant of a fitted cost does not count either. Of
+longer prompts, only one can begin in a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LONG_CHUNK_TOKENS = 1 << 22
 a pair."""
 GRID_GROWTH = 1.002
 """Ratio between the step sizes at which the time per token is evaluated. Between two points of the
-grid, the time of the smaller and the tokens of the larger one count."""
+grid, the time at the smaller and the tokens at the larger point count."""
 
 
 def none_s(num_tokens: int, cached_tokens: int) -> float:
@@ -81,7 +81,8 @@ class CostFloor:
         )
 
     def prefill_s(self, start: Number, end: Number) -> Number:
-        """Least time to compute tokens `start` to `end` of a prompt, without `prompt_s`."""
+        """Returns the least time to compute tokens `start` to `end` of a prompt, without
+        `prompt_s`."""
         return (end - start) * (self.token_s + 0.5 * self.pair_s * (end + start))
 
     def support(self, batch: float) -> tuple[float, float]:
@@ -99,7 +100,7 @@ class CostFloor:
 
 
 def floor_of(cost: StepCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
-    """The floor of a cost model for steps of at most this many requests and tokens.
+    """Returns the floor of a cost model for steps of at most this many requests and tokens.
 
     Raises ConfigError for a cost model whose floor is not known.
     """
@@ -119,8 +120,8 @@ def floor_of(cost: StepCost, max_sequences: int, max_step_tokens: int) -> CostFl
 
 
 def _of_fit(cost: FittedCost, max_sequences: int) -> CostFloor:
-    """A later chunk costs c (2 done + new) new + d cached new, so with min(c, d / 2) no division
-    of a prompt into cached and computed tokens costs less."""
+    """With c and d of the fit, a later chunk costs c (2 done + new) new + d cached new. So with
+    min(c, d / 2) no division of a prompt into cached and computed tokens costs less."""
     a, b, c, d = cost.prefill
     e, f, g = cost.decode
     mixed_f, mixed_g = cost.mixed or (f, g)
@@ -139,7 +140,8 @@ def _of_fit(cost: FittedCost, max_sequences: int) -> CostFloor:
 
 
 def _of_roofline(cost: RooflineCost, max_sequences: int, max_step_tokens: int) -> CostFloor:
-    """Rows of a step share its overhead; how many there can be limits how little each pays."""
+    """The rows of a step share its overhead, so each row pays at least the overhead divided by the
+    largest number of rows."""
     constant_s = cost.engine_overhead_s + cost.attention_launch_s
     sizes = _grid(max_step_tokens)
     row_s = min(

@@ -10,8 +10,8 @@ from moonpool.sim.capacity import HitRatios, PromptBlocks, PromptCache
 from moonpool.types import BlockKey
 
 Routing = Literal["first", "least-loaded", "round-robin"]
-"""How the cache of a prompt is chosen: by the longest match, with ties to the first cache or to the
-one that computed least, or round-robin."""
+"""The rule that chooses the cache of a prompt: the longest match, with ties to the first cache or
+to the cache that computed least, or round-robin."""
 
 
 def hit_ratios(
@@ -28,7 +28,8 @@ def hit_ratios(
 
 
 def belady_hit_ratio(prompts: Iterable[PromptBlocks], capacity_blocks: int) -> float:
-    """The optimum of policies that store every block: evict the block with the farthest next use.
+    """Returns the best hit ratio of policies that store every block: they evict the block with the
+    farthest next use.
 
     Counts blocks, whether or not their predecessors are cached.
     """
@@ -77,7 +78,8 @@ def split_hit_ratios(
 ) -> SplitRatios:
     """Routes each prompt to one of `num_caches` independent caches of `capacity_blocks`.
 
-    A match of at most `ignored_blocks` counts as none, since all prompts may share a system prompt.
+    A match of at most `ignored_blocks` counts as no match, because all prompts may share a system
+    prompt.
     """
     caches = [PromptCache("lru", capacity_blocks, block_tokens) for _ in range(num_caches)]
     computed_tokens = [0] * num_caches

@@ -8,22 +8,23 @@ prompt differs from the sum of its tokens' costs (`CostFloor`); this difference 
 whose shared blocks are all cached. A node adds the smallest further difference among those of its
 prompts that compute the node itself.
 
-Pool prefill: what no decode instance may compute. The inline rule lets it compute a prompt of which
-at most `inline_tokens` are not cached. A request with a longer tail of its own is never one. Nor is
-the first request that computes a node, if each prompt with the node continues for longer than that
-after the node's start. The first request computes all of the node.
+Pool prefill: the work that no decode instance may compute. The inline rule lets a decode instance
+compute a prompt of which at most `inline_tokens` are not cached. A request with a longer tail of
+its own is never computed inline. Nor is the first request that computes a node, if each prompt with
+the node continues for longer than that after the node's start. That request computes the whole
+node.
 
 Decode: all tokens after the first. Three kinds of work bound the requests, each in seconds of an
 instance. With (e, f) a line below the step time (`CostFloor.support`), a step of B decodes takes d
 >= e + W, where W is the sum of f + g context over its decodes:
 
 * pace: The SLO holds for the mean of an answer's longest tenth of gaps, so also for any weighted
-  mean of its gaps with no weight above ten times the mean weight. Weights f + g context are such:
-  they grow by a constant, so none is above twice the mean. A gap is at least its step's d. So the
-  sum of w d over a request's steps is at most that of w T. Add it, times k = e / (T - e)^2, to the
-  instance's time: d (1 + k W) - k W T >= T / (T - e) W for each step, with equality at d = T. So a
-  decode takes at least T / (T - e) (f + g context). (Steps that are reported together count as
-  steps of their mean.)
+  mean of its gaps with no weight above ten times the mean weight. The weights f + g context keep
+  this limit, because they grow by a constant, so none is above twice the mean. A gap is at least
+  its step's d. So the sum of w d over a request's steps is at most that of w T. Add it, times k = e
+  / (T - e)^2, to the instance's time: d (1 + k W) - k W T >= T / (T - e) W for each step, with
+  equality at d = T. So a decode takes at least T / (T - e) (f + g context). (Steps that are
+  reported together count as steps of their mean.)
 * memory: the prompts of a step's decodes fit into the engine's M tokens, or it is one request. So e
   is at least e times their sum over M, and a decode takes e prompt / M + f + g context.
 * seats: a step has at most S decodes, so a decode takes at least e / S + f + g context.
@@ -50,7 +51,7 @@ NO_NODE = -1
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What an instance can do at most, by kind of work, and the SLO of requests."""
+    """The most that an instance can do, by kind of work, and the SLO of requests."""
 
     prefill: CostFloor
     decode: CostFloor  # cost floor of instances that decode
@@ -91,7 +92,7 @@ class LeastWork:
 
 
 def least_work_of(arrivals: Sequence[Arrival], rates: Rates) -> LeastWork:
-    """The least work of these requests."""
+    """Returns the least work of these requests."""
     arrived_s = np.array([arrival.arrived_s for arrival in arrivals])
     prompts = np.array([float(arrival.input_tokens) for arrival in arrivals])
     decodes = np.array([arrival.output_tokens - 1.0 for arrival in arrivals])
@@ -132,14 +133,15 @@ def least_work_of(arrivals: Sequence[Arrival], rates: Rates) -> LeastWork:
 
 
 def _contexts(prompts: Floats, decodes: Floats) -> Floats:
-    """Sum of the contexts of an answer's decodes; the first one has the prompt and a token."""
+    """Returns the sum of the contexts of an answer's decodes. The first context is the prompt and
+    one token."""
     return np.asarray(decodes * prompts + 0.5 * decodes * (decodes + 1.0))
 
 
 def _decode_work(
     prompts: Floats, decodes: Floats, rates: Rates
 ) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Work by kind and request, and whether the SLO can be kept at all."""
+    """Returns the work by kind and request, and whether the SLO can be kept at all."""
     floor, tbt_s = rates.decode, rates.slo.tbt_s / rates.decode.num_stages
     contexts = _contexts(prompts, decodes)
     context_s = floor.context_s
@@ -166,7 +168,7 @@ def _decode_work(
 
 
 class _Tree:
-    """Blocks that several prompts share; consecutive ones with the same prompts are one node."""
+    """Blocks that several prompts share. Consecutive blocks of the same prompts are one node."""
 
     def __init__(self, floor: CostFloor, block_tokens: int) -> None:
         self.parent: list[int] = []
@@ -182,8 +184,8 @@ class _Tree:
         self._node: dict[BlockKey, int] = {}
 
     def count(self, arrivals: Sequence[Arrival]) -> None:
-        """Counts the prompts with each block. Only in a damaged trace does a block follow two
-        different ones. A block that follows two different blocks counts as nobody's work."""
+        """Counts the prompts with each block. In a damaged trace, a block may follow two different
+        blocks. Such a block counts as no request's work."""
         users, before = self._users, dict[BlockKey, BlockKey]()
         odd: set[BlockKey] = set()
         for arrival in arrivals:

@@ -1,4 +1,4 @@
-"""The best schedule that a clairvoyant admission finds: a lower bound of what can be served.
+"""Searches for the best schedule of a clairvoyant admission: a lower bound of what can be served.
 
 Every schedule is a run of the simulator. The clairvoyant admission refuses requests on arrival, by
 a list; the Conductor admits all others and serves them as usual. The result is therefore always a
@@ -7,7 +7,7 @@ valid run, and only the list comes from knowing the future.
 The search starts from the effective requests of the policies' runs and from what the relaxed
 optimum (`bound`) serves on a cluster with somewhat less capacity. The search drops requests that
 miss their SLOs until none does, then adds requests in batches, the most promising first. If a batch
-does not pay as a whole, the search tries those parts again that did pay.
+as a whole adds no effective requests, the search tries again the parts of it that did.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ FIRST_SHARE = 0.25
 """Share of the requests left out that the first batch adds."""
 LEAST_BATCH = 4
 SPREAD = 0.2
-"""How much noise shuffles the order of candidates, as a share of the differences between them."""
+"""The noise that shuffles the order of candidates, as a share of the differences between
+candidates."""
 
 Chosen = frozenset[int]
 WITHOUT_WAIT = " (no wait)"
@@ -45,8 +46,7 @@ WITHOUT_WAIT = " (no wait)"
 
 
 class EffectiveCollector(Collector):
-    """A collector that notes, too, which requests were effective, by the number of their
-    arrival."""
+    """A collector that also notes which requests were effective, by the number of their arrival."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ class Runner:
     settings: SimulationSettings = USUAL_SETTINGS
 
     def policy(self, name: str, decode_wait: bool = True) -> Chosen:
-        """The effective requests with this admission policy."""
+        """Returns the effective requests with this admission policy."""
         return self._run(name, range(len(self.arrivals)), decode_wait)
 
     def clairvoyant(self, chosen: Chosen) -> Chosen:
-        """The effective requests if exactly the chosen ones are admitted."""
+        """Returns the effective requests if exactly the chosen requests are admitted."""
         return self._run("none", sorted(chosen))
 
     def _run(self, admission: str, numbers: Sequence[int], decode_wait: bool = True) -> Chosen:
@@ -150,7 +150,7 @@ class _Search:
         self._rng = Random(0)
         self._promise = _promise(demand, relaxed)
         self._until_s = time.perf_counter() + budget.seconds
-        # Long enough that a request's effects mostly end in the part in which it arrives.
+        # A part is so long that a request mostly affects only requests of its own part.
         span_s = float((demand.decode_until_s - demand.arrived_s).mean()) if len(demand) else 1.0
         self._part = (demand.arrived_s // max(span_s, 1e-9)).astype(int)
 
@@ -159,7 +159,7 @@ class _Search:
         return self.runs >= self._budget.runs or time.perf_counter() >= self._until_s
 
     def _try(self, chosen: Chosen) -> Chosen:
-        """Runs with these admitted, and keeps the run if it is the best."""
+        """Runs the simulation with these requests admitted, and keeps the run if it is the best."""
         effective = self._runner.clairvoyant(chosen)
         self.runs += 1
         if len(effective) > len(self.effective):
@@ -168,8 +168,8 @@ class _Search:
         return effective
 
     def polish(self, chosen: Chosen) -> int:
-        """Drops requests that miss their SLOs, until none does or dropping no longer helps. Returns
-        the most effective requests of any run."""
+        """Drops requests that miss their SLOs, until no request misses them or dropping no longer
+        helps. Returns the most effective requests of any run."""
         most = 0
         while chosen and not self.over:
             effective = self._try(chosen)
@@ -180,8 +180,7 @@ class _Search:
         return most
 
     def climb(self) -> None:
-        """Adds batches of requests to the best set; the size of a batch is the one that has paid
-        recently."""
+        """Adds batches of requests to the best set; a batch has the size that has recently paid."""
         size = int(FIRST_SHARE * (len(self._demand) - len(self.effective)))
         while not self.over:
             kept = self.effective
@@ -201,7 +200,7 @@ class _Search:
                 size //= 2
 
     def _candidates(self, size: int) -> Chosen:
-        """The most promising of the requests that are not effective, somewhat shuffled."""
+        """Returns the most promising of the requests that are not effective, somewhat shuffled."""
         outside = [
             number
             for number in np.flatnonzero(self._demand.possible).tolist()
@@ -214,7 +213,8 @@ class _Search:
         return frozenset(order[:size])
 
     def _paying(self, before: Chosen, after: Chosen) -> Chosen:
-        """Requests of the parts of the trace in which more are effective than before."""
+        """Returns the requests in parts of the trace in which more requests are effective than
+        before."""
         num_parts = int(self._part.max(initial=0)) + 1
         gain = np.zeros(num_parts)
         np.add.at(gain, self._part[list(after - before)], 1.0)
@@ -223,8 +223,8 @@ class _Search:
 
 
 def _promise(demand: LeastWork, relaxed: Sequence[Bound]) -> list[float]:
-    """Returns a rank that is higher for requests that the relaxed optima serve, then for those with
-    less work."""
+    """Returns a rank that is higher for requests that the relaxed optima serve, then for requests
+    with less work."""
     work_s = demand.prefill_s + demand.decode_s.max(axis=0)
     rank = np.argsort(np.argsort(-work_s)) / max(len(work_s), 1)
     return [float(value) for value in sum(bound.shares for bound in relaxed) + rank]

@@ -1,7 +1,7 @@
-"""The look of all drawings by matplotlib: the colours and the lines of the pages.
+"""Gives all drawings by matplotlib the colours and lines of the pages.
 
 The colours are read from the pages' style sheet, so a drawing looks as a page does. The font is the
-one that matplotlib includes, so that the same run draws the same bytes on every machine.
+font that matplotlib includes, so that the same run draws the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _DPI = 120
 
 @contextmanager
 def drawing(path: Path, width_inches: float, height_inches: float) -> Iterator[Figure]:
-    """Gives an empty figure, and writes it to `path` when the block has ended. The format follows
-    from the file's name, PNG without a known one. Raises OSError."""
+    """Yields an empty figure, and writes it to `path` when the block has ended. The format follows
+    from the file's name; it is PNG if the name has no known ending. Raises OSError."""
     suffix = path.suffix.lower()
     with rc_context(_LOOK):
         figure = Figure(figsize=(width_inches, height_inches), layout="constrained")

@@ -78,7 +78,7 @@ class _Child:
 
 
 class LocalAttentionGroup:
-    """Attention workers of one engine; `open_attention_group` makes it.
+    """The attention workers of one engine; `open_attention_group` makes the group.
 
     Each worker has `each` blocks, or its heads of `each` blocks. The `own_blocks` of the engine's
     own process follow the workers' blocks.
@@ -150,7 +150,7 @@ class LocalAttentionGroup:
         self.clients[0] = self._connect(0, use_shm=True)
 
     def engine(self, staggered: bool = False, early_query: bool = True) -> tuple[Engine, RemoteOps]:
-        """Returns a new engine that uses the workers, and its operations."""
+        """Returns a new engine that uses the workers, and the operations of that engine."""
         channels: list[AttentionChannel] = [client.channel for client in self.clients]
         sizes, local = [self.each] * len(channels), None
         if self._local is not None:
@@ -248,7 +248,7 @@ class OffloadTimes(Struct, frozen=True):
 
     @property
     def bound_s(self) -> float:
-        """The step time of two batches in turn, in which the busier side never waits."""
+        """The step time if two batches take turns, so that the busier side never waits."""
         return max(self.model_s, self.attention_s)
 
 

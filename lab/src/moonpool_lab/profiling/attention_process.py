@@ -24,7 +24,7 @@ SECRET_VARIABLE = "MOONPOOL_BENCH_SECRET"  # noqa: S105 - its name, not its valu
 
 
 def main(name: str) -> None:
-    """Serves until the end of the input."""
+    """Serves until stdin ends."""
     settle_threads()
     secret = bytes.fromhex(os.environ[SECRET_VARIABLE])
     state = AttentionWorkerState(

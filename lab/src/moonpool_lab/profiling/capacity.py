@@ -2,8 +2,8 @@
 
 The search bisects between rates that clearly hold and clearly fail. `measure` may simulate or
 replay to a live cluster (`LiveCapacity`). Each rate is measured with several seeds until the
-confidence interval of its attainment excludes the wanted share. If the seeds are used up before,
-the rate is unclear, and the search closes in on it from either side.
+confidence interval of its attainment excludes the wanted share. If the seeds are used up first, the
+rate is unclear, and the search closes in on that rate from both sides.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ class Measure(Protocol):
 
 
 def one_by_one(measure: Callable[[float, int], Attainment]) -> Measure:
-    """Makes a measure of a function that takes one point at a time, such as a live cluster."""
+    """Makes a `Measure` of a function that measures one point at a time, such as a replay to a live
+    cluster."""
     return lambda points: [measure(rate, seed) for rate, seed in points]
 
 
 class CapacityGoal(Struct, frozen=True):
     """The goal of a capacity search. `wanted` is the share of requests that must meet both SLOs.
 
-    The found rates lie within the relative `tolerance` of each other. A rate is measured with up to
-    `max_seeds` seeds, from `first_seed` on.
+    The search ends when the rates that hold and fail lie within the relative `tolerance` of each
+    other. A rate is measured with up to `max_seeds` seeds, from `first_seed` on.
     """
 
     wanted: float = 0.9
@@ -153,7 +154,7 @@ class _Search:
         return self.fails < float("inf")
 
     def close_in(self) -> None:
-        """Narrows the bracket from below, then from above unclear rates."""
+        """Narrows the bracket below the unclear rates, then above them."""
         for holds_side in (True, False):
             while True:
                 inner = [r for r in self.points if self.holds <= r <= self.fails]
@@ -249,8 +250,8 @@ class LiveCapacity:
             client.close()
 
     def measure(self, speed: float, seed: int) -> Attainment:
-        """Replays at this speed. Raises ServerUnfitError, HopelessError, ValueError if the server
-        has gone or no request can succeed. Raises KeyboardInterrupt after Ctrl-C."""
+        """Replays at this speed. Raises ServerUnfitError, UnservableError or ValueError if the
+        server has gone or no request can succeed. Raises KeyboardInterrupt after Ctrl-C."""
         self._num_runs += 1
         ttft_s, tbt_s = self._slo
         plan = ReplayPlan(
@@ -261,7 +262,8 @@ class LiveCapacity:
             block_tokens=self._block_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,
-            seed=self._num_runs,  # new tokens, which no earlier run left in the cache
+            # Each run has new tokens, so that no earlier run has left them in the cache.
+            seed=self._num_runs,
         )
         figures = asyncio.run(run_replay(plan))
         if figures["interrupted"]:

@@ -2,7 +2,7 @@
 
 SARATHI section 4.3 profiles chunk sizes for their tiles and their saturation; Sarathi-Serve section
 4.3 takes the largest budget whose step meets the SLO. Instances compute this budget for every step
-(`scheduler.batching.chunk_budget`); this module makes the same calculation in advance.
+(`scheduler.batching.chunk_budget`); this module computes it in advance.
 """
 
 from __future__ import annotations

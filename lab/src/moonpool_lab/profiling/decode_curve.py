@@ -15,9 +15,9 @@ def with_decode_curve(cost: FittedCost, samples: Sequence[DecodeSample]) -> Fitt
     """Returns `cost` with a decode time that goes through the samples.
 
     A GEMM's tiles make some rows free and others expensive: two rows may cost as much as one, and
-    sixteen rows twice as much as eight. So if single batch sizes were measured
-    (`moonpool profile URL`), base times lie on a broken line through them, and only contexts keep
-    a slope: seconds = base(batch) + g context_tokens. A larger batch never takes less time: if the
+    sixteen rows twice as much as eight. So if single batch sizes were measured (`moonpool profile
+    URL`), base times lie on a broken line through them, and only contexts keep a slope: seconds =
+    base(batch) + g context_tokens. In the fit, a larger batch never takes less time: where the
     measured means fall, neighbours get their common mean.
     """
     slope_s = _context_slope_s(samples)
@@ -42,7 +42,8 @@ def _context_slope_s(samples: Sequence[DecodeSample]) -> float | None:
         mean_tokens = fsum(s.context_tokens for s in found) / len(found)
         mean_s = fsum(s.seconds for s in found) / len(found)
         for sample in found:
-            tokens = (sample.context_tokens - mean_tokens) / mean_s  # fit relative errors
+            # The weights make the fit minimise relative errors.
+            tokens = (sample.context_tokens - mean_tokens) / mean_s
             products.append(tokens * (sample.seconds - mean_s) / mean_s)
             squares.append(tokens * tokens)
     spread = fsum(squares)
@@ -50,7 +51,8 @@ def _context_slope_s(samples: Sequence[DecodeSample]) -> float | None:
 
 
 def _rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Returns the nearest points that never fall, by pool adjacent violators."""
+    """Returns the nearest points that never fall (isotonic regression by pool adjacent
+    violators)."""
     blocks: list[tuple[float, list[int]]] = []
     for batch, seconds in points:
         level, batches = seconds, [batch]

@@ -13,7 +13,7 @@ from moonpool.cost.fitted import DecodeSpread, FittedCost
 from moonpool.types import Struct
 
 MOST = 20.0
-"""The largest ratio that counts, because something outside the model delays a longer step."""
+"""Larger ratios are left out, because something outside the model delayed such a step."""
 
 
 NUM_RATIOS = 32

@@ -1,6 +1,6 @@
-"""Describes a local cluster for live measurements: its simulated twin, workload and profile.
+"""Describes a local cluster for live measurements, with its simulated twin, workload and profile.
 
-One description starts the live cluster and configures the simulation; both get the same rows.
+One description starts the live cluster and configures the simulation; both serve the same rows.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class LiveCluster(Struct, frozen=True):
 ATTAINED = 0.9
 FIRST_RATE = 1.0
 ENOUGH_REQUESTS = 2000.0
-"""The most requests of one simulation; more requests hardly make a share of 90 % more certain."""
+"""The most requests of one simulation. More requests would hardly make a share of 90 % more
+certain."""
 BURST_EVERY_S = 10.0
 BURST_SHARE = 0.2
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0

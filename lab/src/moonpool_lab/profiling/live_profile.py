@@ -2,9 +2,9 @@
 
 Prompts and decodes of many sizes are timed on the idle cluster and fitted. Some are timed again
 while all other instances compute. Instances on one machine share memory bandwidth and cores, so the
-ratio of these times is kept as `contention`: a profile of an instance alone is too optimistic, and
-a profile under full load too pessimistic. Times are measured at head and client, so they include
-the overheads between steps. The fit never uses the workload of a later comparison.
+ratio of these times is kept as `contention`. A profile of an instance alone would be too
+optimistic, and a profile under full load too pessimistic. Times are measured at head and client, so
+they include the overheads between steps. The fit never uses the workload of a later comparison.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ProfileError(RuntimeError):
 
 
 class LiveProfile(msgspec.Struct, frozen=True):
-    """The `cost` for the simulator, and the measurements behind it.
+    """The `cost` for the simulator, and the measurements that it was fitted to.
 
     `num_blocks` is the size of each memory, of an instance or of an attention worker. Each decoding
     instance has `attention_workers`, and keeps `attention_own_tokens` in its own memory.
@@ -91,7 +91,7 @@ class TimedPart:
 
 
 class LiveProfiler:
-    """Measures an idle cluster; use `measure`."""
+    """Measures an idle cluster by its method `measure`."""
 
     def __init__(self, url: str, longest_tokens: int, ca_file: str = "", api_key: str = "") -> None:
         """Prompts have at most `longest_tokens` tokens. Raises ProfileError if `url` or `ca_file`
@@ -241,11 +241,12 @@ class LiveProfiler:
         return context + most <= self._longest_tokens and most >= self._usual_tokens(batch)
 
     def _usual_tokens(self, batch: int) -> int:
-        """Returns the answer tokens with which the first answer outlasts the last one's start."""
+        """Returns the number of answer tokens with which the first answer lasts until the last
+        answer has begun."""
         return DECODE_TOKENS + 4 * batch * self._num_decoders
 
     def _most_tokens(self, batch: int, context: int) -> int:
-        """Returns the answer tokens with which the batch takes at most half of a pool."""
+        """Returns the number of answer tokens with which the batch takes at most half of a pool."""
         pool = self._instances[0]["pool"]
         share = (
             pool["blocks"] * pool["block_tokens"] // (2 * batch) - context - pool["block_tokens"]
@@ -301,11 +302,12 @@ class LiveProfiler:
         return PrefillSample(num_tokens=tokens, cached_tokens=found, seconds=median(times_s))
 
     async def _decode(self, batch: int, context: int) -> DecodeSample | None:
-        """Times `batch` answers on each decoding instance while all run, or returns None if too
-        short."""
+        """Times `batch` answers on each decoding instance while all of them run, or returns None if
+        that time was too short."""
         count = batch * self._num_decoders
         prompts = [self._prompt(context) for _ in range(count)]
-        for prompt in prompts:  # so that the answers begin at nearly the same time
+        # The prompts are cached first, so that the answers begin at nearly the same time.
+        for prompt in prompts:
             await self._probe(prompt, 1)
         answer, most = self._usual_tokens(batch), self._most_tokens(batch, context)
         steps_s: list[float] = []
@@ -325,9 +327,10 @@ class LiveProfiler:
         return DecodeSample(batch=batch, context_tokens=batch * middle, seconds=median(steps_s))
 
     async def _rehearse(self, cost: FittedCost) -> list[RehearsedRequest]:
-        """Sends requests at random times that keep the prefill instances half busy.
+        """Sends requests at random times, at a rate that keeps the prefill instances half busy.
 
-        A step takes longer while requests come and go than in a probe.
+        The rehearsal is needed because steps take longer while requests come and go than in a
+        probe.
         """
         longest = max(min(REHEARSED_PROMPT[1], self._longest_tokens // 2), REHEARSED_PROMPT[0])
         rng = self._rng
@@ -423,14 +426,14 @@ def believed_cost(instance: dict[str, Any]) -> FittedCost:
 def common_step_s(timed: Sequence[TimedPart]) -> float | None:
     """Returns the mean step time while all answers ran, or None if this time was too short.
 
-    The median of single gaps would not do: a delayed head delivers tokens in bunches.
+    The median of single gaps would be wrong, because a delayed head delivers tokens in bunches.
     """
     begin_s = max(t.instants_s[0] for t in timed)
     end_s = min(t.instants_s[-1] for t in timed)
     found = []
     for t in timed:
         kept = [s for s in t.instants_s if begin_s <= s <= end_s]
-        # all tokens of the answer came together
+        # The second condition is true if all tokens of the answer came together.
         if len(kept) <= DECODE_TOKENS // 2 or kept[-1] <= kept[0]:
             return None
         found.append((kept[-1] - kept[0]) / (len(kept) - 1))

@@ -1,4 +1,5 @@
-"""Plots of `moonpool profile --plot` and of the attention benchmark, as PNG files (matplotlib)."""
+"""Draws the plots of `moonpool profile --plot` and of the attention benchmark, as PNG files
+(matplotlib)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from moonpool.cost.fitted import Profile
 from moonpool_lab.plots.style import BLUE, ORANGE, SOFT, drawing
 
 Line = tuple[str, Sequence[tuple[int, float]]]
-"""(label, points of (concurrent requests, ratio to the full local memory))."""
+"""A line of the plot: its label, and points of (concurrent requests, time over `limit_s`)."""
 
 
 def plot_curve(profile: Profile, title: str, path: Path) -> None:

@@ -182,8 +182,8 @@ def hold(master: str) -> None:
 
 
 def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, str]]":
-    """Starts the peers. Returns the peers that run, and why others are absent. A peer that cannot
-    start raises no error."""
+    """Starts the peers. Returns the peers that run, and for each other peer why it is absent. A
+    peer that cannot start raises no error."""
     peers: dict[str, Redis | Mooncake] = {}
     absent = {}
     for name, kind in (("mooncake", Mooncake), ("redis", Redis)):
@@ -198,7 +198,7 @@ def start_all(buffer: Buffer) -> "tuple[dict[str, Redis | Mooncake], dict[str, s
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the output of libraries must not look like an answer
+    os.dup2(2, 1)  # The output of libraries goes to stderr, because stdout has the answers.
     peers, absent = start_all(Buffer())
     print(json.dumps({"peers": list(peers), "absent": absent}), file=answers, flush=True)
     stored: set[tuple[str, int, int]] = set()
@@ -224,7 +224,7 @@ def main() -> None:
         print(json.dumps({"seconds": spent_s}), file=answers, flush=True)
     for peer in peers.values():
         peer.close()
-    os._exit(0)  # Mooncake's threads would never end
+    os._exit(0)  # An ordinary exit would wait for Mooncake's threads, which never end.
 
 
 if __name__ == "__main__":

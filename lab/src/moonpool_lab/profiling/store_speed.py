@@ -1,6 +1,6 @@
 """Measures the SSD store against a file that is written and read in order on the same disk.
 
-The raw file and the store take turns of some hundred MiB, so that a slow phase of the disk affects
+The raw file and the store take turns of a few hundred MiB, so that a slow phase of the disk affects
 both. Both stores move the same bytes between the same memory (the arena) and the same folder, use
 O_DIRECT if the disk supports it, and write into reserved space.
 """
@@ -38,7 +38,7 @@ _RAW_NAME = "raw"
 
 
 class StoreBenchError(RuntimeError):
-    """Says that an operation failed, so that the measurement is void."""
+    """Says which operation failed; the measurement is then void."""
 
 
 def bench_store(
@@ -113,7 +113,8 @@ class _Run:
         ours: Callable[[BlockStore, range], None],
         theirs: Callable[[int, int], None],
     ) -> tuple[float, float]:
-        """Returns the total seconds of the raw file and of the store, which go first in turn."""
+        """Returns the total seconds of the store and of the raw file. In every other round, the
+        store goes first."""
         spent_s = [0.0, 0.0]
         turn_blocks = max(OPERATION_BLOCKS, TURN_BYTES // self._layout.block_bytes)
         for number, start in enumerate(range(0, self._num_blocks, turn_blocks)):
@@ -164,7 +165,7 @@ class _Run:
             raise StoreBenchError(f"an operation failed: {getattr(event, 'error', event)}")
 
     def _adopt(self) -> float:
-        """Returns the seconds to reopen the store, with the index not in the page cache."""
+        """Returns the seconds to reopen the store while its index is not in the page cache."""
         index = instance_folder(self._folder, _INSTANCE) / "index"
         fd = os.open(index, os.O_RDONLY)
         os.fdatasync(fd)

@@ -29,7 +29,8 @@ from moonpool_lab.profiling.transfer_peer import (
     run_far,
 )
 
-SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
+# the number in asm-generic/socket.h, because Python has no name for this option
+SO_MAX_PACING_RATE = 47
 _CHUNK_BYTES = 256 << 10
 
 
@@ -109,7 +110,7 @@ def measure_flows(rounds: int) -> dict[str, dict[str, float]]:
     for number in range(rounds + 1):
         for name, many, run in ways:
             seconds = run()
-            if number:  # the first round only connects
+            if number:  # The first round only opens the connections.
                 taken_s[name, many].append(seconds)
     for close in closing:
         close()

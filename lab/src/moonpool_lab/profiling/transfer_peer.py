@@ -86,7 +86,7 @@ def make_messenger(
 
 
 def run_far(pipe: Pipe, block_bytes: int, num_blocks: int, tls: TlsPaths | None = None) -> None:
-    """Serves until the pipe sends None. A read gets the blocks whose numbers are its keys."""
+    """Serves until None comes through the pipe. The keys of a read are numbers of blocks."""
     arena = Arena(make_layout(block_bytes), num_blocks, sealed=not has_nixl())
     arena.buffer[:] = os.urandom(1 << 16) * (arena.num_bytes >> 16)
     messengers = {transport: _serve(transport, arena, tls) for transport in transports(tls)}
@@ -152,7 +152,7 @@ def _look(listener: socket.socket, own: Arena) -> None:
     """
     sock, _ = listener.accept()
     _, (fd,), _, _ = socket.recv_fds(sock, 1, 1)
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # as if a step had touched the memory
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # like a step that has touched the memory
     mapped = memoryview(mmap.mmap(fd, own.num_bytes, flags=flags, prot=mmap.PROT_READ))
     os.close(fd)
     size = own.block_bytes

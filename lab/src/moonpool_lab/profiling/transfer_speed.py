@@ -1,13 +1,13 @@
 """Measures blocks between two processes, against memcpy, bare sockets and other pools.
 
 A put is a layer stream of one block, a get is a fetch of one block. Small blocks are also moved
-several in one request ("many"), like an instance fetches a prefix; other pools use their own calls
-for many blocks. Each round measures every way once, so that a busy moment affects all of them. The
-result is the median of the ratios per round.
+several at a time in one request ("many"), as when an instance fetches a prefix; other pools use
+their own calls for many blocks. Each round measures every kind of transfer once, so that a busy
+moment affects all of them. The result is the median of the ratios per round.
 
 A put is a block's first send, so both sides hash it. A get reads a block that was sent or received
 before, like all blocks of a pool, so its checksums are cached and only the reader hashes. The bare
-sockets compute no checksums, nor do the other pools. "verify in place" is the hash alone, the least
+sockets and the other pools compute no checksums. "verify in place" is the hash alone, the least
 time of a verified read without a copy. "read in place" is a read by another process of the same
 instance, a stage or a rank, which has the arena mapped and receives only the block's number.
 """
@@ -49,7 +49,7 @@ from moonpool_lab.profiling.transfer_peer import (
     transports,
 )
 
-ARENA_BYTES = 64 << 20  # larger than most caches, and blocks are used in turn
+ARENA_BYTES = 64 << 20  # larger than most CPU caches; the blocks are used in turn
 MAX_OPERATIONS = 128
 MANY = 16
 LOOKS = 16
@@ -68,7 +68,8 @@ class TransferBenchError(RuntimeError):
 
 
 class LocalTransfer:
-    """This process's side. Each way moves `count` blocks one after another and returns seconds."""
+    """The side of this process. Each method moves `count` blocks one after another and returns the
+    seconds."""
 
     def __init__(
         self, pipe: Pipe, block_bytes: int, count: int, tls: TlsPaths | None = None
@@ -295,7 +296,7 @@ def _measure(
     here, there = context.Pipe()
     process = context.Process(target=run_far, args=(there, size, ARENA_BYTES // size, tls))
     process.start()
-    there.close()  # closed here, so that the end of the other process is noticed
+    there.close()  # This end is closed here, so that the pipe ends when the other process ends.
     near = LocalTransfer(here, size, count, tls)
     ways = near.ways()
     for peer in pools.names if pools else []:
@@ -311,7 +312,7 @@ def _measure(
     for number in range(rounds + 1):
         for way, run in ways.items():
             seconds = run() / count
-            if number:  # the first round warms up, and connects
+            if number:  # The first round warms up and opens the connections.
                 taken_s[way].append(seconds)
     near.close()
     process.join()

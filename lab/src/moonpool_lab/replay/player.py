@@ -1,7 +1,7 @@
 """Plays a trace to a live server in an open loop: at the trace's times, however slow the answers.
 
-Calls of programs (agents) are an exception: each is sent when the calls before it have ended and
-its tools have run, and again if it is refused.
+Calls of programs (agents) are an exception: each call is sent when the calls before it have ended
+and its tools have run, and is sent again if it is refused.
 
 Times count from a request's arrival in the trace. A client that cannot keep up therefore makes its
 own figures worse and reports it (`late_s`, `num_delayed`); it does not hide the server's queue.
@@ -92,9 +92,10 @@ class Player:
         self._headers = _slo_headers(options.slo) if options.send_slo else b""
 
     async def play(self, rows: Iterable[TraceRow], on_end: Callable[[], None]) -> None:
-        """Sends all requests and waits for their ends; calls `on_end` at each.
+        """Sends all requests and waits until all have ended; calls `on_end` when a request has
+        ended.
 
-        After a call of `stop`, requests in flight are cancelled. Raises HopelessError.
+        After a call of `stop`, requests in flight are cancelled. Raises UnservableError.
         """
         began_s = monotonic()
         for number, row in enumerate(rows):
@@ -127,7 +128,7 @@ class Player:
             raise UnservableError(self._unservable)
 
     def stop(self) -> None:
-        """Ends the run; the figures so far remain."""
+        """Ends the run and keeps its figures so far."""
         self.interrupted = True
         self._stopped.set()
 
@@ -220,7 +221,7 @@ class Player:
     def _end_call(
         self, row: TraceRow, record: RequestRecord, began_s: float, on_end: Callable[[], None]
     ) -> None:
-        """Ends a call of a program: calls that waited only for this one follow."""
+        """Ends a call of a program, and sends the calls that waited only for this call."""
         dropped = self._calls.num_dropped
         if record.outcome in ("stop", "length"):
             for following in self._calls.end(row.call):
@@ -233,7 +234,7 @@ class Player:
         self.programs.end(row, record, row.hash_ids, monotonic(), dropped)
 
     async def _follow(self, row: TraceRow, began_s: float, on_end: Callable[[], None]) -> None:
-        """Sends a call when its tools have run."""
+        """Sends a call of a program after the run time of its tools."""
         number = self._numbers.pop(row.call)
         due_s = monotonic() + row.delay_s
         body = self._body(row, number)
@@ -304,8 +305,8 @@ def program_headers(row: TraceRow) -> bytes:
 
 
 def _header_name(program: str) -> bytes:
-    """Characters that no header can have are percent-encoded, and long names end in a digest, so
-    that different names stay different."""
+    """Returns the name in the form of a header. Characters that no header can have are
+    percent-encoded, and long names end in a digest, so that different names stay different."""
     name = quote(program, safe=_IN_HEADERS)
     if len(name) > MAX_NAME:
         digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
@@ -314,7 +315,8 @@ def _header_name(program: str) -> bytes:
 
 
 def _body_head(model: str) -> bytes:
-    """Returns fields that vLLM and moonpool share; `return_token_ids` makes every token count."""
+    """Returns the fields of a body that vLLM and moonpool share. With `return_token_ids`, tokens
+    without text are counted, too."""
     fields = {
         "model": model,
         "stream": True,

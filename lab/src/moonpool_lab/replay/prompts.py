@@ -1,7 +1,7 @@
 """Makes prompts for a trace's rows that share prefixes exactly as its hash ids do.
 
-The tokens of a block follow from its id alone, and an id stands for a whole prefix. Two prompts are
-therefore equal as far as their ids are. Without block ids, no two prompts share a prefix.
+The tokens of a block follow from its id alone, and an id stands for a whole prefix. So two prompts
+have equal tokens as far as they have equal ids. Without block ids, no two prompts share a prefix.
 """
 
 from __future__ import annotations

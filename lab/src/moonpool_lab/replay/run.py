@@ -1,7 +1,8 @@
-"""One replay from plan to figures: queries the server, plays the trace, and sums up.
+"""Runs one replay from plan to figures: queries the server, plays the trace, and computes the
+figures.
 
-The figures have the names of `simulate --json`. What only the server knows is read from its
-counters, if it is a moonpool server.
+The figures have the names of `simulate --json`. From a moonpool server, figures that a client
+cannot measure are read from the server's counters.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ PAPER_SLO = Slo(ttft_s=30.0, tbt_s=0.1)
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to replay, and how. None leaves the SLO to the server. `rows` with `block_tokens` may
-    replace the trace's file."""
+    """What to replay, and how. If an SLO is None, the server's own SLO counts. `rows` with
+    `block_tokens` may replace the trace's file."""
 
     url: str
     trace_file: str = ""
@@ -70,8 +71,8 @@ async def run_replay(
     """Runs a replay and returns its figures.
 
     `on_ready` is called with a function that ends the run early. `show` is called with the numbers
-    of ended requests and of all requests, and `opened` with what is known about the trace file.
-    Raises ServerUnfitError, HopelessError, TraceError, ValueError.
+    of ended requests and of all requests, and `opened` with the facts about the trace file. Raises
+    ServerUnfitError, UnservableError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan, opened)
@@ -96,7 +97,7 @@ async def run_replay(
         await player.play(rows, lambda: show(player.collector.num_requests, total))
         spent = time.perf_counter() - began_s, cpu_s() - began_cpu_s
         if facts.config is not None:
-            # so that the last counters of the instances arrive
+            # The instances report their last counters with a heartbeat.
             await asyncio.sleep(1.1 * HEARTBEAT_S)
         after = await read_counters(client)
     finally:
@@ -191,7 +192,7 @@ def _named(counters: Counters, name: str) -> dict[str, float]:
 def _add_server(
     figures: dict[str, Any], new: Counters, after: Counters, facts: ServerFacts, replayed_s: float
 ) -> None:
-    """Adds figures that only the server counts."""
+    """Adds the figures that only the server can count."""
     figures["wasted_prefill_s"] = rounded(new.get("moonpool:wasted_prefill_seconds_total", 0.0))
     figures["wasted_prefills"] = int(new.get("moonpool:wasted_prefills_total", 0))
     figures["prefill_s"] = rounded(new.get("moonpool:prefill_seconds_total", 0.0))

@@ -14,7 +14,7 @@ from moonpool.http_client.trust import untrusted_hint
 from moonpool.types import MALFORMED
 
 ASSUMED_VOCAB = 1000
-"""Token ids below it are ordinary in nearly every vocabulary."""
+"""Token ids below this number are ordinary tokens in nearly every vocabulary."""
 
 
 class ServerUnfitError(Exception):
@@ -31,7 +31,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
 
 async def query_server(client: HttpClient, model: str | None) -> ServerFacts:
-    """Queries the server. Raises ServerUnfitError: no server, no API key, or no such model."""
+    """Queries the server. Raises ServerUnfitError if no server answers, an API key is missing, or
+    the server lacks the model."""
     try:
         status, body = await client.get("/v1/models")
     except ConnectionFailedError as error:
@@ -69,7 +70,8 @@ async def _moonpool_info(client: HttpClient) -> dict[str, Any] | None:
 
 
 async def read_counters(client: HttpClient) -> dict[str, float]:
-    """Returns counters and gauges of `/metrics` by name and label; empty where there are none.
+    """Returns the counters and gauges of `/metrics` by name and labels, or nothing if the server
+    has none.
 
     The labels of model and engine are left out.
     """

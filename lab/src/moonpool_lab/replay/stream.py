@@ -36,7 +36,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Extra(msgspec.Struct):
-    """The field that only a moonpool server sends."""
+    """The part of an event that only a moonpool server sends."""
 
     timings_s: dict[str, float] = {}
 
@@ -60,10 +60,10 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class CompletionReceiver:
-    """Fills `record`. Afterwards `status`, `finish_reason`, `error_code` and `error_message` say
-    how the request ended, and `retry_after_s` when to send it again. `token_ids` are the answer's
-    tokens, if the server sends ids. `request_id` is the server's name for the request, if the
-    server tells it."""
+    """Fills `record`. After the answer, `status`, `finish_reason`, `error_code` and `error_message`
+    say how the request ended, and `retry_after_s` says when to send it again. `token_ids` are the
+    answer's tokens, if the server sends ids. `request_id` is the server's name for the request, if
+    the server tells it."""
 
     def __init__(
         self, record: RequestRecord, on_text: Callable[[str, float], None] | None = None
@@ -100,7 +100,7 @@ class CompletionReceiver:
             self._on_event(event, now_s)
 
     def on_end(self) -> None:
-        """Called after the whole answer; parses the body of an error."""
+        """Parses the body of an error. Call it after the whole answer."""
         if self.status != 200:
             self._take_error(self._failure)
 

@@ -1,4 +1,4 @@
-"""Receives one answer of an OpenAI-compatible server: text, logprobs, end, and how it failed."""
+"""Receives one answer of an OpenAI-compatible server: text, logprobs, finish reason or failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct):
 
 
 class AnswerReceiver:
-    """Fills an `answer` from a streamed or whole body; call `end` after the last byte."""
+    """Fills `answer` from a streamed or whole body; call `end` after the last byte."""
 
     def __init__(self, streamed: bool) -> None:
         self.answer = Answer()

@@ -1,7 +1,7 @@
 """Makes the conversations of a trial: prompts that share prefixes, each with codes planted in it.
 
-A code is two groups of six characters, drawn for this trial. No model makes one up, so a group in
-an answer to a prompt without it comes from another conversation.
+A code is two groups of six characters, drawn for this trial. No model makes up a code. So if an
+answer has a group that its prompt lacks, the group comes from another conversation.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def groups_of(text: str) -> set[str]:
-    """Returns every run of six capitals and digits in a text, overlapping ones too."""
+    """Returns every run of six capitals and digits in a text, including overlapping runs."""
     return set(_GROUPS.findall(text))
 
 
@@ -114,7 +114,7 @@ class ConversationMaker:
         return f"{self._words(count)}."
 
     def filler(self, num_words: int) -> Question:
-        """Returns a request whose prefix no other has: it fills the cache."""
+        """Returns a request with a prefix of its own, which fills the cache."""
         self._num_fillers += 1
         place, code = self._rng.choice(PLACES), self._code()
         note = f"{self._words(min(num_words, self._max_words))}. {_planted(place, code)}"

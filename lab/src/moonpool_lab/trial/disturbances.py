@@ -1,4 +1,4 @@
-"""Disturbs a server during a trial, as far as its owner allows: resets its cache, restarts it."""
+"""Disturbs a server during a trial as far as its owner allows: resets its cache, or restarts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class DisturbanceError(ValueError):
 
 
 async def find_reset_path(client: HttpClient) -> str:
-    """Returns the path that resets the cache, after having used it. Raises DisturbanceError."""
+    """Returns the path that resets the cache. To find it, the cache is reset once. Raises
+    DisturbanceError."""
     tried = []
     for path in RESET_PATHS:
         status = await _post(client, path)
@@ -33,7 +34,7 @@ async def find_reset_path(client: HttpClient) -> str:
 
 
 async def reset_cache(client: HttpClient, path: str) -> bool:
-    """Returns whether the server has reset its cache."""
+    """Resets the server's cache. Returns whether that has succeeded."""
     return await _post(client, path) in (200, 204)
 
 

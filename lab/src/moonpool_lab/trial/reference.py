@@ -1,7 +1,8 @@
 """Compares an answer with the reference of its question, token by token.
 
 A difference is a *near-tie* where the reference's logprobs say that another token was nearly as
-likely: rounding explains it, and what follows proves nothing. Any other difference is one of
+likely: rounding explains the difference, and the text after it proves nothing. Any other difference
+is one of
 - missing: the answer continues after tokens that it left out,
 - doubled: the answer continues after tokens that it gave twice,
 - wrong: anything else.
@@ -80,7 +81,8 @@ class Reference:
 
     def _note_longer(self, found: AnswerDifference, rest: bytes) -> None:
         """Notes that the answer continues after the end of the reference."""
-        if self.finish != "length":  # its end is a token whose alternatives are unknown
+        # The reference ended by a token whose alternatives are unknown.
+        if self.finish != "length":
             self._note(found, "near_tie" if self.has_logprobs else "unclear", len(self.pieces), 0)
         else:
             self._note(
@@ -102,7 +104,8 @@ class Reference:
             found.doubled_tokens += num_tokens
 
     def _is_near_tie(self, at: int, rest: bytes, finish: str) -> bool:
-        """Whether the token that the answer has in place of the reference's was as likely."""
+        """Whether the answer's token at this place was nearly as likely as the reference's
+        token."""
         if not self._tokens:
             return False
         token = self._tokens[at]
@@ -118,7 +121,8 @@ class Reference:
         return token.logprob - likeliest < self._tie_nats
 
     def _resync(self, at: int, rest: bytes, finish: str) -> tuple[Kind, int, int] | None:
-        """Returns (kind, tokens, bytes of `rest` to skip) if the answer continues after that."""
+        """Returns (kind, number of tokens, bytes of `rest` to skip) if the answer agrees with the
+        reference again after tokens that are missing, doubled or wrong, else None."""
         if not rest:
             return ("missing", len(self.pieces) - at, 0) if finish == self.finish else None
         for shift in range(1, MAX_SHIFT_TOKENS + 1):
@@ -146,6 +150,7 @@ class Reference:
 
 
 def _split(text: str) -> list[bytes]:
-    """Words with the preceding space stand for tokens if the server names none."""
+    """Splits a text into words with the preceding space, which stand for tokens if the server
+    returns no tokens."""
     pieces = text.replace(" ", "\0 ").split("\0")
     return [piece.encode() for piece in pieces if piece]

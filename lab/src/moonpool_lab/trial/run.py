@@ -27,15 +27,17 @@ from moonpool_lab.trial.tally import Phase, Tally
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 NUM_ALTERNATIVES = 5
 CANCELLED_SHARE = 0.05
-"""Share of additional requests under load whose client leaves in the middle of the answer."""
+"""Number of additional requests whose client leaves in the middle of the answer, as a share of the
+requests under load."""
 MAX_RETRIES = 5
 MAX_RETRY_AFTER_S = 10.0
 WORDS_PER_TOKEN = 0.15
-"""Least words per token of any vocabulary; a byte is a token in the built-in model's."""
+"""Words per token, at least, in any vocabulary. In the vocabulary of the built-in model, a token is
+a byte."""
 
 
 class TrialPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask a server, and what may be done to it."""
+    """The questions for a server, and the disturbances that its owner allows."""
 
     url: str
     model: str | None = None
@@ -62,7 +64,7 @@ Show = Callable[[int, int], None]
 async def run_trial(plan: TrialPlan, show: Show = lambda done, total: None) -> dict[str, Any]:
     """Returns the figures of one server.
 
-    Raises ServerUnfitError or DisturbanceError if it cannot be tried as planned.
+    Raises ServerUnfitError or DisturbanceError if the server cannot be tried as planned.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     try:
@@ -150,7 +152,8 @@ class _Trial:
     async def _ask_in_quiet(
         self, questions: list[Question], repeats: int, show: Show, done: int, total: int
     ) -> list[tuple[Question, Answer]]:
-        """Asks one question after another, first as a whole with logprobs, then also streamed."""
+        """Asks one question after another, `repeats` times each. Every other repeat is streamed,
+        and every third is without logprobs."""
         found = []
         for repeat in range(repeats):
             for question in questions:
@@ -162,8 +165,8 @@ class _Trial:
     def _references(
         self, questions: list[Question], asked: list[tuple[Question, Answer]]
     ) -> dict[str, Reference]:
-        """The reference is the text that was given most often; of equal texts, the first one with
-        logprobs."""
+        """Returns the reference of each question: the text that was given most often, from the
+        first answer with logprobs if one has them."""
         found = {}
         for question in questions:
             answers = [a for q, a in asked if q is question and a.outcome == "answered"]
@@ -233,7 +236,8 @@ class _Trial:
                 await self._client.post(PATHS[question.api], body, AnswerReceiver(True))
 
     async def _disturb(self, reset_path: str, tally: Tally) -> None:
-        """Resets or restarts the server each time that a quarter of the requests is done."""
+        """Resets the cache after one, two and three quarters of the requests, and restarts the
+        server after one and two quarters."""
         if not reset_path and not self._plan.restart_command:
             await asyncio.Event().wait()
         step = max(1, self._plan.requests // 4)
@@ -269,7 +273,7 @@ class _Trial:
         self._asked.set()
 
     async def _ask_patiently(self, question: Question, streamed: bool, logprobs: bool) -> Answer:
-        """Asks again after Retry-After where the server refuses."""
+        """Asks a question, and asks again after Retry-After if the server refuses."""
         for _ in range(MAX_RETRIES):
             await self._is_up.wait()
             answer = await self._ask(question, streamed, logprobs)

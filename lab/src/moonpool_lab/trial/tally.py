@@ -1,10 +1,10 @@
 """Counts what the answers of a trial show, and which faults are proven.
 
-Three tests, none of which rounding passes or fails by chance:
+Three tests show a fault, and rounding alone fails none of them:
 - a foreign group of a code in an answer is proof by itself;
 - differences that no near-tie explains, beyond a share that is granted to chance (binomial);
-- planted codes that the reference names and answers under load do not, against the same server's
-  quiet repeats (Fisher's exact test).
+- planted codes that the reference names and answers under load lack, compared with the same
+  server's repeats without load (Fisher's exact test).
 A difference alone proves nothing: `p_differs` only says whether load changes answers.
 """
 
@@ -24,7 +24,7 @@ PROVEN_P = 0.01
 GRANTED_SHARE = 0.001
 """Share of answers that may differ beyond near-ties on a server that only rounds."""
 GRANTED_SHARE_WITHOUT_LOGPROBS = 0.01
-"""The same share if near-ties are not known, because then rounding may have left out or doubled
+"""The same share if near-ties are unknown, because rounding may then have left out or doubled
 words."""
 MAX_EXAMPLES = 20
 
@@ -41,11 +41,12 @@ class Phase(msgspec.Struct):
     doubled_tokens: int = 0
     foreign: int = 0
     facts: int = 0
-    """Answers that should name the planted code, as their reference does; near-ties left out."""
+    """Number of answers that should name the planted code because their reference does, without
+    near-ties."""
     facts_lost: int = 0
     failed: Counter[str] = msgspec.field(default_factory=Counter)
-    """Number of requests without a whole answer: refused, error, cut, hung, or lost to a
-    restart."""
+    """Number of requests without a whole answer: refused, error, cut or hung. Requests that a
+    restart of the server ended are not counted."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -161,7 +162,8 @@ def counts_of(phase: Phase) -> dict[str, Any]:
 
 
 def fisher_p(count: int, answers: int, count_beside: int, answers_beside: int) -> float:
-    """P-value of "the rate is not above that beside it", by Fisher's exact test."""
+    """Returns the p-value of the hypothesis that the first rate is not above the second, by
+    Fisher's exact test."""
     from scipy.stats import fisher_exact
 
     if not count:

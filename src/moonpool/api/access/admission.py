@@ -68,7 +68,7 @@ class CallerCheck:
         """Finds out which tenant sent the request. Raises ApiError (400, 401, 403, 415, 503), and
         RequestRefused if too many requests already wait for the check whether they come through a
         proxy."""
-        if context.kept is not None:  # the head that received it has checked it already
+        if context.kept is not None:  # the head that received the call has checked it already
             context.tenant = context.kept.opening.tenant
             context.is_operator = context.kept.opening.is_operator
             self._own(context)

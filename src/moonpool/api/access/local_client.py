@@ -36,7 +36,7 @@ class _Socket:
 
 def why_not_local(client: Address | None, server: Address | None) -> str:
     """Returns why the client of a connection to `server` is not considered a local user, as the end
-    of a sentence, or "" if it is one. Takes milliseconds."""
+    of a sentence, or "" if the client is one. Takes milliseconds."""
     if client is None or server is None or client[1] is None or server[1] is None:
         return "its connection is unknown"
     try:

@@ -207,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ignored_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_header:  # a trailer may not change the meaning of the header
+        if not self._in_header:  # a trailer must not change the meaning of the header
             return
         if len(self.headers) >= MAX_HEADER_LINES:
             text = f"The header has more than {MAX_HEADER_LINES} lines. Shorten it."
@@ -266,7 +266,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._upgrades:
             return
         super().on_message_complete()
-        self._in_header = True  # the header of the next request, if there is one
+        self._in_header = True  # expects the header of the next request
         self._has_begun = False
         self._loose_bytes = 0
         if not self._responds:  # the remaining bytes of an unread body have arrived

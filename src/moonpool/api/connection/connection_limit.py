@@ -50,14 +50,14 @@ class ConnectionLimit:
         self.num_lingering = 0
         self.calls = SharedBuffer(largest)
         """Calls under way, by tenant: each takes a connection that cannot be ended."""
-        # the remaining places are for answers
+        # leaves the other places for answers
         self.half_read = SharedBuffer(min(MAX_HALF_READ, largest // 20))
         self.half_headers: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(
             MAX_HALF_HEADER_BYTES
         )
         self.unread: ReclaimedBuffer[PlacedConnection] = ReclaimedBuffer(MAX_UNREAD_BYTES)
         self._num_of: dict[str, int] = {}  # number of open connections by party
-        # waiting connections by party, the longest waiting first
+        # waiting connections by party, those that wait longest first
         self._waiting: dict[str, dict[PlacedConnection, None]] = {}
 
     def enter(self, party: str) -> bool:
@@ -115,7 +115,7 @@ def most_connections(keeps: bool) -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
-        except ValueError:  # macOS has a limit that `hard` does not tell
+        except ValueError:  # macOS has a limit below `hard` that cannot be read
             pass
     if keeps:
         soft -= soft // MAX_KEPT_SHARE

@@ -53,7 +53,7 @@ class LimitedProtocol(BoundedProtocol):
         self._half_read: HalfRead | None = None
         self._received_before: list[bytes] = []  # bytes that an earlier head received
         self._num_messages = 0  # number of requests that have arrived
-        self._num_sent = 0  # bytes that an earlier head sent and this head makes again
+        self._num_sent = 0  # number of bytes that an earlier head sent and this head makes again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._num_sent:
@@ -63,10 +63,11 @@ class LimitedProtocol(BoundedProtocol):
         if self._is_ending:
             return
         if self._half_read is None and self._resumed is None:
-            # called before anything arrives, because unread bytes are lost, too
+            # called before the first byte is read, because unread bytes are lost with the process
             self._keep_half_read()
         with self._marked():
-            for piece in self._received_before:  # these bytes come before those in the kernel
+            # these bytes come before those that the kernel holds
+            for piece in self._received_before:
                 self._parse(piece)
         self._received_before.clear()
 
@@ -209,9 +210,10 @@ class LimitedProtocol(BoundedProtocol):
                 self._kept.mark, self._kept.enders = self.mark, self.answers.enders
                 self.answers.begin(self._kept, self.transport.abort)
                 if self.mark is not None:
-                    # until now the call had another number, or none
+                    # the call had another number, or none, before
                     self.mark.set(self._kept.number)
-        self._drop_half_read()  # dropped only now, so that one of both logs always exists
+        # dropped only now, so that at least one of the two logs exists at any moment
+        self._drop_half_read()
         if self._kept is not None and self._is_partial:
             self._kept.note_read_ahead()
         return self._kept

@@ -57,7 +57,7 @@ class KeptAnswers:
         self._running: dict[int, tuple[KeptStream, Callable[[], None]]] = {}
         self.cut: OrderedDict[int, KeptStream] = OrderedDict()
         """Answers whose clients have lost their connections, by number, the oldest first."""
-        self._num_bytes: dict[int, int] = {}  # bytes of the logs of those answers
+        self._num_bytes: dict[int, int] = {}  # bytes of the log of each of these answers
         self._num_cut_bytes = 0
 
     def __iter__(self) -> Iterator[KeptStream]:
@@ -75,7 +75,7 @@ class KeptAnswers:
     def drop(self, kept: KeptStream) -> None:
         """Notes that the response is complete."""
         self._drop(kept)
-        for other in self._alike(kept):  # the client has the answer of this one now
+        for other in self._alike(kept):  # this client has moved on to the answer `kept`
             self.forget(other.number)
 
     def lose(self, kept: KeptStream) -> None:

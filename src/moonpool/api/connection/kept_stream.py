@@ -135,8 +135,8 @@ class Commented(Struct, frozen=True, array_like=True, tag="c"):
 
 class TakenOver(Struct, frozen=True, array_like=True, tag="t"):
     """A later head continues from here. `num_ended`: number of heads that this call has hung or
-    crashed so far. `num_killed`: how many heads were killed while they processed it, which may be
-    chance."""
+    crashed so far. `num_killed`: how many heads were killed while they processed this call, which
+    may be chance."""
 
     num_ended: int = 0
     num_killed: int = 0
@@ -203,7 +203,7 @@ class KeptStream:
         """Holds the log of an earlier head, whose connection has ended. Raises ValueError."""
         kept = cls._read(call_log)
         kept.is_cut = True
-        kept.entries = []  # the entries are read when the client comes back
+        kept.entries = []  # the entries are read again only when the client comes back
         return kept
 
     @classmethod
@@ -393,7 +393,7 @@ def accepted_bytes(fd: int) -> int:
         for _ in range(_MAX_LOOKS):
             queued = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
             before, acked = acked, _acked(sock)
-            if before == acked:  # otherwise an acknowledgement came between the two reads
+            if before == acked:  # otherwise, an acknowledgement came between the two reads
                 return acked + int(_I32.unpack(queued)[0])
     raise OSError("the connection's counters keep changing")
 

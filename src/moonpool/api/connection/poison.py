@@ -53,7 +53,7 @@ def send_error(sock: socket.socket, error: ApiError, payload: bytes, request_id:
         sock.send(status + head + b"\r\n" + payload)
         sock.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # the client has gone
+        pass  # the client has left
     sock.close()
 
 
@@ -116,7 +116,7 @@ class WorkMark:
 
     @property
     def number(self) -> int | None:
-        """Returns the number of the call that the event loop is processing."""
+        """Returns the number of the call that the event loop is processing, or None."""
         return self._words[0] - 1 if self._words[0] else None
 
     def back_to(self, number: int | None) -> None:

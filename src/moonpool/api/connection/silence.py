@@ -125,7 +125,7 @@ class Silence:
 
     async def _log_and_send(self, comment: bytes) -> None:
         try:
-            if self._listens:  # otherwise an increment came first
+            if self._listens:  # otherwise, an increment came first
                 if self._context.kept is not None:
                     self._context.kept.note_comment(comment)
                 await self._send(comment)

@@ -30,7 +30,7 @@ class GrammarCheck:
     """Checks the grammars of one server's calls. `close` ends the checking process."""
 
     def __init__(self) -> None:
-        # results by digest, the longest unused first
+        # the party that first asked about each grammar
         self._troubles: OrderedDict[bytes, str] = OrderedDict()
         self._parties: dict[bytes, str] = {}  # the party that asked first
         self._turns = FairTurns("grammars wait to be compiled", "too_many_grammars")

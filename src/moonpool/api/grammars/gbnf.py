@@ -105,7 +105,7 @@ class _Parser:
         self._token = next(self._tokens)
 
     def rules(self) -> Iterator[tuple[str, list[str]]]:
-        """Returns the name of each rule with its parts in Lark. Raises `GbnfError`."""
+        """Yields the name of each rule with its parts in Lark. Raises `GbnfError`."""
         names: set[str] = set()
         while self._token.kind != "end":
             if self._token.kind != "rule":
@@ -192,7 +192,7 @@ class _Parser:
         return f"/[{'^' * negated}{''.join(parts)}]/"
 
     def _characters(self, text: str, marks_ranges: bool = False) -> Iterator[int]:
-        """Returns the code points of a text with escapes. `marks_ranges`: whether a plain '-' is
+        """Yields the code points of a text with escapes. `marks_ranges`: whether a plain '-' is
         returned as _RANGE."""
         position = 0
         while position < len(text):

@@ -53,7 +53,7 @@ class ForkedHelper(asyncio.SubprocessTransport):
     def close(self) -> None:
         """Ends the process."""
         self.kill()
-        for fd in self._fds:  # a helper that is not attached keeps its descriptors here
+        for fd in self._fds:  # while the helper is not attached, its descriptors are kept here
             os.close(fd)
         if self._fds:
             self._fds.clear()

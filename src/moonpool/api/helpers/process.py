@@ -122,7 +122,8 @@ class HelperProcess(asyncio.SubprocessProtocol):
             *(sys.executable, "-m", self._module, str(os.getpid()), *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # libraries write here before they end the process
+            # libraries write their last words here before they end the process
+            stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=tuple(fds),
             env={**os.environ, **self._environment},
@@ -143,7 +144,7 @@ class HelperProcess(asyncio.SubprocessProtocol):
     def tell(self, frame: bytes) -> None:
         """Sends a frame that has no reply."""
         assert self._input is not None, "the process is started first"
-        # otherwise the process has ended, and `connection_lost` follows
+        # otherwise, the process has ended, and `connection_lost` follows
         if not self._input.is_closing():
             self._input.write(FRAMES.framed(frame))
 

@@ -62,7 +62,8 @@ LOAD_REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD)))
 """Reasons of refusals for the load, the SLO or a limit."""
 REFUSALS = tuple(sorted((*_OF_LOAD, *_OF_API_LOAD, *_OF_STATE, *_OF_API)))
 FAILURES = tuple(sorted((*_OF_PLACED, *_OF_LOAD, *_OF_STATE)))
-"""A request that is placed again may also be refused for the load or the state of the cluster."""
+"""The reasons for which a placed request may fail; a request that is placed again may also be
+refused for the load or the state of the cluster."""
 ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("shm", "tcp", "tls", "nixl")
 DIRECTIONS = ("written", "read")

@@ -41,7 +41,7 @@ MEDIA_TYPES = frozenset(
     }
 )
 _MARKS = tuple(f'"{name}"'.encode() for name in MEDIA_TYPES)
-_PLACE = "\ufffc"  # stands for an object within a text
+_PLACE = "\ufffc"  # a character that stands for an object within a text
 _POOLED_FIELDS = (
     "prompt",
     "input",

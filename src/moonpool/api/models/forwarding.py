@@ -79,7 +79,8 @@ class _Call:
     body: ForwardedBody
     raw: bytes
     limits: TimeLimits
-    known: Sequence[Delivered] = ()  # the whole answer, if the connection that broke did not get it
+    # the whole answer, if the client did not get all of it before its connection broke
+    known: Sequence[Delivered] = ()
 
     @property
     def is_new(self) -> bool:
@@ -159,7 +160,7 @@ class Forwarder(ModelEndpoint):
         if context.kept is not None:
             limits = limits.since(context.kept.opening.arrived_s)
         left_s = limits.left_s(self._backend.now())
-        # only what was sent before matters for an answer that continues
+        # for an answer that continues, only the bytes that were sent before matter
         if _was_forwarded(context):
             known = decode_body(FORWARDED, raw)
             prepared = PreparedCall(CompletionBody(), [(0,)], original=known, num_tokens=1)

@@ -40,7 +40,7 @@ class CallWriter:
         self._sink = sink
         self._count = 0
         self._ids = set[str]()
-        self._is_empty = True  # whether the last call has no arguments yet
+        self._is_empty = True  # whether the last call has no arguments so far
 
     def knows(self, name: str | None) -> bool:
         return name in self.functions

@@ -226,7 +226,8 @@ def call_format(name: str, template: str) -> CallFormat | None:
 
 def reasoning_tags(name: str, template: str) -> ReasoningTags | None:
     """Returns the tags of reasoning by the name of their format, or by the template, or None if
-    there are none. Harmony has no tags, because its messages tell. Raises `UnknownParserError`."""
+    there are none. Harmony has no tags, because the headers of its messages name the channel.
+    Raises `UnknownParserError`."""
     if name == NONE or name in _HARMONY_REASONING:
         return None
     if name != AUTO:

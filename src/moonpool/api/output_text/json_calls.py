@@ -70,7 +70,8 @@ class _Call:
         self._calls = calls
         self._ends = ends
         self._name: str | None = None
-        self._arguments: str | None = None  # arguments that came before the name, or as a string
+        # arguments that came before the name, or that come as a string
+        self._arguments: str | None = None
         self._has_begun = False
         self._is_complete = False
         self._is_nested = False
@@ -101,7 +102,7 @@ class _Call:
             return False
         yield from source.skip_space()
         if key == "function" and not self._is_nested and (yield from source.peek()) == "{":
-            self._is_nested = True  # nested as in OpenAI's API
+            self._is_nested = True  # arguments are nested as in OpenAI's API
             return (yield from self.read())
         if key == "name" and not self._has_begun:
             self._name = yield from self._string()
@@ -278,7 +279,7 @@ def read_bare(source: TextSource, calls: CallWriter) -> Steps[bool]:
     """Reads the calls at the beginning of an answer. Returns False if the answer does not begin
     with a call."""
     yield from source.skip_space()
-    yield from source.take(*_BEGINS)  # mostly a special token, which has no text
+    yield from source.take(*_BEGINS)  # this mark is mostly a special token, which has no text
     if (yield from source.peek()) == "[" and (yield from source.comes(_is_pythonic(source))):
         yield from source.take("[")
         is_call = yield from read_pythonic(source, calls, "]")

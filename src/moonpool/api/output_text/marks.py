@@ -2,7 +2,7 @@
 
 A mark may be a special token, which has no text in most answers. A reader sees it as one surrogate,
 a character that no decoded text has. So a special token is never mistaken for text, and text that
-spells it is never mistaken for the token.
+spells a special token is never mistaken for that token.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class TextSource:
         # the last dropped texts, while the reader may return to a place in them
         self._dropped: list[str] = []
         self.num_reread = 0  # number of characters that were read without a result
-        self._num_kept = 0  # number of places that the reader may return to
+        self._num_kept = 0  # number of places to which the reader may return
         self._settled = 0  # the reader may not return to any place before this one
         self.answer_at = 0  # number of characters before the answer: reasoning and its tags
 

@@ -158,7 +158,8 @@ def _read_value(
         if tag and not (yield from source.comes(ends[tag]())) and source.end != "cut":
             writer.add(tag)
             continue
-        if tag and source.end == "cut":  # it is unknown whether the tag ends the value
+        # a further part of the output would decide whether the tag ends the value
+        if tag and source.end == "cut":
             source.rest()
             tag = ""
         writer.end_value(is_whole=source.end != "cut")
@@ -196,7 +197,7 @@ class _ArgumentWriter:
         self._keys = set[str]()
         self._kinds: Kinds = frozenset()
         self._is_json = False
-        self._streams = False  # whether the value is text in any case
+        self._streams = False  # whether the value is certainly a text
         self._parts: list[str] = []
         self._is_first = True
         # line break at the end of the text so far, which belongs to a tag if one follows

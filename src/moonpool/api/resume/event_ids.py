@@ -50,7 +50,8 @@ class EventPosition(NamedTuple):
     created_s: int
     ids: bytes
     call: bytes  # a digest of the request
-    progress: tuple[Progress, ...] = ()  # by choice; empty if the client has nothing
+    # one entry per choice; empty if the client has received nothing
+    progress: tuple[Progress, ...] = ()
 
     @classmethod
     def of(cls, facts: StreamFacts, request_id: str, call: bytes) -> EventPosition:

@@ -100,7 +100,7 @@ class ReclaimedBuffer(Generic[H]):
     def __init__(self, capacity: int) -> None:
         self._buffer = SharedBuffer(capacity)
         self._amounts: dict[H, tuple[str, int]] = {}
-        # parts that may be taken back, by party, the oldest first
+        # parts that may be taken back, by party, with the oldest first
         self._loose: dict[str, dict[H, None]] = {}
 
     @property

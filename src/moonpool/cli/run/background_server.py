@@ -75,7 +75,7 @@ class BackgroundServer:
                     meanwhile()
                 if call.recv(64):
                     return
-            select.select([], [], [], LOOK_S)  # its head has ended; the next one may answer
+            select.select([], [], [], LOOK_S)  # the head has ended, and the next head may answer
 
     def check(self) -> None:
         """Raises ServerEndedError if the server has ended."""
@@ -142,7 +142,7 @@ def _become_server(line: list[str], own_pid: int, log_fd: int, write_fd: int) ->
 
 def _run(line: list[str]) -> NoReturn:
     """Ends this process with the command."""
-    import setproctitle  # only a serving process needs it and the fork server
+    import setproctitle  # imported here, because only a serving process and the fork server need it
 
     from moonpool.cli.main import main
     from moonpool.head.fork_server import end_quickly
@@ -167,4 +167,4 @@ def choose_port(wanted: int) -> int:
                 probe.bind((HOST, port))
                 found: int = probe.getsockname()[1]
                 return found
-    return wanted  # the server then says why it cannot listen
+    return wanted  # the server then tells why it cannot listen

@@ -92,13 +92,14 @@ def run(
         if not prompt.strip():
             fail("the prompt on stdin is empty: give one, or write it after the model")
     if model is None:
-        from moonpool.cli.default_model import choose_model  # slow, and only needed here
+        # imported here, because the import is slow
+        from moonpool.cli.default_model import choose_model
 
         model = choose_model("run")
     name = _served_name(model)
     folder = _disk_folder(name) if ssd else None
     if folder is not None and not _disk_bytes(folder):
-        folder = None  # without a tier: the disk is nearly full
+        folder = None  # no SSD tier, because the disk is nearly full
     arguments = _serve_arguments(model, name, folder, settings)
     chosen = choose_port(DEFAULT_PORT) if port is None else port or choose_port(0)
     wanted = {key: settings[key] for key in ("max_tokens", "temperature")}

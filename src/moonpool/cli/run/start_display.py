@@ -61,7 +61,7 @@ class StartDisplay:
             self._write(f"moonpool: not ready after {passed_s:.0f} s: {self._now}\n")
 
     def end(self) -> None:
-        """The server is ready, or has ended."""
+        """Notes that the server is ready, or has ended."""
         self._warn()
         if self._drawn and self._shown:
             self._shown = ""

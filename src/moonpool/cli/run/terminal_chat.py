@@ -33,8 +33,9 @@ class TerminalChat:
         self._is_terminal = sys.stdout.isatty()
 
     def run(self) -> None:
-        """Returns when the person ends it. Raises ServerEndedError."""
-        with contextlib.suppress(ImportError):  # line editing and history, if they are available
+        """Returns when the person ends the chat. Raises ServerEndedError."""
+        # gives line editing and history where they are available
+        with contextlib.suppress(ImportError):
             import readline  # noqa: F401
         while True:
             try:
@@ -139,7 +140,7 @@ def answer_once(
     try:
         stream.ask({**parameters, "messages": [*messages, {"role": "user", "content": prompt}]})
     except ChatError:
-        server.check()  # names the true reason of the failure
+        server.check()  # raises the true reason of the failure, if the server has ended
         raise
     finally:
         if stream.text and not stream.text.endswith("\n"):

@@ -131,7 +131,7 @@ def asks_server(
             server = None if url is None else Server(url, api_key, ca_file)
             return command(server=server, **given)
 
-        del asking.__wrapped__  # it takes other parameters
+        del asking.__wrapped__  # the decorated function takes other parameters
         if default is not None:
             shown = f"URL may be HOST:PORT; it is {default} unless given."
             asking.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{shown}"

@@ -47,7 +47,8 @@ class ClusterClient:
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         import httpx
 
-        tries = 2 if method == "GET" else 1  # the head may just have been replaced by the next one
+        # a second try, because the head may just have been replaced
+        tries = 2 if method == "GET" else 1
         while True:
             tries -= 1
             try:

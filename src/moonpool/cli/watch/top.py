@@ -32,7 +32,7 @@ _POLL_S = 0.2
 def top(server: Server, once: bool) -> None:
     """Watch the cluster at URL: instances, stages, latencies, hits, refusals and requests.
 
-    The view changes each second; q or Ctrl-C ends it. Without a terminal it is one frame.
+    The view changes each second; q or Ctrl-C ends it. Without a terminal, one frame is printed.
     """
     with one_line(NoFramesError):
         frame = first_frame(server)

@@ -53,7 +53,7 @@ def _hot(frame: Frame, is_wide: bool) -> Table | None:
     for one in found[:_MOST_PREFIXES]:
         places = [" ".join(sorted(one[tier])) or "-" for tier in ("dram", "ssd")]
         numbers = [f"{one['tokens']:,}", _bytes(one["bytes"]), f"{one['hits']:,}"]
-        name = one.get("name") or one["key"][:12]  # an older server names none
+        name = one.get("name") or one["key"][:12]  # a server of an earlier release sends no name
         table.add_row(name, *numbers, str(one["replicas"]), *places)
     return table
 

@@ -39,13 +39,14 @@ def render(frame: Frame, url: str, state: str, columns: int, lines: int | None) 
 
     `lines` is None for as many lines as the frame needs.
     """
-    is_wide = columns >= WIDE_COLUMNS  # the panels then stand beside each other
+    is_wide = columns >= WIDE_COLUMNS  # whether the panels stand beside each other
     panels = 0 if is_wide else 6
     most = len(frame["requests"])
     if lines is not None:
         most = max(lines - _FIXED_LINES - panels - len(frame["instances"]), _MIN_REQUESTS)
     panels_shown = [_latencies(frame), _refusals(frame)]
-    panels_shown.insert(1 if is_wide else 2, _tiers(frame["totals"]["tokens"]))  # 80 hold two
+    # a wide view has two panels beside each other
+    panels_shown.insert(1 if is_wide else 2, _tiers(frame["totals"]["tokens"]))
     pool = pool_tables(frame, None if lines is None else lines - _POOL_FROM_LINES - panels, is_wide)
     if lines is not None:
         most = max(most - sum(table.row_count + TITLE_LINES for table in pool), _MIN_REQUESTS)

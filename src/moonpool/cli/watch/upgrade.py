@@ -39,8 +39,8 @@ def upgrade(server: Server, within_s: float, wait_s: float) -> None:
     """Replace every process of the cluster at URL by one from the code on disk; answers go on.
 
     Install the new release first. One instance after the other drains and comes back, then head and
-    supervisor. It works on the head's own machine only; workers of other machines must be started
-    again by their service manager. The configuration stays the same.
+    supervisor. The command works on the head's own machine only; workers of other machines must be
+    started again by their service manager. The configuration stays the same.
     """
     client = ClusterClient(server)
     first = client.get("/cluster")

@@ -99,7 +99,7 @@ class AdmissionCheck:
 
     def _holds_back(self, budget: SloBudget) -> bool:
         """Whether the request should go on waiting for a batch with room. Without admission control
-        the request is never refused, and waits as long as its first token can be in time."""
+        the request is never refused, and waits for at most `BATCH_SHARE` of its TTFT SLO."""
         return (
             self._config.admission != "none"
             or budget.waited_s < BATCH_SHARE * budget.yardstick.ttft_s

@@ -34,14 +34,14 @@ class ExpectedGoodput(msgspec.Struct, frozen=True):
     worth: float  # the request's chance to meet both SLOs if no prefill waited
     ttft_chance: float
     tbt_chance: float
-    harm: float  # by how much the request lowers the chances of the answers in its batch
+    harm: float  # how much the request lowers the chances of the answers in its batch
     prefill_cost: float
     decode_cost: float
     step_s: float  # predicted step time with the request in the batch
     wait_s: float = 0.0  # time from the end of the prefill until the decode can begin
     waiting_share: float = 1.0  # share of the predicted TTFT that the request waits in queues
     delay: float = 0.0  # effective requests lost because they wait for this request's prefill
-    rest_chance: float = 0.0  # `REST_CHANCE` where that constant applies
+    rest_chance: float = 0.0  # `REST_CHANCE` if that constant applies, else 0
 
     @property
     def least_ttft_chance(self) -> float:

@@ -206,8 +206,8 @@ class GoodputModel(ClusterObserver):
         return share * prefill_s + (1.0 - share) * min(self._sharer_s.value, prefill_s)
 
     def _delay(self, context: AdmissionContext, own_prefill_s: float) -> float:
-        """Rejecting the first prompt over a document only leaves the delay to the next one, so this
-        delay is shared out too."""
+        """If the first prompt over a document is rejected, the next one causes the same delay, so
+        the delay is shared out, too."""
         table, placement = context.table, context.placement
         if placement.decode is None and not table.prefills[placement.decoder_row]:
             return 0.0  # a decode instance computes the prompt, so no prefill is delayed

@@ -108,7 +108,7 @@ def _predictive(context: AdmissionContext) -> Rejection | None:
     pool, limit = _pool(context), context.config.load_limit
     projected = forecast.project(now + ttft_s, now)
     if not context.config.decode_wait:
-        # otherwise the decode wait has noted a projection
+        # with `decode_wait`, the decode wait has already noted a projection
         forecast.note_projection(now + ttft_s, projected[0])
     if pool.load(*context.table.without_remainders(*projected)) <= limit:
         return None
@@ -196,8 +196,9 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def _too_late(context: AdmissionContext, tail: float, limit: float) -> Rejection | None:
-    """`tail` corrects the predicted queueing time only, which is what takes longer than predicted.
-    A request at the head of its queue is therefore never rejected because of `tail`."""
+    """`tail` corrects the predicted queueing time only, because the prefill itself takes about as
+    long as predicted. A request at the head of its queue is therefore never rejected because of
+    `tail`."""
     placement, budget = context.placement, context.budget
     ttft_s = budget.waited_s + placement.ttft_s
     late_s = ttft_s + (tail - 1.0) * placement.queue_s

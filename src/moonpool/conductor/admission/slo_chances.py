@@ -3,8 +3,8 @@
 TBT is judged by the mean of the longest tenth of an answer's gaps (`RequestRecord.effective`). How
 far that lies above the predicted step time depends on the length of the answer. The first gap of an
 answer lasts until the step under way and its own have ended, so up to two steps. It is the longest
-tenth of a short answer, and has little weight in a long one. One factor for all answers would
-reject everything as soon as a few short answers came. So the ratio is learned by length, and the
+tenth of a short answer, and has little weight in a long one. With one factor for all answers, a few
+short answers would be enough to reject everything. So the ratio is learned by length, and the
 chance of a request is the mean over the lengths that answers have.
 
 Answers of mixed instances are kept apart: chunks of prompts make their longest gaps. There the
@@ -62,7 +62,7 @@ class TbtChances:
             for tokens in LENGTH_CLASSES
         ]
         self._lengths = list(LENGTH_GUESS)
-        self._no_gap = 0.0  # weight of answers of one token
+        self._no_gap = 0.0  # weight of answers that have only one token
         self._num_new = 0
         self._shares = self._mean_shares()
         self._best_steps: dict[tuple[float, float], float] = {}
@@ -152,7 +152,7 @@ class TtftChances:
         for middle, pooled in zip(TTFT_MIDDLES, self._pooled, strict=True):
             pooled.add(max(1.0 + (ratio - 1.0) * sqrt(share / middle), LEAST_RATIO))
         self._num_new += 1
-        # while there are few answers, the chances are learned again sooner
+        # while there are few answers, the chances are learned again more often
         if self._num_new >= min(RELEARN_EVERY, self._pooled[0].total / 2.0):
             self._num_new = 0
             self._shares = [

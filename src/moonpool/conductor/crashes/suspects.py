@@ -5,8 +5,9 @@
 
 An instance that is killed from outside makes no suspects: its requests are placed again at once. An
 instance that crashes, or whose engine hangs, may do so because of a request, which would crash the
-next instance too. The second crash shows which request caused both, if only one of them was under
-way and no new request had joined. When the culprit is found, the other suspects are released.
+next instance too. The second crash shows which request caused both, because only one of the
+suspects was under way, and no new request had joined it. When the culprit is found, the other
+suspects are released.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Suspects:
     def __init__(self, requests: Mapping[RequestId, TrackedRequest]) -> None:
         """`requests`: the requests under way."""
         self._requests = requests
-        # in order, with the length of the answer at which each suspect counts as innocent;
+        # the suspects in order, with the length of the answer at which each counts as innocent;
         # callers only read it
         self.line: dict[RequestId, int] = {}
         self._lost: OrderedDict[InstanceId, dict[RequestId, int]] = OrderedDict()
-        # instances whose crash was reported before their loss
+        # instances whose crash was reported before they were lost
         self._crashed: OrderedDict[InstanceId, bool] = OrderedDict()
-        self._since_s: float | None = None  # when the turn of the present suspect began
+        self._since_s: float | None = None  # the time when the turn of the present suspect began
 
     def must_wait(self, tracked: TrackedRequest) -> bool:
         """Whether another request runs alone now."""

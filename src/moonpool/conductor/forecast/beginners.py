@@ -1,7 +1,8 @@
 """Which instances have started a prefill, and still learn from their first ones.
 
-Every arrival asks which of them may say something new. Most say nothing for seconds, and a cluster
-has thousands, so only those that were woken, or whose time has come, are looked at.
+When a request arrives, the instances are asked whether they have computed anything new. A cluster
+may have thousands, most of which have nothing new for seconds, so only the instances that were
+woken, or whose time has come, are asked.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from moonpool.types import InstanceId
 
 @dataclass(slots=True, eq=False)
 class _Beginner:
-    number: int  # order of entry
+    number: int  # the place of the instance in the order of entry
     state: InstanceState
-    until_s: float = NEVER_S  # when it may say something new; `NEVER_S` means now
+    until_s: float = NEVER_S  # the time of the instance's next information; `NEVER_S` means now
     gone: bool = False
 
 
@@ -30,8 +31,9 @@ class Beginners:
     def __init__(self) -> None:
         self._by_name: dict[InstanceId, _Beginner] = {}
         self._num_entered = 0
-        self._due: list[tuple[int, _Beginner]] = []  # a heap of those with `until_s` NEVER_S
-        # a heap; entries of instances that were woken earlier are void
+        # a heap of the instances whose `until_s` is NEVER_S
+        self._due: list[tuple[int, _Beginner]] = []
+        # a heap; entries of instances that were woken since do not count
         self._asleep: list[tuple[float, int, _Beginner]] = []
 
     def enter(self, state: InstanceState) -> None:

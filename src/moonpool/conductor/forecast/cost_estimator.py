@@ -37,8 +37,8 @@ from moonpool.types import Role
 PROBE_EVERY_S = 5.0
 """Least time between two requests that test the cost estimate of an idle instance."""
 TBT_SHARE = 0.7
-"""Share of the requests at the limit that should meet the TBT SLO with their longest gaps. A higher
-share would reject requests that meet it."""
+"""Share of the requests at the limit that should meet the TBT SLO with their longest gaps. With a
+higher share, requests that meet the SLO would be rejected."""
 STALL_TOKENS = 10
 """Shorter answers say nothing about the longest tenth of the gaps."""
 STALL_SHARE = 0.95
@@ -67,7 +67,8 @@ class CostEstimator(ClusterObserver):
         self._beginners = cluster_state.beginners
 
     def prefill_started(self, tracked: TrackedRequest, report: PrefillStarted, now: float) -> None:
-        """Notes that the first chunk is computed now, and a fetch has ended."""
+        """Notes that the first chunk is computed now, and that the fetch has ended if there was
+        one."""
         attempt, instances = tracked.attempt, self._cluster_state.instances
         assert attempt is not None
         state = instances[attempt.prefill]
@@ -122,11 +123,12 @@ class CostEstimator(ClusterObserver):
                 self._beginners.leave(name)
                 continue
             began_s, expected_s = now, 0.0
-            if state.started:  # the started prefills may share steps
+            if state.started:  # started prefills may share their steps
                 started = list(state.started.values())
                 assert started[0].started_s is not None
                 if not all(attempt.expected_s for attempt in started):
-                    self._beginners.sleep(state, inf)  # until a prefill starts or ends
+                    # no new information comes until a prefill starts or ends
+                    self._beginners.sleep(state, inf)
                     continue
                 began_s = max(started[0].started_s, state.freed_s)
                 expected_s = fsum([attempt.expected_s for attempt in started])

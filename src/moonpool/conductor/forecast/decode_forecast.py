@@ -1,9 +1,9 @@
 """Forecasts of the decode load: how many requests will decode at a future time.
 
 Mooncake gives every answer the same duration t_d and takes older answers for finished (v3 section
-7.4). That misses the long answers, which are most of what decodes at any moment: with the mean as
-t_d it saw less than two thirds of the load. Both remedies count requests in buckets of time, so
-that a projection adds up buckets, not requests.
+7.4). This rule misses the long answers, which are most of what decodes at any moment: with the mean
+as t_d, it found less than two thirds of the load. Both remedies count requests in buckets of time,
+so that a projection adds up buckets, not requests.
 
 * `SurvivalForecast` learns the distribution of durations. The share of the answers of age a that
   still decode after a further time d is the share of answers that lasted a + d among those that
@@ -271,7 +271,7 @@ class SurvivalForecast(_Measured):
     def __init__(self) -> None:
         super().__init__(SURVIVAL_BUCKET_S, NUM_SURVIVAL_BUCKETS)
         self._now = 0  # bucket
-        # [0] requests, [1] their tokens; by the bucket of their start, modulo the ring.
+        # [0] has requests, [1] their tokens, by the bucket of their start modulo the ring's length.
         self._decoding = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         self._coming = np.zeros((2, NUM_SURVIVAL_BUCKETS))
         # requests and tokens of decodes that have run for longer than the ring covers
@@ -379,7 +379,7 @@ class SurvivalForecast(_Measured):
         Meier).
 
         The answers that have ended are the shorter ones, especially while the load rises. So the
-        running ones count as well: each has lasted at least as long as its age.
+        running answers count as well: each has lasted at least as long as its age.
         """
         ages = np.roll(self._decoding[0][::-1], self._now + 1)  # decodes by age, the youngest first
         older = np.cumsum(ages[::-1])[::-1] - ages + self._old[0]

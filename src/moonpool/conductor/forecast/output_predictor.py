@@ -54,7 +54,7 @@ class OutputPredictor(ClusterObserver):
             self._forecast.begin(attempt.interval, self._decode_s(tracked, attempt), now)
 
     def answered(self, tracked: TrackedRequest, decoder: InstanceState | None, now: float) -> None:
-        # an embedding is not an answer of one token
+        # an embedding does not count as an answer of one token
         if tracked.request.is_embedding:
             return
         self._learn_length(tracked)

@@ -38,7 +38,8 @@ class _Curve:
     __slots__ = ("ended", "returned")
 
     def __init__(self) -> None:
-        # sessions whose time in a range of ages ended, by reaching its end or by a next turn
+        # number of sessions whose time in each range of ages has ended, by its end or by a next
+        # turn
         self.ended = [0.0] * NUM_RANGES
         self.returned = [0.0] * NUM_RANGES
 
@@ -91,7 +92,8 @@ class TurnForecast:
         return 1.0 - left
 
     def _share(self, of: SessionClass, number: int) -> float:
-        """The share of the sessions which reach a range of ages that continue in it."""
+        """Of the sessions that reach a range of ages, the share whose next turn comes within this
+        range."""
         overall = _ratio(self._all, number, PRIOR_SHARE)
         curve = self._classes.get(of)
         return overall if curve is None else _ratio(curve, number, overall)

@@ -447,8 +447,8 @@ def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> Pla
 
 
 def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
-    """Says whether a wait helps. The caller adds the time at which there will be room
-    (`waiting.room_forecast`)."""
+    """Returns the rejection of a request that no instance has room for; its status says whether a
+    wait helps. The caller adds the time at which there will be room (`waiting.room_forecast`)."""
     num_tokens, wanted = footprint.num_tokens, footprint.expected_tokens
     most = int(table.context_tokens[table.prefills].max())
     if num_tokens + footprint.decodes > most:

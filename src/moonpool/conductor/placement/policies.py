@@ -62,10 +62,11 @@ class RequestFootprint(msgspec.Struct, frozen=True):
     token_bytes: int  # bytes of KVCache of one token
     answer_s: float  # mean time that an answer decodes
     answer_tokens: int = 0  # expected tokens of the answer
-    # the TBT SLO of this request, or the cluster's if that is stricter, because others have it
+    # the TBT SLO of this request, or the cluster's if that is stricter, because other requests have
+    # it
     tbt_s: float = float("inf")
     competes: bool = False  # whether other tenants send requests, too
-    # most tokens of prompt and answer, for which an instance's context must be long enough
+    # most tokens of prompt and answer; an instance needs a context of this length
     context_tokens: int = 0
 
     @property
@@ -327,9 +328,10 @@ def _deepest_holders(context: SelectionContext) -> list[int]:
 
 
 def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
-    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source. It has
-    none if it is at least as busy, has at least as much of its prefix on its SSD, and shares a host
-    with no instance that does not share a host with `one` too."""
+    """Whether `other`, whose prefix is not longer, has no advantage over `one` as a source. This is
+    so if `other` serves at least as many fetches, has at least as much of its prefix on its SSD,
+    and is the nearer source for no instance: it is alone on its host or on the host of `one`, or
+    hosts are unknown."""
     if one[1] > other[1] or one[2] > other[2]:
         return False
     host = table.host.item(other[3])

@@ -8,7 +8,7 @@ turns of the sessions that leave DRAM now. So the Conductor notes at which expec
 sessions are demoted, and prefetches a session once its own rate is well above that. The rate of a
 session changes only where a range of ages begins, so each session is examined a few times.
 
-The instance decides when it has the room, and loads nothing while a request's load runs
+The instance begins the load when it has the room, and never while a load for a request runs
 (`scheduler.loading.prefetch`).
 """
 

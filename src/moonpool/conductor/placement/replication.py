@@ -99,7 +99,7 @@ class Replication(ClusterObserver):
             chosen = self._choose(prefix)
             if chosen is not None:
                 taker, source = chosen
-                # negative numbers: the fetches of a departure have positive ones
+                # negative, because the fetches of a departure have positive numbers
                 self._last_number -= 1
                 self._fetches[self._last_number] = leaf, now + FETCH_TIMEOUT_S + 1.0
                 command = TakeOverPrefix(

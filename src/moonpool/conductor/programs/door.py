@@ -40,7 +40,8 @@ class Door:
 
     def __init__(self, programs: Programs, table: InstanceTable) -> None:
         self._programs, self._table = programs, table
-        self._held: dict[InstanceId | None, float] = {}  # tokens that programs hold, by instance
+        # tokens that programs hold at each instance
+        self._held: dict[InstanceId | None, float] = {}
         self._updated_s = -inf
         # programs that have not begun, by tenant and number
         self._outside: dict[str, dict[int, Program]] = {}

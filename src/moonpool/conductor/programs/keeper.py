@@ -57,7 +57,7 @@ class ProgramKeeper(ClusterObserver):
         named = tracked.request.program
         if program.parent is not None:
             tracked.record.parent_program = program.parent.program_id
-        elif named is not None:  # no call of the parent program has come
+        elif named is not None:  # the parent program has not sent a call yet
             tracked.record.parent_program = named.parent_id
         tracked.explanation.add(_describe(program, now))
         if program.parked:

@@ -22,7 +22,7 @@ MAX_CLASSES = 4096
 
 
 class Pauses:
-    """Learns from pauses that end, and from the ages that others reach."""
+    """Learns from pauses that end, and from the ages that other pauses reach."""
 
     def __init__(self) -> None:
         self.forecast = TurnForecast()

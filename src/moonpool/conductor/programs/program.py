@@ -29,17 +29,18 @@ class Program:
     num_running: int = 0
     num_calls: int = 0
     context_tokens: int = 0  # tokens of prompt and answer of the program's last call
-    shared_tokens: int = 0  # tokens that other programs had computed before its first call
-    keys: Sequence[BlockKey] = ()  # block keys of its last prompt
-    instance: InstanceId | None = None  # the instance where its last call decodes
-    keep_until_s: float = 0.0  # as its client asked
+    # prompt tokens of its first call that other programs had computed before
+    shared_tokens: int = 0
+    keys: Sequence[BlockKey] = ()  # block keys of the program's last prompt
+    instance: InstanceId | None = None  # the instance where the program's last call decodes
+    keep_until_s: float = 0.0  # the time until which its client asks to keep its blocks
     # Its pause.
     since_s: float | None = None
-    pause_s: float | None = None  # length of its last pause
+    pause_s: float | None = None  # length of the program's last pause
     pause_class: tuple[int, int] = (0, -1)
-    num_ranges: int = 0  # number of ranges of ages that its pause has passed
-    chance: float = 1.0  # chance that its next call comes soon, at the last look
-    parked: bool = False  # whether its blocks are to be evicted first
+    num_ranges: int = 0  # number of age ranges that the program's pause has passed
+    chance: float = 1.0  # chance that the program's next call comes soon, at the last check
+    parked: bool = False  # whether the program's blocks are to be evicted first
     children: list[Program] = field(default_factory=list)
 
     @property

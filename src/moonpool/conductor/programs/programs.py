@@ -33,7 +33,8 @@ HORIZON_S = 30.0
 PARK_CHANCE = 0.1
 MAX_PARKED_PER_TICK = 64
 MAX_LOOKS_PER_TICK = 256
-"""Programs that a tick looks at, in turns: a client that invents names costs no more."""
+"""The most programs that one tick examines, in turns, so that a client that invents names costs no
+more."""
 MAX_DEPTH = 16
 """Most programs above a sub-agent; a deeper one counts as a child of its grandparent."""
 
@@ -45,7 +46,7 @@ class Programs:
     """All programs that have begun or wait to, and have not ended."""
 
     def __init__(self, waiting: WaitingRequests) -> None:
-        """`waiting` assigns places in the order of those that wait."""
+        """`waiting` assigns the places in the order of waiting requests."""
         self.pauses = Pauses()
         self.num_ended = 0
         # mean tokens that a program needs for itself after a call

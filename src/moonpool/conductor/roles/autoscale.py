@@ -27,7 +27,7 @@ class Autoscale:
 
     def __init__(self, balance: RoleBalance, target_load: float, window_s: float) -> None:
         """`target_load`: share of its time that each instance should be busy."""
-        self.wanted: InstancesWanted | None = None  # None if too few requests were seen so far
+        self.wanted: InstancesWanted | None = None  # None if too few requests have come so far
         self._balance = balance
         self._target_load = target_load
         self._prefill, self._decode = _Pool(window_s), _Pool(window_s)
@@ -52,8 +52,8 @@ class Autoscale:
         return InstancesWanted(prefill, decode)
 
     def _count(self, demand: float) -> int | None:
-        """Returns how many instances meet the demand, or None if the pool has none, by whose costs
-        it could be known."""
+        """Returns how many instances meet the demand, or None if the pool has no instance, from
+        whose costs the number could be computed."""
         if not isfinite(demand):
             return None
         return min(max(ceil(demand / self._target_load - SLACK), 1), MOST_WANTED)

@@ -57,7 +57,8 @@ def _is_tight(info: InstanceInfo, tbt_slo_s: float) -> bool:
     empty_s, s_per_decode, _ = info.cost.decode
     limit_s, tile = CHUNKED_STEP_SHARE * tbt_slo_s, info.cost.tile_tokens
     if not info.chunk_tokens or empty_s + s_per_decode > limit_s:
-        return False  # it does not size chunks, or even one decode alone exceeds the limit
+        # the instance does not size chunks, or even one decode alone exceeds the limit
+        return False
     # largest chunk beside one decode
     chunk_tokens = -(-(LEAST_CHUNK_TOKENS + 1) // tile) * tile - 1
     step_s = max(begin_s + s_per_token * chunk_tokens, empty_s) + s_per_decode

@@ -68,7 +68,7 @@ LEAST_SEEN_S = 20.0
 LEAST_CHANGED = 5
 """Least number of parts before a change, and after it."""
 CHANGED = 4.5
-"""Standard errors by which the last seconds must differ from what was before."""
+"""Standard errors by which the demand of the last seconds must differ from the demand before."""
 SURE = 1.0
 """Advice must hold if the ratio of both demands is wrong by this many standard errors."""
 SURE_TO_RETURN = 3.0
@@ -107,7 +107,7 @@ class RoleAdvice(NamedTuple):
     instance_ids: tuple[InstanceId, ...]
     role: Role
     now: Pools
-    then: Pools  # predicted loads after all switches
+    then: Pools  # the predicted loads after all switches
 
     @property
     def num_switches(self) -> int:
@@ -127,7 +127,7 @@ class LoadSums:
     """Sums over requests, from which their demand for prefill and decode follows."""
 
     def __init__(self) -> None:
-        self.seen_s = 0.0  # time that the sums stand for
+        self.seen_s = 0.0  # the length of the time that the sums stand for
         # Requests, new tokens, their squares, new x cached; answers' tokens, tokens x context,
         # squares of answers' tokens.
         self.sums = [0.0] * 7
@@ -224,7 +224,7 @@ class PresentLoad:
 
     def __init__(self, window_s: float, lengths: RunningLengths) -> None:
         self.load = LoadSums()
-        self.since_s = 0.0  # earliest time at which the oldest of these requests could have come
+        self.since_s = 0.0  # the earliest time at which the oldest of these requests can have come
         self._lengths = lengths
         self._part_s = max(window_s / MOST_PARTS, min(PART_S, window_s / LEAST_PARTS))
         self._most = max(int(window_s / self._part_s), 1)
@@ -448,7 +448,7 @@ class RoleBalance:
         if self._last is None or self._last[1] is role:
             return SURE, MARGIN
         if self._present.since_s > self._last[0]:
-            # the mix of requests has changed since, whatever it was before
+            # the mix of requests has changed since then, whatever it was before
             return SURE, MARGIN_TO_RETURN
         again = now - self._returned_s < RETURN_S
         return SURE_TO_RETURN, MARGIN_TO_RETURN_AGAIN if again else MARGIN_TO_RETURN
@@ -475,7 +475,7 @@ def _judge(
     needs: Needs,
 ) -> RoleAdvice | None:
     """Returns the switches that reduce the load of the fuller pool most, or under overload serve
-    most requests."""
+    most requests; None if no switch helps enough."""
     before = capacities.loads()
     if before.worst < LOADED:
         return None

@@ -212,7 +212,7 @@ class RoleSwitching(ClusterObserver):
         return [self._announce(f"{why}: mixed instances have one role each")]
 
     def _running(self) -> Iterator[tuple[int, int, int]]:
-        """Returns for each answer under way the tokens of its prompt, how many of these were
+        """Yields for each answer under way the tokens of its prompt, how many of these were
         cached, and the tokens of the answer."""
         for state in self._cluster_state.instances.values():
             for tracked in state.decodes.values():

@@ -83,7 +83,7 @@ class _Lengths:
 
     def __init__(self) -> None:
         self._ended = [0.0] * NUM_BINS  # weights of ended answers, by bin
-        self._tokens = [0.0] * NUM_BINS  # their tokens, with these weights
+        self._tokens = [0.0] * NUM_BINS  # tokens of the ended answers, with these weights
         self._running = [0] * NUM_BINS  # number of answers under way, by bin
         self._faded = [0.0] * NUM_BINS  # weights of running answers that have reached each bin
         self._total = 0.0

@@ -49,10 +49,10 @@ class FairShare(ClusterObserver):
         an entry."""
         self._weights = dict(weights or {})
         self._caches = dict(caches or {})
-        # the account of each tenant, ordered by when it was last seen
+        # the account of each tenant, in the order in which tenants were last seen
         self._accounts: dict[str, ShareAccount] = {}
         self._busy: dict[str, ShareAccount] = {}  # accounts of tenants with requests under way
-        # number of waiting requests of each tenant that is owed a place
+        # number of waiting requests of each tenant that are owed a place
         self._num_owed: dict[str, int] = {}
 
     def arrived(self, tracked: TrackedRequest, now: float) -> None:

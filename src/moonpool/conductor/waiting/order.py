@@ -35,7 +35,7 @@ class WaitingOrder:
         self._entered: dict[int, TrackedRequest] = {}
         self._classes: dict[int, _Queues] = {}  # by priority
         self._aged: _Queues = {}
-        # number of aged requests by the priority that they had
+        # number of aged requests by the priority that they had before
         self._aged_priorities: Counter[int] = Counter()
         # a heap of (time when a request counts as aged, its number)
         self._aging: list[tuple[float, int]] = []

@@ -193,7 +193,7 @@ class WaitingRequests:
         self._num_tokens -= wait.num_tokens
         self._parts[tenant].add(wait, -1)
         if not self._parts[tenant].num_waiting:
-            del self._parts[tenant]  # also removes the rounding error of its sums
+            del self._parts[tenant]  # also removes the rounding errors of the sums
         if wait.is_owed:
             self._shares.end_wait(tenant)
 

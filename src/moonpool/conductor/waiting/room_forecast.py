@@ -7,7 +7,7 @@ length so far:
 * The length of any other answer is one of the lengths of recent answers that were longer than it is
   now. Of n answers on an instance, the longest gets the lowest of n quantiles of these lengths, the
   next longest the second, and so on, so that some end soon and some late.
-* An answer than which fewer than `LEAST_LONGER` recent ones were longer is assumed to double its
+* If fewer than `LEAST_LONGER` recent answers were longer, the answer is assumed to double its
   length, and to reach at least `FIRST_GUESS_TOKENS`.
 
 Requests that already wait take the room that becomes free before this request does.

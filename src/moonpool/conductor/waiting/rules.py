@@ -151,7 +151,7 @@ class WaitRules:
         if not waiting.has_place(tracked):
             return False
         is_owed, latest_s = False, None
-        # if it were refused, the program would only come again later
+        # a refused program would only send the call again later
         is_whole = rejection.reason == PROGRAMS_WAIT
         if is_whole or waiting.awaits(rejection.reason) or self._waits_for_room(tracked, rejection):
             tracked.has_waited = True
@@ -186,10 +186,10 @@ class WaitRules:
         return self.shares.may_claim(tenant, rejection.room_tokens, now >= patient_s, now)
 
     def _waits_for_room(self, tracked: TrackedRequest, rejection: Rejection) -> bool:
-        """Whether the request waits until its deadline for room that others hold. It does if it,
-        another choice of its call or another call of its program was admitted before, or if no
-        request is refused for its SLO. If no instance that is up is large enough for it, a request
-        that was admitted before waits for a lost one."""
+        """Whether the request waits until its deadline for room that others hold. A request waits
+        in this way if it was admitted before, if another choice of its call or another call of its
+        program was, or if no request is refused for its SLO. If no instance that is up is large
+        enough for it, a request that was admitted before waits for a lost one."""
         if rejection.status == UNSERVABLE_STATUS:
             return tracked.num_attempts > 0 and bool(self.waiting.lost)
         if rejection.reason not in LOAD_REASONS:

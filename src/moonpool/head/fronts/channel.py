@@ -105,7 +105,7 @@ class FrontChannel(asyncio.Protocol, Generic[In]):
         if self._transport is None:
             return  # the queued messages are written when the connection is made
         if self._before_write is not None:
-            self._is_waiting = True  # what `before_write` sends leaves in this write
+            self._is_waiting = True  # messages that `before_write` adds are part of this write
             try:
                 self._before_write()
             finally:

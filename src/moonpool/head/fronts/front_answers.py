@@ -63,7 +63,7 @@ class FrontAnswers(KeptAnswers):
 
     def forget_others(self) -> None:
         self._elsewhere.clear()
-        self.copy(False)  # the next head tells whether a standby follows
+        self.copy(False)  # the next head will tell whether a standby follows
 
     def copy(self, is_wanted: bool) -> None:
         if is_wanted and self._feed is None:

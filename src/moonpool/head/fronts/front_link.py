@@ -108,7 +108,8 @@ class FrontAnswer(ResponseStream):
         return parts
 
     def route(self, attempt_id: AttemptId) -> TokenRoute | None:
-        """Returns the address to which the tokens of an attempt go directly."""
+        """Returns the address to which the tokens of an attempt go directly, or None if they go to
+        the head."""
         if attempt_id not in self._attempts:
             self._attempts.append(attempt_id)
         return self._link.route(self.front_number, self._attempts.index(attempt_id) + 1)
@@ -136,7 +137,7 @@ class FrontLink:
         self._spawn = spawn
         self._answers: dict[int, FrontAnswer] = {}
         self._grown: dict[int, FrontAnswer] = {}
-        self._silent: dict[int, FrontAnswer] = {}  # answers that have no token yet
+        self._silent: dict[int, FrontAnswer] = {}  # answers that have no token so far
         self._models: list[tuple[object, str]] = []
         self._state: HeadState | None = None
         self._listens: FrontListens | None = None
@@ -377,7 +378,7 @@ class FrontLinks:
         self._view = own_view(head)
         self._links: dict[int, FrontLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # pending requests for answers of other fronts
+        # requests for answers of other fronts that have no reply yet
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = itertools.count()
         # numbers of the answers that a standby follows, by front
@@ -496,7 +497,7 @@ class FrontLinks:
         begun = tuple(replace(each, number=own(each.number)) for each in copied.begun)
         ended = [own(answer) for answer in copied.ended]
         known = self._copied.setdefault(number, set())
-        # the first copy of this front: answers that it does not begin again are over
+        # with the first copy of this front, answers that are missing in it are over
         if copied.is_first:
             ended += known - {each.number for each in begun}
         known.update(each.number for each in begun)
@@ -513,7 +514,8 @@ class FrontLinks:
         """Answers a question of a front as `ClusterView` does."""
         if question.question == "num_calls":
             return sum(link.num_calls for link in self._links.values())
-        answer = getattr(self._view, question.question)  # the name is one of `Question`, as decoded
+        # the decoder accepts only the names of `Question`
+        answer = getattr(self._view, question.question)
         return await answer(*question.arguments)
 
 

@@ -66,7 +66,7 @@ class Front:
 
     async def _after(self, code: int | None) -> Next:
         if not self._wanted.is_set():
-            return Next.AT_ONCE  # the next process starts when a front is wanted again
+            return Next.AT_ONCE  # the next process starts as soon as a front is wanted again
         return self.serving.after_death()
 
     async def end(self, packet: FinishHead | HandOver, limit_s: float) -> None:

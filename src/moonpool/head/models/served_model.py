@@ -127,7 +127,7 @@ class ServedModel:
         self._reader = loaded.reader
         # limit of the context by instance, and the reason for it
         self._limits: dict[InstanceId, tuple[Role, int, str]] = {}
-        self.has_offers = False  # otherwise the model is known by the configuration alone
+        self.has_offers = False  # if False, the model is known by the configuration alone
         self.offer: ModelOffer | None = None
         """The offer from which the model was read, or None for the own engine, which is
         configured."""
@@ -212,7 +212,7 @@ class ServedModel:
         actions: list[ConductorAction] = []
         try:
             actions = self.conductor.handle(event, now)
-        finally:  # an event that raises matters most in the log
+        finally:  # an event that raises is the most important one in the log
             self._events.note(event, now, actions)
         return actions
 
@@ -347,7 +347,7 @@ class ServedModel:
         """Limits prompt plus output, because an instance that prefills and an instance that decodes
         must have room for both."""
         if not self._limits:
-            return  # the limits of the last instances are as good a guess as any
+            return  # the limits of the last instances are the best guess
         before, own = self.card.max_model_tokens, self._loaded.card.max_model_tokens
         known = self._limits.values()
         prefilling = [(tokens, why) for role, tokens, why in known if role.prefills]

@@ -62,7 +62,8 @@ class ServedModels:
 
     @property
     def default(self) -> ServedModel | None:
-        """Returns the first model, which a call without a model means."""
+        """Returns the first model, which a call without a model means, or None while there is no
+        model."""
         return self._models[0] if self._models else None
 
     @property
@@ -219,14 +220,14 @@ class ServedModels:
             for name, offer in self._offers.items()
             if name in present and self._of.get(name) is model
         ]
-        # without offers, calls wait for the next server, in the form in which they were read
+        # without offers, calls wait for the next server in the form in which they were read
         if offers:
             model.set_parsing(offers)
         model.set_adapters(offers)
 
     def _known(self, offer: ModelOffer) -> ServedModel | None:
         if self._settings.config.model.name and offer.root.endswith(GGUF_SUFFIX):
-            return self.default  # the named folder has the information that the file's name lacks
+            return self.default  # the file's name lacks the information that the named folder has
         return next((model for model in self._models if is_same_model(model, offer)), None)
 
     def _check_wanted(self, offer: ModelOffer) -> None:

@@ -29,12 +29,13 @@ class CopyChannel(Protocol):
 
 
 class AnswerFeed:
-    """Sends the logs of answers as they grow, from `begin` to `end`."""
+    """Sends the logs of answers as they grow, until `end` is called."""
 
     def __init__(self, answers: KeptAnswers, channel: CopyChannel) -> None:
         self._answers = answers
         self._channel = channel
-        self._sent: dict[int, int] = {}  # number of the answer -> bytes of its log that were sent
+        # maps the number of an answer to the bytes of its log that were sent
+        self._sent: dict[int, int] = {}
         self._changed: dict[int, KeptStream] = {}
         self._ended: list[int] = []
         self._is_first = True

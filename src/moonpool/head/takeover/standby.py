@@ -58,7 +58,7 @@ class Standby:
         self._config = config
         self._secret = secret
         self._control = control
-        self._epoch = 0  # epoch of the head that this standby has become
+        self._epoch = 0  # the epoch of the head that this standby has become, or 0
         self._setup: Setup | None = None
         self._link: HeadLink | None = None
         self._answers = AnswerCopies()
@@ -120,7 +120,7 @@ class Standby:
         if host in WILDCARDS:
             host = self._link.local_host
         address = HeadAddress(host=host, port=port)
-        wants = not self._epoch  # with an epoch, this standby has replaced the head
+        wants = not self._epoch  # with an epoch, this standby has already replaced the head
         self._link.send(
             ApplyStandby(address=address, pid=os.getpid(), epoch=self._epoch, wants_answers=wants)
         )

@@ -63,7 +63,7 @@ class LiveEvents:
 
     def request_ended(self, record: RequestRecord, now: float) -> None:
         if record.outcome in ANSWERED or record.outcome == FinishReason.ABORT.value:
-            return  # neither an answer nor a client that leaves is a fault
+            return  # an answer, or a client that leaves, is not a fault
         if not self._refused:
             self._refused_s = now
         self._refused[record.outcome] += 1

@@ -41,7 +41,7 @@ class LiveHistory:
     def __init__(self, conductors: Sequence[Conductor]) -> None:
         """`conductors`: one for each model; the list may grow."""
         self._all = _Samples(partial(_loads, conductors))
-        # the least recently active tenant first
+        # samples by tenant, with the least recently active tenant first
         self._tenants: OrderedDict[str, _Samples] = OrderedDict()
 
     def request_ended(self, record: RequestRecord, now: float) -> None:

@@ -414,7 +414,7 @@ def moved_bytes(counters: Mapping[str, float], block_bytes: int) -> _Bytes:
     `copied`: bytes taken over from a leaving instance, or replicated. `sent`: bytes handed over to
     decode instances.
     """
-    fetched = counters.get("fetched_bytes", 0.0)  # bytes of requests and of copies
+    fetched = counters.get("fetched_bytes", 0.0)  # bytes that requests and copies fetched
     copied = min(counters.get("taken_over_blocks", 0.0) * block_bytes, fetched)
     return {
         "handed_over": counters.get("received_bytes", 0.0),

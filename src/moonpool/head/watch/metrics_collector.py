@@ -188,7 +188,7 @@ class MetricsCollector:
         restarts = int(life is not None and life.incarnation != incarnation)
         self._metrics.add("moonpool:instance_losses", 0, instance_id)
         self._metrics.add("moonpool:instance_restarts", restarts, instance_id)
-        # otherwise only its connection broke, and its counters continue
+        # otherwise, only the connection broke, and the instance's counters continue
         if life is None or restarts:
             self._lives[instance_id] = _Life(incarnation, inherited and life is None)
         if len(self._lives) > MAX_INSTANCES:

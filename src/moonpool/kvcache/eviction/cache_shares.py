@@ -129,7 +129,7 @@ class CacheShareEviction(WrappedEviction):
             if self._policy.evict(block_id):
                 self._end(block_id)
                 popped.append(block_id)
-            else:  # cached blocks continue the block, so it must stay
+            else:  # cached blocks continue this block, so it must stay
                 part.evictable[block_id] = None
         return popped
 

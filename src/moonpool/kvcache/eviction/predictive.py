@@ -41,7 +41,7 @@ MEMORY_TURNOVERS = 16
 MIN_MEMORY_TOUCHES = 1 << 15
 """How far back the statistics reach: in turnovers of the pool, but at least this many touches."""
 
-LEFT_BEHIND = -1  # stands in place of a number of uses
+LEFT_BEHIND = -1  # a mark in place of the number of uses
 CELL_BITS = 24
 CELL_MASK = (1 << CELL_BITS) - 1
 LEAST_RANK = -(1 << 62)
@@ -167,7 +167,8 @@ class PredictiveEviction:
                 continue
             self._first = order[place]
             self._pop_end(next(iter(queue)), num_blocks - len(popped), popped)
-            if self._first < order[place]:  # a segment that other segments continued is an end now
+            # a segment that other segments continued before is an end now
+            if self._first < order[place]:
                 place = bisect_left(order, self._first)
         self._size -= num_blocks
         while len(self._ghosts) > self._max_ghosts:
@@ -205,7 +206,7 @@ class PredictiveEviction:
         try:
             return self._segment_of[block_id] is not None  # type: ignore[call-overload]
         except (IndexError, TypeError):
-            return False  # not a block of the pool, or never used
+            return False  # the block is not in the pool, or was never used
 
     # Segments
 
@@ -308,7 +309,7 @@ class PredictiveEviction:
             self._num_continuing[parent] = self._num_continuing.get(parent, 0) + 1
             before = self._segment_of[parent]
             if before is not None and before.blocks[before.end - 1] == parent:
-                self._dequeue(before)  # the segment before was the end of a prompt until now
+                self._dequeue(before)  # the segment before it was the end of a prompt until now
         else:
             segment.parent = None
         for block_id in segment.blocks:

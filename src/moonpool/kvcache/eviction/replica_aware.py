@@ -1,11 +1,11 @@
 """Evicts blocks that another instance keeps a replica of first, whatever policy is wrapped.
 
 The Conductor marks the *spare* blocks of an instance: another instance has a replica in DRAM, owns
-the block, and keeps it longest (`kvcache.eviction.replicas`). It also marks the blocks of programs
-that pause for long or have ended (`conductor.programs`). A prefix is matched as a whole on one
-instance, so the last copy of a block is worthless without its predecessors, even if those have
-replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block that
-continues it here is loose too. All other blocks are *tight*.
+the block, and keeps it longest (`kvcache.eviction.replicas`). The Conductor also marks the blocks
+of programs that pause for long or have ended (`conductor.programs`). A prefix is matched as a whole
+on one instance, so the last copy of a block is worthless without its predecessors, even if those
+have replicas elsewhere. A spare block is therefore *loose*, and may go first, only if every block
+that continues it here is loose too. All other blocks are *tight*.
 
 Loose blocks are evicted before all others: the one released longest ago first, and the end of a
 prompt before its beginning. So a hot block keeps its replicas for as long as there are colder
@@ -34,11 +34,11 @@ class ReplicaAwareEviction(WrappedEviction):
         super().__init__(policy)
         self._clock = 0  # number of releases of blocks so far
         self._spare: set[BlockId] = set()
-        # the loose blocks that are evictable, the first to evict first
+        # the loose blocks that are evictable, in the order of eviction
         self._loose: OrderedDict[BlockId, None] = OrderedDict()
         # Lists indexed by block, which grow with the blocks ever used.
         self._lives: list[int] = []
-        self._parent: list[int] = []  # life of the block before this one in its prompt
+        self._parent: list[int] = []  # the life of the preceding block of the prompt
         self._let_go_at: list[int] = []  # value of `_clock` at the last release
         # number of tight blocks that continue this block in this pool
         self._num_tight: list[int] = []
@@ -144,8 +144,8 @@ class ReplicaAwareEviction(WrappedEviction):
         while self._loose and len(popped) < num_blocks:
             block_id, _ = self._loose.popitem(last=False)
             if evict(block_id):
-                # `_end_all` reduced to this case: a loose block is not counted, and no tight block
-                # continues it.
+                # Does the work of `_end_all` in a simple case: a loose block is not counted, and no
+                # tight block continues it.
                 self._parent[block_id] = NO_LIFE
                 self._lives[block_id] += LIFE
                 popped.append(block_id)

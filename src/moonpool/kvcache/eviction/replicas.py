@@ -38,7 +38,7 @@ class ReplicaOwners:
     def __init__(self, capacities: Mapping[int, int]) -> None:
         """`capacities`: number of blocks of each instance's pool, by the instance's bit."""
         self._capacities = capacities
-        self._holders = 0  # holders of the block before
+        self._holders = 0  # the set of holders of the preceding block
         self._owner = 0
 
     def of(self, key: BlockKey, holders: int) -> int:
@@ -110,7 +110,8 @@ class ReplicaTracker:
     ) -> dict[int, ReplicaChanges]:
         """Returns each instance's new replica states, from the oldest changes of up to `num_keys`
         blocks. `holders` and `demoted` are those of `PrefixIndex`; `capacities`: number of blocks
-        of each instance's DRAM pool, by the instance's bit. The result has the same keys."""
+        of each instance's DRAM pool, by the instance's bit. The result has the instances' bits as
+        keys, too."""
         owners = ReplicaOwners(capacities)
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)

@@ -1,4 +1,5 @@
-"""What a router tells of a call: its prompt, as far as it can be read, and its limits."""
+"""The facts of a call that a router passes on: the prompt, as far as it can be read, and the
+limits."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ HINT_FIELDS = ("vllm_xargs", "agent_hint", "prompt_cache_key")
 
 class ReplicaCall(Struct, frozen=True):
     """One call of a deployment. `token_ids` represent pieces of its prompt: equal prefixes have
-    equal ids, and there are about as many ids as tokens. `max_tokens` 0: it states no limit.
-    `program`: which one it belongs to, or None if its client names none."""
+    equal ids, and there are about as many ids as tokens. `max_tokens` 0 means that the call states
+    no limit. `program`: the program to which the call belongs, or None if its client names none."""
 
     call_id: str
     token_ids: tuple[int, ...]
@@ -50,7 +51,7 @@ def read_call(
 
 
 def hints_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a call of a handle says of its program, by `HINT_FIELDS`."""
+    """Returns the fields of a handle's call that describe its program, by `HINT_FIELDS`."""
     for value in (*args, *kwargs.values()):
         fields = _fields_of(value)
         if any(fields.get(name) for name in TEXT_FIELDS):

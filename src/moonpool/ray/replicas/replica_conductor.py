@@ -59,7 +59,7 @@ STEP_S = 3e-3
 
 @dataclass(frozen=True, slots=True)
 class PlacedCall:
-    """A call is to go to this replica."""
+    """The decision that a call goes to this replica."""
 
     call_id: str
     replica: str
@@ -67,7 +67,7 @@ class PlacedCall:
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """A call is refused."""
+    """The decision that a call is refused."""
 
     call_id: str
     refusal: Refusal
@@ -79,7 +79,7 @@ Decision = PlacedCall | RefusedCall
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A router's observation of an answer at `now`: its number of tokens, or its end. `replica`:
-    the replica that reports; "" for the one that has the call."""
+    the replica that reports; "" means the replica that has the call."""
 
     call_id: str
     now: float
@@ -100,7 +100,7 @@ class _Answer:
 
 
 class ReplicaTimes:
-    """The times of one replica, as routers see them: until enough of them are known, they are
+    """The times of one replica, as routers measure them. Until there are enough samples, times are
     assumed. A prompt's time is a sample if nothing else ran on the replica during it, and a step's
     time if no prompt was computed during it. `tokens_came` returns the fitted cost, once."""
 
@@ -172,7 +172,7 @@ class _Replica:
     name: str
     instance: VllmInstance
     times: ReplicaTimes = field(default_factory=ReplicaTimes)
-    step_s: float | None = None  # the time when the step under way began
+    step_s: float | None = None  # the time at which the step under way began
     in_step: set[str] = field(default_factory=set)
 
 
@@ -180,14 +180,14 @@ class _Replica:
 class _UnderWay:
     call: ReplicaCall
     deadline_s: float
-    seen_s: float = 0.0  # when it was sent, or its last tokens came
+    seen_s: float = 0.0  # the time at which the call was sent, or its last tokens came
     attempt_id: AttemptId | None = None
     replica: str = ""
     num_tokens: int = 0
 
 
 class ReplicaConductor:
-    """The state. The times passed to it must not go back."""
+    """The state. The times passed to a `ReplicaConductor` must not decrease."""
 
     def __init__(self, settings: RouterSettings, incarnation: str = "") -> None:
         """`incarnation`: as for `Conductor`."""
@@ -204,7 +204,7 @@ class ReplicaConductor:
         return tuple(self._replicas)
 
     def take_decisions(self) -> list[Decision]:
-        """Returns those since the last call."""
+        """Returns the decisions since the last call."""
         found, self._decisions = self._decisions, []
         return found
 
@@ -251,8 +251,8 @@ class ReplicaConductor:
         self._post(InstanceJoined(info), now)
 
     def _lose(self, name: str, now: float) -> None:
-        """Calls that have had tokens from there are over: their clients may send them again. The
-        other calls there are placed again."""
+        """Removes a replica. Calls that have had tokens from the replica are over, and their
+        clients may send them again. The replica's other calls are placed again."""
         for call_id in [id_ for id_, each in self._calls.items() if each.replica == name]:
             if self._calls[call_id].num_tokens:
                 self._cancel(call_id, now)
@@ -262,7 +262,7 @@ class ReplicaConductor:
     # Calls
 
     def arrive(self, call: ReplicaCall, now: float) -> None:
-        """A call is to be placed; again, if its replica did not take it."""
+        """Places a call, which may come again because its replica did not take it."""
         self._cancel(call.call_id, now)
         settings = self._settings
         tokens = call.token_ids[: settings.max_model_tokens - 1]
@@ -289,13 +289,13 @@ class ReplicaConductor:
         for each in seen:
             under_way = self._calls.get(each.call_id)
             now = max(each.now, self._now)
-            if each.has_failed and not each.replica:  # its router no longer wants it
+            if each.has_failed and not each.replica:  # its router does not want it any more
                 self._cancel(each.call_id, now)
                 continue
             if under_way is None or under_way.attempt_id is None:
                 continue
             if each.replica not in ("", under_way.replica):
-                continue  # of an earlier try, which that replica did not take
+                continue  # this belongs to an earlier try, which that replica did not take
             if each.num_tokens:
                 self._see_tokens(under_way, each.num_tokens, now)
             if each.has_failed:
@@ -308,7 +308,7 @@ class ReplicaConductor:
     def tick(self, now: float) -> None:
         for call_id, under_way in list(self._calls.items()):
             latest_s = under_way.seen_s + self._settings.timeout_s
-            if under_way.deadline_s <= now < latest_s:  # its replica still computes it
+            if under_way.deadline_s <= now < latest_s:  # the replica still computes the call
                 under_way.deadline_s = latest_s
                 self._post(DeadlineMoved(RequestId(call_id), latest_s), now)
         self._post(Tick(), now)
@@ -339,9 +339,10 @@ class ReplicaConductor:
             self._give(replica, EngineStepEnded(), max(began_s, self._now))
 
     def _finish(self, under_way: _UnderWay, now: float) -> None:
-        """The answer is complete."""
+        """Notes that the answer is complete."""
         call_id, replica = under_way.call.call_id, self._replicas.get(under_way.replica)
-        if not under_way.num_tokens:  # not streamed: all tokens arrived together, in unknown number
+        # without streaming, all tokens arrive together, and their number is unknown
+        if not under_way.num_tokens:
             self._see_tokens(under_way, 1, now)
         if replica is not None:
             self._end_step(replica)
@@ -387,7 +388,9 @@ class ReplicaConductor:
                 self._forget(action.request_id)
                 self._decisions.append(RefusedCall(action.request_id, action.refusal))
             case _:
-                pass  # tokens go from replica to client, and all else is for an operator's log
+                # tokens go from the replica to the client, and all other actions are for an
+                # operator's log
+                pass
 
     def _perform_of(self, replica: _Replica, action: VllmAction) -> None:
         match action:
@@ -399,7 +402,7 @@ class ReplicaConductor:
                     replica.times.starts(call_id, action.report.cached_tokens)
                 self._post(Reported(InstanceId(replica.name), action.report), self._now)
             case _:
-                pass  # routers see steps and ends without it
+                pass  # routers see steps and ends without this report
 
     def _submit(self, replica: _Replica, submit: SubmitRequest) -> None:
         call_id = request_of(submit.attempt.attempt_id)

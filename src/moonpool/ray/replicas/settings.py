@@ -8,11 +8,11 @@ from moonpool.types import Slo, Struct
 
 
 class RouterSettings(Struct, frozen=True):
-    """`ttft_s`, `tbt_s`: the service levels; without one, nothing is refused for it. `kv_tokens`:
-    what one replica's KVCache holds. `max_model_tokens`: the limit for prompt and answer together.
-    `default_max_tokens`: the limit of a call that states none. `timeout_s`: how many seconds a call
-    may wait for room before it is refused, and how long after its last sign (its sending, or tokens
-    that came) a running one is no longer counted."""
+    """`ttft_s`, `tbt_s`: the service levels; no call is refused for a level that is not set.
+    `kv_tokens`: the number of tokens that one replica's KVCache holds. `max_model_tokens`: the
+    limit for prompt and answer together. `default_max_tokens`: the limit of a call that states
+    none. `timeout_s`: how many seconds a call may wait for room before it is refused, and how long
+    after its last sign (its sending, or tokens that came) a running one is no longer counted."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None

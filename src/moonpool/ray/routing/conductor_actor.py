@@ -35,7 +35,8 @@ CALLS = 4096
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """What `Seen` has, with its age when it was sent: routers have clocks of their own."""
+    """The fields of `Seen`, with the age of the observation when it was sent, because routers have
+    clocks of their own."""
 
     call_id: str
     age_s: float = 0.0
@@ -76,8 +77,8 @@ class ConductorActor:
                 del self._waiting[call.call_id]
 
     async def adopt(self, settings: RouterSettings) -> None:
-        """The deployment has other settings now: a new Conductor takes the calls that wait, and
-        learns the rest again."""
+        """Takes new settings of the deployment: a new Conductor takes over the calls that wait, and
+        learns everything else again."""
         if settings == self._settings:
             return
         now = self._asked_s = time.monotonic()
@@ -90,7 +91,8 @@ class ConductorActor:
         self._settle()
 
     async def see(self, sightings: Sequence[Sighting], lost: Sequence[str] = ()) -> None:
-        """What a router has seen of answers, and the replicas that have died."""
+        """Takes a router's observations of answers, and the names of the replicas that have
+        died."""
         now = self._asked_s = time.monotonic()
         self._state.see(
             [
@@ -112,7 +114,7 @@ class ConductorActor:
         self._settle()
 
     async def describe(self) -> dict[str, object]:
-        """Describes what it knows, for operators and tests."""
+        """Describes the state of the Conductor, for operators and tests."""
         instances = self._state.conductor.instances
         return {
             "life": self._incarnation,

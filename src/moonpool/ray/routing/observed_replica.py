@@ -15,7 +15,7 @@ OnTokens = Callable[[str, int], None]
 
 
 class ObservedReplica(RunningReplica):  # type: ignore[misc]
-    """A replica as Serve has it, which this router observes."""
+    """A replica of Serve whose answers this router observes."""
 
     def __init__(self, replica_info: Any, on_tokens: OnTokens) -> None:
         super().__init__(replica_info)

@@ -39,7 +39,8 @@ AGAIN_S = 2.0
 """Time from a Conductor that is out of reach to the next attempt."""
 MOST_TASKS = 4096
 MAX_SIGHTINGS = 65_536
-"""Further ones are dropped while the Conductor is out of reach: it then counts the calls as lost.
+"""While the Conductor is out of reach, further sightings are dropped; the Conductor then counts the
+calls as lost.
 """
 
 
@@ -53,7 +54,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._conductor: Any = None
         self._silent_until_s = 0.0
         self._is_falling_back = False
-        self._placed: dict[str, str] = {}  # call -> replica, until it is sent
+        self._placed: dict[str, str] = {}  # maps a call to its replica until the call is sent
         self._sightings: list[tuple[float, Sighting]] = []
         self._lost: list[str] = []
         self._flushing: asyncio.Task[None] | None = None
@@ -84,7 +85,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
             if isinstance(decision, RefusedCall):
                 if not pending_request.future.done():
                     pending_request.future.set_exception(refusal(decision))
-                return [candidate_replicas]  # Serve then sees that the call is over
+                return [candidate_replicas]  # Serve then notices that the call has ended
             name = self._placed[call_id] = decision.replica
         return [[by_name[name]]] if name in by_name else []
 
@@ -162,7 +163,7 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
     # Settings that change
 
     def update_backoff_params(self, *arguments: Any, **named: Any) -> None:
-        """Serve calls it whenever the deployment's configuration has changed."""
+        """Serve calls this method whenever the deployment's configuration has changed."""
         super().update_backoff_params(*arguments, **named)
         self._event_loop.call_soon_threadsafe(self._start_reading)
 
@@ -172,7 +173,8 @@ class AskingRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
         self._reading = self._event_loop.create_task(self._read_settings())
 
     async def _read_settings(self) -> None:
-        """Serve makes no new router for new `request_router_kwargs`."""
+        """Reads the settings again, because Serve makes no new router for new
+        `request_router_kwargs`."""
         try:
             settings = _settings_of(await asyncio.to_thread(self._newest_kwargs))
         except (RayError, KeyError, ValueError) as error:
@@ -259,7 +261,8 @@ def _program_of(pending: PendingRequest) -> ProgramContext | None:
 
 
 STATUSES = (429, 503)
-"""Serve's proxies make an Internal Server Error of every other one."""
+"""The statuses that Serve's proxies pass on; they turn every other status into an Internal Server
+Error."""
 
 
 class CallRefusedError(BackPressureError):  # type: ignore[misc]
@@ -267,7 +270,8 @@ class CallRefusedError(BackPressureError):  # type: ignore[misc]
 
     def __init__(self, reason: str, message: str, status: int, retry_after_s: float | None) -> None:
         super().__init__(0, 0, status, retry_after_s)
-        self.args = (reason, message, status, retry_after_s)  # what pickling makes it again of
+        # pickle makes the error again from these arguments
+        self.args = (reason, message, status, retry_after_s)
         self.reason = reason
         self._message = f"{reason}: {message}"
 

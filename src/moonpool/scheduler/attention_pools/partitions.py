@@ -162,7 +162,7 @@ class PartitionedPool(BlockPool):
 
     @property
     def max_sequence_blocks(self) -> int:
-        return max(self.sizes)  # lost arenas count, because they come back
+        return max(self.sizes)  # lost arenas count, because they will come back
 
     def allocate(
         self, owner: BlockOwner, num_blocks: int, sequence: Sequence[BlockId] = ()

@@ -40,7 +40,7 @@ class TenantAccounts:
         self._present: dict[str, TenantAccount] = {}
         # accounts of absent tenants, in the order in which they left
         self._absent: dict[str, TenantAccount] = {}
-        self._last = 0.0  # `served` of the last tenant that left
+        self._last = 0.0  # `served` of the tenant that left last
 
     @property
     def num_present(self) -> int:

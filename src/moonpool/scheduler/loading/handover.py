@@ -77,7 +77,7 @@ def _key(pool: BlockPool, block_id: BlockId) -> BlockKey:
 
 @dataclass(frozen=True, slots=True)
 class _Takeover:
-    owner: BlockOwner  # its name is also the id of the fetch; no attempt has such an id
+    owner: BlockOwner  # the owner's name is also the id of the fetch; no attempt has such an id
     command: TakeOverPrefix
     keys: tuple[BlockKey, ...]  # keys of the blocks to fetch
     blocks: tuple[BlockId, ...]

@@ -25,9 +25,10 @@ class PromptLookup:
         assert 0 < least <= most
         self._least, self._most = least, most
         self._begin = -1  # position of the first token read; -1 means that none was
-        self._read = 0  # all runs that end before this position are known
+        self._read = 0  # all runs that end before this position have been noted
         self._newest_end: dict[tuple[int, ...], int] = {}
-        self._end_before: dict[int, int] = {}  # end of a run -> end of the same run before it
+        # maps the end of a run to the end of the preceding equal run
+        self._end_before: dict[int, int] = {}
 
     def draft(self, tokens: Tokens, num_tokens: int) -> tuple[int, ...]:
         """Returns up to `num_tokens` tokens that may follow the text, or () if nothing is found."""
@@ -40,7 +41,8 @@ class PromptLookup:
             return ()
         found = list(tokens.between(end, min(end + num_tokens, size)))
         period = size - end
-        while len(found) < num_tokens:  # the text repeats itself, so the draft repeats it, too
+        # the text repeats itself, so the draft continues from its own beginning
+        while len(found) < num_tokens:
             found.append(found[-period])
         return tuple(found)
 

@@ -126,9 +126,9 @@ class Speculation:
         ]
         # number of steps that had no drafts because of the learned factor alone
         self._steps_without = 0
-        # the attempt whose guesses are tried out although they were not expected to pay
+        # the attempt whose guesses are on trial, although they were not expected to pay
         self._tried: AttemptId | None = None
-        # number of steps without the draft model because its guesses do not pay
+        # number of steps in which the draft model was not used because its guesses do not pay
         self._steps_without_model = TRIAL_STEPS
 
     def add_drafts(self, step: list[Share[RequestState]], budget_tokens: int) -> DraftedStep | None:
@@ -172,7 +172,8 @@ class Speculation:
         if self._tried == request.attempt_id:
             self._tried = None
             if drafted and num_right == len(drafted):
-                self._steps_without_model = TRIAL_STEPS  # the trial goes on until a guess is wrong
+                # the trial continues until a guess is wrong
+                self._steps_without_model = TRIAL_STEPS
         request.drafts = tuple(drafted or ())
 
     def forget(self, request: RequestState) -> None:
@@ -230,7 +231,7 @@ class Speculation:
             return _Offer(request, (), ())
         draft = self._look_up(request, state, most)
         by_model = self._model is not None and self._model.takes(request, most)
-        # a found draft costs nothing, so it is taken if it is right as often
+        # a found draft costs nothing, so it is preferred if it is right as often
         if by_model and draft:
             by_model = state.rates[state.source].value < state.rates[Source.MODEL].value
             if by_model:
@@ -373,7 +374,7 @@ class Speculation:
         guesses = [
             (gain, offer, number) for offer in offers for number, gain in enumerate(offer.gains)
         ]
-        # of one request, the first draft is considered first
+        # of the drafts of one request, the first one is considered first
         guesses.sort(key=lambda each: -each[0])
         best, best_rate, best_s, gained = 0, LEAST_GAIN, 0.0, 0.0
         drafting = self._drafting()

@@ -38,14 +38,14 @@ class NodeHardware:
     engine_tokens: int
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float
-    num_slots: int  # SSD slots; 0 means no SSD
+    num_slots: int  # number of SSD slots; 0 means no SSD
     arenas: tuple[int, ...] = ()  # blocks per memory, if several memories hold them
     contention: tuple[float, float] = (1.0, 1.0)
     decode_spread: DecodeSpread = ((), (), ())
-    domain: CostDomain | None = None  # sizes of a measured ground truth
-    outside_domain: str = ""  # name of the cost model outside of them
+    domain: CostDomain | None = None  # the sizes for which a measured ground truth is valid
+    outside_domain: str = ""  # name of the cost model that counts outside of these sizes
     kept_tokens: int = 0  # the window, if all layers have one
-    draft: DraftHardware | None = None  # a draft model beside the model
+    draft: DraftHardware | None = None  # the draft model, if there is one
 
     @property
     def steady(self) -> bool:
@@ -61,7 +61,7 @@ class Hardware:
     prefill: NodeHardware
     decode: NodeHardware
     mixed: NodeHardware
-    largest_request_tokens: int  # the largest request that every instance can hold
+    largest_request_tokens: int  # most tokens of a request that every instance can hold
     control_latency_s: float = CONTROL_LATENCY_S
     front_s: float = 0.0
     is_one_machine: bool = False  # whether all instances share one machine's memory
@@ -278,7 +278,7 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             block_tokens=config.pool.block_tokens,
             num_layers=1,
             num_kv_heads=1,
-            head_dim=profile.token_bytes // 4,  # keys and values of two bytes
+            head_dim=profile.token_bytes // 4,  # keys and values have two bytes
             arithmetic="simulated",
         )
     if config.model.kv_cache_dtype == FP8:
@@ -300,7 +300,8 @@ def _layout(node: NodeCost, config: Config, profile: FittedCost | None) -> Block
             block_tokens=config.pool.block_tokens,
             num_layers=shape.layers,
             num_kv_heads=1,
-            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),  # two-byte K and V
+            # K and V have two bytes
+            head_dim=max(round(shape.kv_bytes_per_token_per_layer / 4), 1),
             arithmetic="simulated",
         )
     return BlockLayout(

@@ -147,7 +147,7 @@ def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Merges nested tables key by key and replaces every other value."""
     whole = dict(base)
     for key, value in changes.items():
-        if hasattr(value, "isoformat"):  # an unquoted TOML date
+        if hasattr(value, "isoformat"):  # TOML reads an unquoted date as a date object
             value = value.isoformat()
         inner = whole.get(key)
         if isinstance(value, dict):

@@ -26,7 +26,8 @@ class Attention(Struct, frozen=True):
 
     launch_s: float = 3e-6
     flops_share: float = 0.6  # in prefill
-    bandwidth_share: float = 0.6  # reading the KVCache in decode
+    # achieved share of memory_bytes_per_s when decode reads the KVCache
+    bandwidth_share: float = 0.6
 
 
 class AllReduce(Struct, frozen=True):
@@ -61,18 +62,19 @@ class Device(Struct, frozen=True):
     pcie_bytes_per_s: float
     nic_bytes_per_s: float
     all_reduce: tuple[AllReduce, ...]
-    peak_fp8_flops_per_s: float = 0.0  # dense; 0 if products in FP8 run as bfloat16
+    # FLOPs of dense products; 0 if products in FP8 run as bfloat16
+    peak_fp8_flops_per_s: float = 0.0
     gemm: Gemm = Gemm()
     attention: Attention = Attention()
-    elementwise_share: float = 0.5  # share of memory_bytes_per_s
-    rdma_share: float = 0.87  # share of nic_bytes_per_s in bulk transfers
-    collective_share: float = 0.71  # share of nic_bytes_per_s with NCCL
-    nic_latency_s: float = 33e-6  # one way, by NCCL
+    elementwise_share: float = 0.5  # achieved share of memory_bytes_per_s
+    rdma_share: float = 0.87  # achieved share of nic_bytes_per_s in bulk transfers
+    collective_share: float = 0.71  # achieved share of nic_bytes_per_s with NCCL
+    nic_latency_s: float = 33e-6  # latency in one direction, by NCCL
     price: Price | None = None
-    power_w: float = 0.0  # most power, without a share of the node; 0 if unknown
+    power_w: float = 0.0  # most power of the device, without a share of the node's; 0 if unknown
     source: str = ""
 
     def all_reduce_row(self, num_devices: int) -> AllReduce | None:
-        """Returns the row for `num_devices`, or for the next larger number with a row."""
+        """Returns the row for `num_devices`, or for the next larger number with a row, or None."""
         wide_enough = [row for row in self.all_reduce if row.num_devices >= num_devices]
         return min(wide_enough, key=lambda row: row.num_devices, default=None)

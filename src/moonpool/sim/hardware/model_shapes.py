@@ -118,7 +118,8 @@ class ModelShape(Struct, frozen=True):
         if mixture is None:
             return self.layers * self.params_per_layer + embeddings
         sparse = self.layers - mixture.dense_layers
-        width = 3 * (experts * mixture.ffn + mixture.shared_ffn) + mixture.count  # with the router
+        # the last summand is the router
+        width = 3 * (experts * mixture.ffn + mixture.shared_ffn) + mixture.count
         dense = mixture.dense_layers * self.params_per_layer
         return dense + sparse * (self._attention_params + self.hidden * width) + embeddings
 

@@ -44,10 +44,11 @@ class NodeCost:
     cost: StepCost
     prefill_cost: StepCost
     kv_bytes_per_token: float
-    kv_capacity_tokens: int  # in one node's devices
-    dram_tokens: int  # in one node's DRAM
-    network_bytes_per_s: float  # one node's NICs, each way, as bulk transfers achieve it
-    host_bytes_per_s: float  # between DRAM and the devices
+    kv_capacity_tokens: int  # tokens of KVCache in the memory of one node's devices
+    dram_tokens: int  # tokens of KVCache in one node's DRAM
+    # bandwidth of one node's NICs in each direction, as bulk transfers achieve it
+    network_bytes_per_s: float
+    host_bytes_per_s: float  # bandwidth between DRAM and the devices
     network_latency_s: float
     ssd_read_bytes_per_s: float
     ssd_write_bytes_per_s: float

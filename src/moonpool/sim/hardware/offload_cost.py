@@ -266,7 +266,7 @@ class MeasuredOffload(OneStage):
             seen_s = self._seen.decode_step_s(batch, 0) + self._seen.decode[2] * context_tokens
             seen = seen_workers, self._parts.seen_own_tokens
             seen_layers_s = self._serial_s(*seen, batch, context_tokens)
-        else:  # local attention: its dependence on the context is left out
+        else:  # local attention counts without its dependence on the context
             seen_s, seen_layers_s = self._seen.decode_step_s(batch, 0), model_s
         if self._staggered and batch >= MIN_STAGGERED:
             layers_s = self._staggered_s(batch, context_tokens)

@@ -133,7 +133,7 @@ class DividedCost(OneStage):
             return 0.0
         alone_s = self._base.step_s(chunks, decode_batch, decode_context_tokens)
         sent_s = self._reduce_token_s * tokens + self._ring_token_s * keys
-        if keys or self._reduce_token_s:  # with a ring, each decode stays on one node
+        if keys or self._reduce_token_s:  # in a ring, each decode stays on one node
             sent_s += self._launch_s
         return alone_s / self._num_nodes + sent_s
 

@@ -106,7 +106,7 @@ def power(base: float, exponent: int) -> float:
 ENGINE_OVERHEAD_S = 0.003
 """Per step, with CUDA graphs and a lean scheduler; engines in eager mode take 15 to 25 ms."""
 
-ELEMENTWISE_LAUNCHES = 5  # kernels: two norms, rotary, KVCache write, activation
+ELEMENTWISE_LAUNCHES = 5  # the kernels are two norms, rotary, KVCache write, activation
 ELEMENTWISE_LAUNCH_S = 2e-6
 MEMO_ENTRIES = 1 << 16
 
@@ -234,7 +234,7 @@ class RooflineCost(OneStage):
         shape, attention, layers = self.shape, self.device.attention, self.shape.layers
         heads = -(-shape.heads // self.num_devices)
         kv_heads = -(-shape.kv_heads // self.num_devices)
-        flops = 4 * layers * heads * shape.head_dim  # per pair of query and key
+        flops = 4 * layers * heads * shape.head_dim  # FLOPs per pair of query and key
         self.key_compute_s = flops / (attention.flops_share * self.device.peak_flops_per_s)
         kv_bytes = 2 * layers * kv_heads * shape.head_dim * shape.bytes_per_kv
         rate = attention.bandwidth_share * self.device.memory_bytes_per_s
@@ -254,13 +254,15 @@ class RooflineCost(OneStage):
 
     def _set_rest(self) -> None:
         shape, device, tp = self.shape, self.device, self.num_devices
-        sharded = 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # rotary, read and written
-        sharded += 4 * shape.kv_heads * shape.head_dim  # K and V to the KVCache, read and written
+        # rotary reads and writes these elements
+        sharded = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        # K and V are read, and written to the KVCache
+        sharded += 4 * shape.kv_heads * shape.head_dim
         ffn = shape.ffn
         if shape.experts is not None:
             ffn = shape.experts.per_token * shape.experts.ffn + shape.experts.shared_ffn
         sharded += ffn * (3 if shape.gated else 2)  # activation
-        everywhere = 8 * shape.hidden  # two norms with addition: 2 reads, 2 writes each
+        everywhere = 8 * shape.hidden  # two norms with addition, each of 2 reads and 2 writes
         row_bytes = shape.bytes_per_activation * (everywhere + sharded / tp)
         rate = device.elementwise_share * device.memory_bytes_per_s
         self._elementwise_row_s = row_bytes / rate
@@ -423,7 +425,7 @@ class RooflineCost(OneStage):
         head."""
         layers = -(-self.shape.layers // num_stages)
         shape = msgspec.structs.replace(self.shape, layers=layers)
-        if shape.experts is not None:  # other stages have the dense layers
+        if shape.experts is not None:  # earlier stages have the dense layers
             dense = max(shape.experts.dense_layers - (self.shape.layers - layers), 0)
             experts = msgspec.structs.replace(shape.experts, dense_layers=dense)
             shape = msgspec.structs.replace(shape, experts=experts)

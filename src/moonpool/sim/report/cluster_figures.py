@@ -85,7 +85,10 @@ def _load(simulation: Simulation) -> ReportFigure:
         Series("decode pool", thinned(timeline.series("decode_load")), "c2"),
         Series("decode pool, projected", thinned(timeline.series("decode_projected")), "c3 dash"),
     ]
-    refuses = "refuses above" if config.admission != "none" else "limit, not enforced:"
+    # with `decode_wait` off, decode instances compare their load with the limit, too
+    checks = config.admission != "none" and not config.decode_wait
+    checks = checks or config.admission in ("baseline", "early", "predictive")
+    refuses = "refuses above" if checks else "limit, not enforced:"
     return over_time(
         "Load over time",
         how,
@@ -286,8 +289,9 @@ def _links(simulation: Simulation, figures: dict[str, Any]) -> ReportFigure:
     how = (
         f"{counted(moved['streams'], 'stream')} of KVCache from prefill to decode, and "
         f"{moved['fetches']:,} fetches of cached blocks between instances "
-        f"({byte_size(moved['fetched_bytes'])}): {byte_size(moved['bytes'])} arrived, "
-        f"{mean} each on average. Used: bytes over what the link could have carried in the run."
+        f"({byte_size(moved['fetched_bytes'])}): {byte_size(moved['bytes'])} arrived; "
+        f"a transfer took {mean} on average. Used: bytes over what the link could have carried in "
+        "the run."
     )
     span_s = max(simulation.clock.now, 1e-9)
     rows = []
@@ -336,9 +340,13 @@ def _busiest(simulation: Simulation) -> ReportFigure:
 def _preemptions(figures: dict[str, Any]) -> str:
     number = figures["preemptions"]
     if not number:
-        return "The pool never ran out of blocks."
-    times = "once" if number == 1 else f"{number:,} times"
-    return f"It ran out of blocks {times}: an answer lost its blocks and was computed again."
+        return "No request was preempted."
+    if number == 1:
+        return "A request was preempted once: its blocks were freed, and its tokens computed again."
+    return (
+        f"Requests were preempted {number:,} times: their blocks were freed, and their tokens "
+        "computed again."
+    )
 
 
 def _bandwidth(links: list[Link]) -> str:

@@ -2,7 +2,7 @@
 
 The page is self-contained: its content policy forbids scripts, fonts and images from elsewhere. The
 template `page.html.jinja` escapes all text. The same simulation gives the same bytes, so the page
-leaves out the time of the run and its duration.
+does not say when the run took place or how long it took.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ LIVE_ONLY = (("engine", "threads"), ("engine", "device"))
 def render_report(
     simulation: Simulation, figures: dict[str, Any], command: str, trace_name: str
 ) -> str:
-    """Returns the HTML page of a simulation that has run. `figures` are those of `summarise`."""
+    """Returns the HTML page of a simulation that has run. `figures` is the result of
+    `summarise`."""
     kept = {name: value for name, value in figures.items() if name not in NOT_REPRODUCIBLE}
     return (
         environment()
@@ -73,8 +74,8 @@ def render_report(
 
 
 def environment(package: str = __package__) -> Environment:
-    """Returns the templates of a package. If the package lacks a template, this folder's template
-    counts. All text in templates is escaped."""
+    """Returns the templates of a package. A template that the package lacks comes from this folder.
+    All text in templates is escaped."""
     folders = [resources.files(package), resources.files(__package__)]
 
     def read(name: str) -> str:

@@ -25,16 +25,20 @@ MAX_WINDOWS = 120
 REASONS = {
     "ttft_slo": "the predicted TTFT exceeded the SLO",
     "ttft_slo_late": "no decode batch had room within the TTFT SLO",
-    "goodput_prefill": "others needed less prefill time",
-    "goodput_decode": "others needed less decode time",
+    "goodput_prefill": "other requests needed less prefill time",
+    "goodput_decode": "other requests needed less decode time",
     "batch_full": "no batch had room within the TTFT SLO",
-    "decode_load": "the decode load exceeded its limit when it arrived",
-    "decode_load_predicted": "the decode load would have exceeded its limit after its prefill",
-    "tbt_slo_late": "after its prefill, the decode instance could not take it within the TBT SLO",
-    "no_blocks": "its instance had no free blocks",
+    "decode_load": "the decode load exceeded its limit when the request arrived",
+    "decode_load_predicted": "the decode load would have exceeded its limit after the prefill",
+    "tbt_slo_late": "after the prefill, the answer no longer fitted within the TBT SLO",
+    "long_queue": "the prompts before the request would have taken too long",
+    "fair_share": "waiting requests of other tenants came first",
+    "programs_wait": "programs that began earlier came first",
+    "admission_policy": "the admission policy refused the request",
+    "no_blocks": "the instance had no free blocks",
     "no_prefill_capacity": "no prefill instance had room",
     "no_decode_capacity": "no decode instance had room for the answer",
-    "instance_lost": "its instances were lost too often",
+    "instance_lost": "the request lost its instances too often",
     "no_instance": "no instance was up",
     "no_prefill_instance": "no prefill instance was up",
     "no_decode_instance": "no decode instance was up",
@@ -42,7 +46,7 @@ REASONS = {
 
 
 def user_figures(simulation: Simulation, figures: dict[str, Any]) -> list[ReportFigure]:
-    """`figures` are those of `summarise`."""
+    """Returns the charts and tables of the section. `figures` is the result of `summarise`."""
     return [
         _ttft(simulation),
         _tbt(simulation),
@@ -92,7 +96,7 @@ def _slo_classes(config: Config, figures: dict[str, Any]) -> list[ReportFigure]:
         for name, one in found.items()
     ]
     head = ("class", "requests", "within its SLOs", "SLO of TTFT, TBT", "TTFT, p90")
-    how = "Requests by their class of service levels. Those without one are not shown here."
+    how = "Requests by their class of service levels. Requests without a class are not shown here."
     return [ReportFigure("Classes of requests", how, table=Table(head, rows))] if rows else []
 
 
@@ -125,8 +129,8 @@ def _requests(simulation: Simulation) -> ReportFigure:
 def _stages(figures: dict[str, Any]) -> ReportFigure:
     title = "Where the time of a request went"
     how = (
-        "Mean time of an answered request in each stage, one after the other. All but decode make "
-        "up the TTFT."
+        "Mean time of an answered request in each stage, one after the other. All stages but "
+        "decode make up the TTFT."
     )
     stages: dict[str, float] = figures["stages_s"]
     if not stages:
@@ -169,4 +173,4 @@ CHARTS: dict[str, Callable[[Simulation], ReportFigure]] = {
     "tbt": _tbt,
     "requests": _requests,
 }
-"""The charts that notebooks draw singly, by name."""
+"""The charts that a notebook can draw one at a time, by name."""

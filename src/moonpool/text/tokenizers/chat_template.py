@@ -44,7 +44,7 @@ _RESERVED = frozenset(
 
 
 MAX_TEMPLATE_CHARS = 1 << 18
-"""Ten times the longest known."""
+"""Ten times the longest known template."""
 MAX_ERROR_CHARS = 500
 
 
@@ -112,7 +112,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             text = f"the messages do not fit the chat template: {_in_one_line(error)}"
             raise ChatTemplateError(text) from None
-        except Exception as error:  # a template may raise any
+        except Exception as error:  # a template may raise any error
             raise ChatTemplateError(f"the chat template failed: {_in_one_line(error)}") from None
 
 
@@ -224,7 +224,7 @@ class WithChatTemplate:
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
-        /,  # so that a template argument may have any name
+        /,  # positional only, so that a template argument may have any name
         add_generation_prompt: bool = True,
         tools: Sequence[dict[str, Any]] | None = None,
         **template_arguments: Any,

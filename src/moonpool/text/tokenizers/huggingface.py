@@ -277,7 +277,7 @@ def bytes_function(decoder: dict[str, Any] | None) -> BytesOf | None:
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder's steps, of one in another too."""
+    """Returns the decoder's steps, including those of nested decoders."""
     if decoder is None or decoder.get("type") != "Sequence":
         return [] if decoder is None else [decoder]
     return [step for each in decoder["decoders"] for step in _steps(each)]
@@ -322,7 +322,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 _ALPHABET = _byte_level_alphabet()
 _BYTES: dict[int, str | int] = {
-    **dict.fromkeys(range(0x100), "\u0100"),  # no byte: it cannot be encoded, like all above it
+    # such a character is not a byte, and cannot be encoded
+    **dict.fromkeys(range(0x100), "\u0100"),
     **{ord(character): byte for character, byte in _ALPHABET.items()},
 }
 """The map for `str.translate`, which takes a tenth of a loop's time."""

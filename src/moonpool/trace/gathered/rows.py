@@ -21,11 +21,11 @@ MAX_GATHERED = 2_000_000
 
 
 class Gatherer(ABC):
-    """Is told all lines, and then gives the rows."""
+    """Gets all lines of a file, and then gives the rows."""
 
     _num_kept = 0
     format: str
-    block_tokens: int  # 0 means no hashes; known after the last line
+    block_tokens: int  # known after the last line; 0 means that there are no hashes
     units_per_s: float
     other_lines: int
     """Lines that are not requests."""

@@ -171,7 +171,7 @@ class SessionGraph(Gatherer):
 
 
 def _children(turn: dict[str, Any], key: str, number: int) -> Iterator[tuple[list[str], int]]:
-    """Returns the sessions that a turn forks or spawns, and the turn that waits for them, or -1 if
+    """Yields the sessions that a turn forks or spawns, and the turn that waits for them, or -1 if
     none does."""
     found = turn.get(key) or []
     if not isinstance(found, list):

@@ -1,4 +1,4 @@
-"""Finds out the make of a server. The server is asked; no flag says it."""
+"""Finds out the make of a server. No flag names the make, so the server is asked."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _VERSION = msgspec.json.Decoder(_Version)
 
 
 async def find_dialect(client: VllmClient) -> ServerDialect:
-    """Returns how the server is asked. Raises VllmError if it is gone, silent or not healthy, and
-    DialectError for one that is not understood."""
+    """Returns how the server is asked. Raises VllmError if the server is gone, silent or not
+    healthy, and DialectError if it is not understood."""
     health = await client.health()
     if health == "silent":
         raise VllmSilentError(f"no answer within {HEALTH_S:g} s")
@@ -52,7 +52,7 @@ async def _unwell(client: VllmClient) -> VllmError:
         await client.get("/v1/models")
     except VllmError as error:
         if error.status not in LACKS:
-            return error  # an error such as a missing key
+            return error  # such as the error of a missing API key
         return VllmError(
             "it serves neither /health nor /v1/models: give the URL of a model server, such as"
             " http://127.0.0.1:8100"

@@ -158,7 +158,7 @@ class LlamaDialect(ServerDialect):
     async def computed(self, asked: Asked) -> AsyncGenerator[EngineOutput]:
         work, use = asked.work, asked.use
         fields = compute_fields(work, asked.facts.offer.max_model_tokens)
-        if not asked.fingerprint:  # the server is being measured
+        if not asked.fingerprint:  # this request only measures the server
             fields |= AS_TEXT
         body = msgspec.json.encode(fields | self._own_fields(work, use))
         reader = _Reader(self, work, use)
@@ -299,12 +299,12 @@ class _Reader:
         self._seen = found.tokens_predicted
         if missing <= 0:
             return found.tokens
-        if found.stop:  # an answer that ends within a character, of which the tokens are unknown
+        if found.stop:  # the answer ends within a character, of which the tokens are unknown
             stand_in = (await self._server.tokenize(UNFINISHED))[-UNFINISHED_BYTES:]
             return (stand_in * missing)[:missing]
         token_ids = await self._server.tokenize(found.content)
         if token_ids and token_ids[-1:] == found.tokens[-1:]:
-            # one more token: some tokenizers begin a text with a space
+            # takes one token more, because some tokenizers begin a text with a space
             token_ids = token_ids[-missing - 1 :]
         return token_ids or found.tokens
 

@@ -206,7 +206,8 @@ def _constraint(grammar: str) -> dict[str, Any]:
 
 class _Reader:
     """Reads the events of one answer. Each event has all tokens so far, or with
-    `--incremental-streaming-output` only the new ones; its count of all tokens tells which."""
+    `--incremental-streaming-output` only the new ones; the event's count of all tokens tells the
+    two forms apart."""
 
     def __init__(self, work: AttemptSpec) -> None:
         self._work = work

@@ -1,5 +1,5 @@
-"""Makes transcripts.json: one assistant's turn, written out by the chat templates of many families,
-and what vLLM's own parsers find in it.
+"""Makes transcripts.json: one turn of an assistant, written by the chat templates of many families,
+with the results of vLLM's own parsers.
 
     python -m tests.unit.api.transcripts.make TEMPLATES...
 
@@ -51,7 +51,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class Family(NamedTuple):
-    """Holds a template, vLLM's parsers for it, and what the template can write of the turn."""
+    """A template, vLLM's parsers for it, and the parts of the turn that the template can write."""
 
     name: str
     file: str
@@ -106,7 +106,7 @@ FAMILIES = (
 
 
 class Written(NamedTuple):
-    """A family whose template does not write its calls: its form comes from vLLM's tests."""
+    """A family whose template does not write calls, so that their form comes from vLLM's tests."""
 
     name: str
     file: str

@@ -55,8 +55,8 @@ def test_batch_16_takes_a_quarter_more_than_one() -> None:
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
 def test_the_roofline_of_the_same_node_comes_near_without_being_fitted_to_it(batch: int) -> None:
-    """Whether an A100's constants with 2/3 of its NVLink change prefill by +2 to +8 % and decode by
-    -6 to -16 %."""
+    """With an A100's constants and 2/3 of its NVLink bandwidth, the roofline differs by +2 to +8 %
+    in prefill, and by -6 to -16 % in decode."""
     roofline = RooflineCost(BUILT_IN.device("A800-SXM"), BUILT_IN.shape("llama3-70b"), 8)
     for num_tokens in LENGTHS:
         measured = CALIBRATED.prefill_s(num_tokens, 0)

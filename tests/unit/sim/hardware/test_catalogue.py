@@ -120,7 +120,7 @@ def test_unknown_names_get_the_nearest_known() -> None:
 
 
 def test_the_built_in_figures_are_exact() -> None:
-    """The last bit counts: simulated figures follow from these values."""
+    """The values must be equal to the last bit, because simulated figures follow from them."""
     assert [device.name for device in BUILT_IN.devices[:3]] == ["A100-SXM", "A100-PCIE", "A800-SXM"]
     assert len(BUILT_IN.devices) == 16 and len(BUILT_IN.shapes) == 27
     a800 = BUILT_IN.device("A800-SXM")

@@ -1,5 +1,5 @@
-"""A measured cost holds inside its domain, the roofline outside, and no time jumps at the
-border."""
+"""Tests that a measured cost counts inside its domain, the roofline outside, and that times do not
+jump at the border."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_far_outside_the_roofline_alone_remains(num_tokens: int, hit: float) -> 
 @pytest.mark.parametrize("hit", HITS)
 @pytest.mark.parametrize("border", [4096, 8192, 131_072, 262_144])
 def test_there_is_no_cliff_at_a_border_of_the_prompts(border: int, hit: float) -> None:
-    """The jump beyond the jumps of the roofline itself, at the ends of tiles and of steps."""
+    """The jump must not exceed the jumps of the roofline itself, at the ends of tiles and of
+    steps."""
     for one, next_one in ((border - 1, border), (border, border + 1)):
         times_s = [alone_s(n, int(hit * n)) for n in (one, next_one)]
         roofline_s = [alone_s(n, int(hit * n), ROOFLINE) for n in (one, next_one)]

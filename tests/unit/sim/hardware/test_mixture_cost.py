@@ -62,7 +62,8 @@ def test_a_decode_reads_the_active_weights_and_the_windows() -> None:
     cost = RooflineCost(device, shape, 1, engine_overhead_s=0.0)
     active = shape.layers * 3 * shape.hidden * 2880 * 4 * 0.53125
     experts_s = cost.step_parts((), 1, 4000).parts["experts"]
-    assert 1.0 < experts_s / (active / device.memory_bytes_per_s) < 1.15  # tiles cost the rest
+    # whole tiles cost the rest
+    assert 1.0 < experts_s / (active / device.memory_bytes_per_s) < 1.15
     full = RooflineCost(device, msgspec.structs.replace(shape, window=0), 1)
     windowed_s = cost.step_parts((), 32, 32 * 8000).parts["attention_decode"]
     assert windowed_s == pytest.approx(
@@ -114,8 +115,8 @@ def test_fp8_kvcache_has_the_blocks_of_the_engine(shape: str) -> None:
 
 
 def test_weights_in_four_and_eight_bits() -> None:
-    """Whether a decode reads fewer bytes, and a prefill is faster only if the device multiplies in
-    FP8."""
+    """A decode reads fewer bytes, so it is faster; a prefill is faster only if the device
+    multiplies in FP8."""
     shape, chunk = BUILT_IN.shape("llama3-70b"), Chunk(8192, 0, 0, True)
 
     def steps(device: str, quantization: Quantization) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Reads nodes from a configuration: the default is Mooncake's node, and mistakes get one line."""
+"""Tests nodes of a configuration: the default is Mooncake's node, and mistakes give one line."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_mistakes_get_one_line(hardware: HardwareConfig, said: str) -> None:
 
 def test_capacity_is_what_the_papers_fit_into_it() -> None:
     """SARATHI's largest batches of 1024 tokens are 18 for LLaMA-13B on an A6000 and 10 for
-    LLaMA-33B on an A100. Its engine reserved once more, once less than the tenth that vLLM
-    reserves."""
+    LLaMA-33B on an A100. In one case its engine reserved more, in the other less, than the tenth of
+    the memory that vLLM reserves."""
     a6000 = kv_capacity_tokens(BUILT_IN.device("A6000"), BUILT_IN.shape("llama2-13b"), 1) // 1024
     a100 = kv_capacity_tokens(BUILT_IN.device("A100-PCIE"), BUILT_IN.shape("llama-33b"), 1) // 1024
     assert (a6000, a100) == (24, 7)

@@ -74,7 +74,7 @@ def test_the_query_first_hides_keys_and_values() -> None:
     )
     kv_bytes = 200 * 2 * LLAMA3.kv_heads * LLAMA3.head_dim * 2
     assert late.network_s - early.network_s == pytest.approx(kv_bytes / (2 * 50e9 * 0.71))
-    # Without context, there is no attention to hide behind.
+    # Without context, attention takes no time that could hide the transfer.
     none = offloaded(1).layer_times(2000, 0).network_s
     assert none > offloaded(1).layer_times(2000, 2000 * 4096).network_s
 

@@ -1,4 +1,4 @@
-"""The costs of parallelism over nodes agree with the arguments of the papers."""
+"""Tests that the costs of parallelism over nodes agree with the arguments of the papers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_sends_least(nodes: int, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_tensor_parallelism_over_nics_gains_little(base: str) -> None:
-    """Whether the gain with four nodes and 32k tokens is less than half of a chunked pipeline's
+    """With four nodes and 32k tokens, the gain must be less than half of a chunked pipeline's
     gain."""
     one = latency_s(base, "tp", 1, 32768)
     assert one / latency_s(base, "tp", 4, 32768) < 2
@@ -97,7 +97,7 @@ def test_a_slow_network_hurts_the_parallelism_that_sends_much(base: str) -> None
 
     assert slowdown("cpp") == 1.0, "hops overlap with the next chunk"
     assert slowdown("tp+sp") > 1.1
-    if base == "calibrated":  # the roofline uses its device's NICs
+    if base == "calibrated":  # the roofline uses the NICs of its device instead
         assert slowdown("tp") > 2
 
 
@@ -126,7 +126,7 @@ def test_pipelines_match_the_closed_form(
 
 def test_a_stage_with_more_layers_sets_the_pace() -> None:
     base = RooflineCost(A800, SHAPE, 8, engine_overhead_s=0.0)
-    three = group_cost(base, SHAPE, 3, "pp", NIC)  # 27 of 80 layers
+    three = group_cost(base, SHAPE, 3, "pp", NIC)  # the first stage has 27 of 80 layers
     chunk = (Chunk(2048, 0, 0, False),)
     expected = base.step_s(chunk, 0, 0) * 27 / 80
     assert three.step_s(chunk, 0, 0) == pytest.approx(expected, rel=1e-12)
@@ -150,14 +150,15 @@ def test_what_a_prompt_alone_costs_each_kind_of_group(
     sent = {kind: group_nic_bytes(SHAPE, nodes, kind, num_tokens) for kind in KINDS}
     for kind in KINDS:
         assert alone_s / nodes <= lasts_s[kind] and alone_s <= busy_s[kind] * 1.001
-    # All nodes compute each layer; in a pipeline the other nodes are free for other prompts.
+    # With tensor parallelism, all nodes compute each layer; in a pipeline, the other nodes are free
+    # for other prompts.
     assert busy_s["tp"] == pytest.approx(nodes * lasts_s["tp"])
     assert busy_s["tp+sp"] == pytest.approx(nodes * lasts_s["tp+sp"])
     assert busy_s["pp"] == pytest.approx(alone_s, rel=0.1)
     assert lasts_s["tp+sp"] < lasts_s["tp"] and lasts_s["tp+sp"] < lasts_s["pp"]
     in_chunks = num_tokens > CHUNK_TOKENS
     assert (lasts_s["cpp"] < 0.7 * lasts_s["pp"]) == in_chunks
-    assert busy_s["cpp"] == pytest.approx(alone_s, rel=0.2)  # chunks take a little time
+    assert busy_s["cpp"] == pytest.approx(alone_s, rel=0.2)  # chunks add a little time
     assert sent["tp"] > sent["tp+sp"] > sent["cpp"] == sent["pp"] > 0
-    once = group_nic_bytes(SHAPE, 2, "pp", num_tokens)  # a transfer from each stage to the next
+    once = group_nic_bytes(SHAPE, 2, "pp", num_tokens)  # one transfer from each stage to the next
     assert sent["pp"] == pytest.approx((nodes - 1) * once)

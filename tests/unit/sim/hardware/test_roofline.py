@@ -1,5 +1,5 @@
-"""Tests the roofline: it is never faster than physics, shows tiles, and comes near to published
-measurements. Run with -s to see the errors."""
+"""Tests that the roofline is never faster than the device's peaks, shows tiles, and comes near to
+published measurements. Run the tests with -s to see the errors."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_tiles_show() -> None:
 
 
 def test_riding_along_is_cheap() -> None:
-    """Whether a decode beside a chunk costs a tenth of a separate decode step, as in SARATHI."""
+    """A decode beside a chunk must cost about a tenth of a separate decode step, as in SARATHI."""
     cost = build("A6000", "llama2-13b")
     chunk = Chunk(1021, 0, 0, True)
     alone_s = cost.step_s((), 3, 3 * 1024) / 3
@@ -188,7 +188,7 @@ def test_as_a_cost_model() -> None:
 # -- beside what others measured
 
 EAGER_S = 0.018
-"""The time that a step of the engines of 2023 and 2024 costs alone: 15 to 25 ms."""
+"""The fixed time of a step in the engines of 2023 and 2024, which was 15 to 25 ms."""
 
 
 def layer_s(device: str, shape: str, devices: int, tokens: int) -> float:
@@ -210,8 +210,8 @@ def mfu(device: str, shape: str, devices: int, tokens: int, overhead_s: float) -
 
 
 def mbu(device: str, shape: str, devices: int, overhead_s: float) -> float:
-    """Returns the share of the bandwidth that reading the weights takes, in a decode step of
-    one."""
+    """Returns the share of the bandwidth that reading the weights reaches, in a decode step with
+    one sequence."""
     seconds = build(device, shape, devices, overhead_s).step_s((), 1, 500)
     weights = BUILT_IN.shape(shape).weight_bytes
     return weights / (devices * DEVICES[device].memory_bytes_per_s * seconds)
@@ -234,15 +234,16 @@ def sarathi_table_2() -> dict[str, tuple[float, float, float]]:
         "SARATHI T2 prefill attention ms": (10.0, 1e3 * prefill["attention_prefill"], 0.05),
         "SARATHI T2 decode b=4 linear ms": (44.28, linear_ms(4, 0), 0.06),
         "SARATHI T2 decode b=4 attention ms": (5.68, 1e3 * decode["attention_decode"], 0.02),
-        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),  # theirs omits parts below 5 %
+        # wider, because their figure omits parts below 5 %
+        "SARATHI T2 hybrid ms": (238.4, 1e3 * hybrid_s, 0.06),
         "SARATHI T2 marginal decode ms": (1.2, 1e3 * marginal_s / 3, 0.25),
     }
 
 
-# The A6000's attention, elementwise share and sharpness were chosen by these very rows (its linear
-# figures were not), and the A100-SXM's FLOPs share with an eye on DistServe's; all others are
-# predictions.
-OBSERVED: dict[str, tuple[float, float, float]] = {  # measured, this model's, tolerance
+# The A6000's attention, elementwise share and sharpness were fitted to these rows, and the
+# A100-SXM's FLOPs share to DistServe's. All others, including the A6000's linear figures, are
+# predictions. each entry is (measured, this model's, tolerance)
+OBSERVED: dict[str, tuple[float, float, float]] = {
     "Yi-34B TP2 A100-PCIE 512 ms": (
         106,
         1e3 * whole_s("A100-PCIE", "yi-34b", 2, 512, EAGER_S),
@@ -340,16 +341,15 @@ def test_comes_near_what_was_measured(what: str) -> None:
 def test_what_is_not_divided_among_devices_takes_its_share(
     device: str, shape: str, devices: int, least: float, most: float
 ) -> None:
-    """Whether norms and other elementwise work take 4 to 30 % of the time of the matrix
-    products."""
+    """Norms and other elementwise work must take 4 to 30 % of the time of the matrix products."""
     parts = build(device, shape, devices, 0.0).step_parts(prompt(2048), 0, 0).parts
     products = sum(parts[name] for name in ("qkv", "output", "gate_up", "down"))
     assert least <= parts["elementwise"] / products <= most
 
 
 def test_small_batches_reach_the_bandwidth_that_was_seen() -> None:
-    """.79 to .83 of an A100's in the layers of a small batch (ours .787), .77 to .89 of an
-    H100's."""
+    """In the layers of a small batch, .79 to .83 of an A100's bandwidth was measured (ours is
+    .787), and .77 to .89 of an H100's."""
     for name, least, most in (("A100-PCIE", 0.78, 0.83), ("H100-SXM", 0.77, 0.89)):
         parts = build(name, "llama3-70b", 1, 0.0).step_parts((), 8, 0).parts
         products = sum(parts[p] for p in ("qkv", "output", "gate_up", "down"))

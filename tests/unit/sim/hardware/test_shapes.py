@@ -1,4 +1,4 @@
-"""Model shapes give the published sizes."""
+"""Tests that model shapes give the published sizes."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ MIXTURES = {
     "kimi-k2": (1026, 32.5, 1026, 70_272),
     "qwen3-30b-a3b": (30.5, 3.3, 61, 98_304),
     "qwen3-235b-a22b": (235, 22, 470, 192_512),
-    "gpt-oss-20b": (20.9, 4.2, 13.8, 49_152),  # 3.6 without the embedding
-    "gpt-oss-120b": (116.8, 5.7, 65.2, 73_728),  # 5.1 without the embedding
-    "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of 109, 1.2 are for images
+    "gpt-oss-20b": (20.9, 4.2, 13.8, 49_152),  # 3.6B active parameters without the embedding
+    "gpt-oss-120b": (116.8, 5.7, 65.2, 73_728),  # 5.1B active parameters without the embedding
+    "llama4-scout": (107.8, 17.2, 215.5, 196_608),  # of the model's 109B, 1.2B are for images
     "llama4-maverick": (400.7, 17.2, 801.4, 196_608),
 }
 
 
-# Computed by hand from the published configurations: bytes of the weights that a token passes, and
-# of its KVCache in FP8, whose scale takes a byte per head, K and V.
+# The values were computed by hand from the published configurations: bytes of the weights that a
+# token uses, and of its KVCache in FP8, whose scales take a byte per head for each of K and V.
 ACTIVE_AND_FP8_BYTES = {
     "deepseek-v3": (37_551_276_032, 61 * 577),
     "kimi-k2": (32_860_471_296, 61 * 577),
@@ -131,7 +131,7 @@ def test_kv_bytes(name: str) -> None:
 
 
 def unseen_share(name: str, context_tokens: int) -> float:
-    """Computes the share of a request's KVCache that no later token sees: the part before the
+    """Returns the share of a request's KVCache that no later token sees: the part before the
     window, in layers with a window. Blocks hold the KVCache of all layers as long as one layer sees
     all tokens."""
     shape = BUILT_IN.shape(name)
@@ -150,6 +150,6 @@ def unseen_share(name: str, context_tokens: int) -> float:
     ],
 )
 def test_what_whole_blocks_hold_in_vain(name: str, shares: tuple[float, ...]) -> None:
-    """These figures are behind the decision on eviction."""
+    """The decision on eviction rests on these figures."""
     found = [unseen_share(name, context) for context in (4096, 16_384, 131_072)]
     assert found == pytest.approx(shares, abs=0.01)

@@ -177,8 +177,8 @@ def place_of(own: Architecture, spec: ModelSpec, name: str, shape: Shape) -> Ten
 
 
 def _fused(spec: ModelSpec, part: str, fused: str) -> tuple[str, int, int] | None:
-    """Returns the stored tensor that contains this linear, its first row in it, and the number of
-    rows of that tensor."""
+    """Returns the stored tensor that contains this linear, the linear's first row in that tensor,
+    and the number of rows of the tensor, or None if the linear is stored alone."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inter = spec.intermediate_size
     if fused == "gate_up" and part.startswith("self_attn."):

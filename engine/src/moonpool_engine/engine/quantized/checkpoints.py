@@ -1,8 +1,9 @@
 """Quantized Hugging Face checkpoints: which tensors hold a linear, and how they become a matrix.
 
-It reads 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4 bits in
-memory, MXFP4 experts (gpt-oss), and FP8 weights with a scale per tensor, row or block, which are
-dequantized at load. Activations are never rounded to 8 bits, whatever the checkpoint suggests.
+The module reads 4-bit weights of compressed-tensors ("pack-quantized"), AWQ and GPTQ, which stay 4
+bits in memory, MXFP4 experts (gpt-oss), and FP8 weights with a scale per tensor, row or block,
+which are dequantized at load. Activations are never rounded to 8 bits, whatever the checkpoint
+suggests.
 """
 
 from __future__ import annotations
