@@ -165,6 +165,18 @@ def test_it_is_an_open_loop_and_slots_are_bounded() -> None:
     assert free["client"]["peak_in_flight"] > 5 and free["client"]["delayed"] == 0
 
 
+def test_tools_run_before_a_call_for_which_there_was_no_slot_in_time() -> None:
+    """The second call of the first session is read only after the first call has ended."""
+    turns = [("a", 0, ()), ("b", 0, ()), ("a", 1, ("a0",)), ("b", 1, ("b0",))]
+    played = tuple(
+        TraceRow(0.0, 8, 3, (0, n), session=name, call=f"{name}{turn}", after=after, delay_s=0.4)
+        for n, (name, turn, after) in enumerate(turns)
+    )
+    figures, _ = play(lambda *_: stream(*GOOD), count=4, rows=played, concurrency=1)
+    assert figures["completed"] == 4
+    assert figures["simulated_s"] >= 0.4
+
+
 def test_stopping_keeps_what_there_is() -> None:
     def answer(path: str, headers: dict[str, str], body: Any) -> Reply:
         return models("m") if path == "/v1/models" else stream(*GOOD)
