@@ -98,9 +98,11 @@ class ClusterState:
 
     def _attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
         placement, footprint = planned.placement, planned.footprint
+        prefill = self.instances[placement.prefill]
         # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
         # decode must not take the room that was booked for others.
-        mixed = self.instances[placement.prefill].role is Role.MIXED
+        mixed = prefill.role is Role.MIXED
+        caches = prefill.info.caches_prefixes
         return Attempt(
             attempt_id=AttemptId(
                 f"{tracked.request.request_id}/{self._incarnation}{footprint.number}"
@@ -112,7 +114,7 @@ class ClusterState:
             num_tokens=footprint.num_tokens,
             booked_tokens=footprint.expected_tokens if footprint.decodes or mixed else 0,
             decodes=footprint.decodes,
-            expected_keys=tracked.keys[placement.held_blocks :],
+            expected_keys=tracked.keys[placement.held_blocks :] if caches else (),
             tbt_s=placement.tbt_s,
             begins_at=len(tracked.generated),
             waits=placement.max_step_s is not None,

@@ -144,6 +144,23 @@ def test_an_instance_without_room_is_not_tried_again() -> None:
     assert sent(actions, ListHot), "nothing is left to hand over"
 
 
+def test_a_prefix_goes_to_another_instance_if_its_fetch_fails() -> None:
+    desk = Desk("p0", "p1", "p2", "d0", "d1")
+    drain(desk, "p0")
+    actions = hot(desk, "p0", HotPrefix(tuple(KEYS), 1))
+    asked = []
+    while taking := sent(actions, TakeOverPrefix):
+        ((name, command),) = taking
+        asked.append(name)
+        failed = PrefixTakenOver(number=command.number, num_blocks=0, error="cut off")
+        actions = desk.report(name, failed)
+    assert len(set(asked)) == 3 and sent(actions, ListHot), "given up after the third instance"
+    assert sent(hot(desk, "p0", number=2), LeaveCluster)
+    (said,) = of(desk.handle(InstanceLost(InstanceId("p0"), "it left")), Announce)
+    assert "others took 0 of its blocks; 3 fetches failed" in said.text
+    assert f"the last at {asked[-1]}: cut off" in said.text
+
+
 def test_a_prefix_without_room_waits_until_requests_have_ended() -> None:
     desk = Desk("p0", "p1", "d0", num_blocks=100)
     drain(desk, "p0", within_s=60.0)
@@ -177,12 +194,14 @@ def test_a_prefix_too_large_for_any_instance_is_dropped_at_once() -> None:
     assert sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), ListHot)
 
 
-def test_a_taker_that_dies_leaves_nothing_booked() -> None:
+def test_a_taker_that_dies_leaves_nothing_booked_and_another_one_takes_the_prefix() -> None:
     desk = Desk("p0", "p1", "d0")
     drain(desk, "p0")
-    ((taker, _),) = sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOverPrefix)
-    desk.handle(InstanceLost(InstanceId(taker), "it died"))
-    ticked(desk)
+    ((first, _),) = sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOverPrefix)
+    desk.handle(InstanceLost(InstanceId(first), "it died"))
+    ((second, command),) = sent(ticked(desk), TakeOverPrefix)
+    assert {first, second} == {"p1", "d0"}
+    desk.report(second, PrefixTakenOver(number=command.number, num_blocks=3))
     assert not any(state.handover_tokens for state in desk.conductor.instances.values())
 
 

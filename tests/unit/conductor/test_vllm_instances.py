@@ -3,6 +3,9 @@ times that are measured after they joined."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 
 from moonpool.conductor.actions import (
@@ -24,7 +27,7 @@ from moonpool.protocol.messages import (
     request_of,
 )
 from moonpool.protocol.model_offer import OfferedAdapter
-from moonpool.types import FinishReason, InstanceId
+from moonpool.types import FinishReason, InstanceId, RequestId
 from tests.unit.conductor.conductor_desk import Desk, of
 
 
@@ -102,10 +105,10 @@ def test_forwarded_requests_teach_no_times() -> None:
     assert front.conductor.cost_estimator.ttft_s.count == 0
 
 
-def joined(front: Desk, name: str, *adapters: str) -> None:
+def joined(front: Desk, name: str, *adapters: str, **facts: Any) -> None:
     info = front.conductor.instances[InstanceId(name)].info
     front.handle(InstanceLost(InstanceId(name), "it returns"))
-    front.handle(InstanceJoined(replace(info, adapters=adapters)))
+    front.handle(InstanceJoined(replace(info, adapters=adapters, **facts)))
 
 
 def test_an_adapter_is_asked_for_where_it_is() -> None:
@@ -127,6 +130,18 @@ def test_an_adapter_that_is_loaded_later_is_found_and_one_that_is_unloaded_is_no
     front.report("m1", AdaptersLoaded(()))
     (refuse,) = of(front.ask("y", adapter="poet"), Refuse)
     assert refuse.refusal.status == 503
+
+
+@pytest.mark.parametrize(("caches", "second_s"), [(True, 0.012), (False, 0.02)])
+def test_hits_are_expected_only_where_prefixes_are_cached(caches: bool, second_s: float) -> None:
+    """The second prompt waits for the first one, 0.01 s, and is equal to it."""
+    front = desk("m0")
+    joined(front, "m0", caches_prefixes=caches)
+    found = []
+    for name in ("first", "second"):
+        front.ask(name)
+        found.append(front.conductor.requests[RequestId(name)].record.predicted_ttft_s)
+    assert found == pytest.approx([0.01, second_s])
 
 
 def test_measured_times_take_the_place_of_assumed_ones() -> None:
