@@ -49,6 +49,18 @@ def test_who_pays_is_told_apart_and_shares_what_is_cached(two: Gateway) -> None:
     assert two.explain("car")["tenant"] == "carol%2F..%2Falice/"
 
 
+def test_blocks_of_another_salt_are_not_expected(two: Gateway) -> None:
+    prompt = [*range(300, 500), *PROMPT]
+    cached = {}
+    for name, salt in (("one", "s"), ("same", "s"), ("other", "t"), ("none", None)):
+        body = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})
+        assert two.complete({"x-request-id": f"salt-{name}"}, **body).status_code == 200
+        wait_until(lambda name=name: two.explain(f"salt-{name}").get("outcome") == "stop")
+        cached[name] = two.explain(f"salt-{name}")["cached_tokens"]
+    assert cached["same"] > 200
+    assert cached["one"] == cached["other"] == cached["none"] == 0
+
+
 def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     for stub in two.stubs:
         stub.gap_s = 0.2

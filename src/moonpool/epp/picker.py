@@ -19,6 +19,7 @@ from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.discovery.rank_counts import RankCounts
 from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
+from moonpool.epp.client_salts import salted_tenant
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
 from moonpool.epp.routed_call import Route, RoutedCall
@@ -37,7 +38,6 @@ from moonpool.types import (
     Role,
     SamplingParams,
     Slo,
-    paying,
 )
 
 SETTLE_S = 5.0
@@ -353,7 +353,7 @@ class Picker:
             slo=terms.slo,
             arrived_s=arrived_s,
             deadline_s=arrived_s + terms.timeout_s,
-            tenant=paying(terms.payer),
+            tenant=salted_tenant(terms.payer, body.cache_salt),
             adapter=model.card.adapter_of(body.model),
             priority=terms.priority,
             # An answer teaches something only if its prompt and its first token are known.
