@@ -160,6 +160,21 @@ def test_a_program_that_comes_back_leaves_the_marks_of_spare_replicas() -> None:
     assert numbers == [0, 10] and kept_at != spare_at
 
 
+def test_the_last_copies_of_a_parked_program_still_leave_first() -> None:
+    agents, _ = with_a_long_pause()
+    desk = agents.desk
+    (program,) = desk.conductor.programs
+    keys = tuple(program.keys)
+    desk.join("m1")
+    desk.report("m1", BlocksSnapshot(next_sequence=0, keys=keys))
+    ((spare_at, *_),) = marks_at(desk.handle(Tick()))
+    owner = "m1" if spare_at == "m0" else "m0"
+    sequence = agents.num_stored if owner == "m0" else 0
+    desk.report(owner, BlocksChanged(sequence=sequence, stored=(), removed=keys))
+    assert marks_at(desk.handle(Tick())) == []
+    assert marks_at(agents.call("again", "a")) == [(spare_at, 0, 10)]
+
+
 def test_an_explanation_names_the_program() -> None:
     agents = Agents()
     agents.answer(agents.call("a1", "a"))

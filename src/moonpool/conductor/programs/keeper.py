@@ -130,8 +130,9 @@ class ProgramKeeper(ClusterObserver):
                 continue
             there = own[: int(held.item(row)) - first]
             if leaves_first:
+                self._index.park(name, there)
                 self._actions.append(Send(name, MarkReplicas(spare=there)))
-            elif last := self._index.without_spare(name, there):
+            elif last := self._index.unpark(name, there):
                 self._actions.append(Send(name, MarkReplicas(last=tuple(last))))
 
 
