@@ -132,6 +132,20 @@ def test_an_adapter_that_is_loaded_later_is_found_and_one_that_is_unloaded_is_no
     assert refuse.refusal.status == 503
 
 
+def test_a_request_does_not_wait_for_room_on_instances_that_may_not_serve_it() -> None:
+    front = desk("m0", "m1", "p0")
+    joined(front, "m1", "poet", context_tokens=16)
+    wanted = {"token_ids": tuple(range(20)), "stated": False}
+    assert place(front.ask("x", **wanted))
+    for name, limits in (("y", {"adapter": "poet"}), ("z", {"within": (InstanceId("m1"),)})):
+        (refuse,) = of(front.ask(name, **wanted, **limits), Refuse)
+        found = refuse.refusal
+        assert (found.status, found.reason) == (422, "no_prefill_capacity")
+        assert "the 16 tokens of context" in found.message
+    (refuse,) = of(front.ask("w", within=(InstanceId("p0"),)), Refuse)
+    assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_instance")
+
+
 @pytest.mark.parametrize(("caches", "second_s"), [(True, 0.012), (False, 0.02)])
 def test_hits_are_expected_only_where_prefixes_are_cached(caches: bool, second_s: float) -> None:
     """The second prompt waits for the first one, 0.01 s, and is equal to it."""
@@ -158,6 +172,18 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
     record = front.conductor.requests[request_of(attempt)].record
     assert record.predicted_ttft_s == 1.0
     assert record.predicted_tbt_s == 0.5
+
+
+def test_a_prefill_that_began_by_assumed_times_teaches_nothing_of_measured_ones() -> None:
+    front = desk("m0")
+    _, attempt = place(front.ask())
+    front.report("m0", PrefillStarted(attempt_id=attempt, cached_tokens=0, fetched_tokens=0))
+    cost = FittedCost(prefill=(1.0, 0.0, 0.0, 0.0), decode=(0.5, 0.0, 0.0))
+    front.report("m0", CostMeasured(cost=cost))
+    front.now += 1.0  # as measured, and a hundred times as long as assumed
+    front.tokens("m0", 50, work=attempt)
+    factor = front.conductor.instances[InstanceId("m0")].prefill_factor
+    assert not factor.has_steps
 
 
 def test_a_request_goes_only_to_those_that_may_serve_it() -> None:
