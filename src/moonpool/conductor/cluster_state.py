@@ -17,10 +17,12 @@ from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, Track
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, InstanceInfo
-from moonpool.types import InstanceId, Role
+from moonpool.types import InstanceId, Request, Role
 
 FIRST_ANSWER_S = 10.0
 """Assumed duration of an answer until one has ended."""
+VLLM = "vllm"
+"""The layout that vLLM instances report for the inside of their blocks."""
 
 
 class ClusterState:
@@ -48,6 +50,27 @@ class ClusterState:
         """Mean duration of an answer's decode."""
         mean_s = self.forecast.mean_s
         return FIRST_ANSWER_S if mean_s is None else mean_s
+
+    def lacking(self, request: Request) -> list[int]:
+        """The rows of instances that may not serve the request, or that lack its adapter: vLLM
+        servers may have different ones."""
+        adapter, states = request.adapter, self.instances.values()
+        if not adapter and request.within is None:
+            return []
+        allowed = self.instances if request.within is None else set(request.within)
+        return [
+            state.row
+            for state in states
+            if state.info.instance_id not in allowed
+            or (adapter and adapter not in state.info.adapters)
+        ]
+
+    def is_bound(self, tracked: TrackedRequest) -> bool:
+        """Whether the request's answer has begun, and no other attempt can continue it."""
+        request = tracked.request
+        is_vllm = self.layout is not None and self.layout.inner == VLLM
+        has_grammar = is_vllm and bool(request.sampling.grammar)
+        return bool(tracked.generated) and (request.forwarded or has_grammar)
 
     def join(self, info: InstanceInfo) -> InstanceState:
         self.layout, self.token_bytes = info.layout, info.layout.token_bytes

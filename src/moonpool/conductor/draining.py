@@ -101,7 +101,7 @@ class Draining(ClusterObserver):
     def __init__(self, cluster_state: ClusterState) -> None:
         self.num_left = self.num_handed_blocks = 0
         self._index, self._table = cluster_state.index, cluster_state.instance_table
-        self._instances = cluster_state.instances
+        self._instances, self._is_bound = cluster_state.instances, cluster_state.is_bound
         self._departures: dict[InstanceId, _Departure] = {}
         self._fetches: dict[int, _PrefixTransfer] = {}
         self._numbers = count(1)
@@ -158,14 +158,18 @@ class Draining(ClusterObserver):
 
     def to_move(self, now: float) -> list[TrackedRequest]:
         """Returns the requests that must be placed elsewhere now. A request both of whose instances
-        leave is returned once."""
+        leave is returned once. An answer that could not continue elsewhere stays until the end."""
         found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():
             if now >= departure.move_s and not departure.moved:
                 departure.moved = True
                 state = departure.state
                 attempts = {**state.prefills, **state.handed_over, **state.decodes}
-                needing = [tracked for tracked in attempts.values() if _needs(state, tracked)]
+                needing = [
+                    tracked
+                    for tracked in attempts.values()
+                    if _needs(state, tracked) and not self._is_bound(tracked)
+                ]
                 found.update({tracked.request.request_id: tracked for tracked in needing})
         return list(found.values())
 

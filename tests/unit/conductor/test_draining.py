@@ -128,6 +128,24 @@ def test_a_request_of_which_both_instances_leave_moves_once() -> None:
     assert refused.refusal.status == 503 and not desk.conductor.requests
 
 
+def test_an_answer_that_could_not_continue_elsewhere_stays_until_the_end() -> None:
+    desk = Desk("m0")
+    desk.ask("begun", forwarded=True, deadline_s=1000.0)
+    desk.tokens("m0", 1, work="begun/1")
+    desk.ask("other", forwarded=True, deadline_s=1000.0)
+    desk.join("m1")
+    drain(desk, "m0", within_s=20.0)
+    moved = ticked(desk, 10.5)
+    assert not of(moved, Refuse) and sent(moved, StartPrefill)[0][0] == "m1"
+    assert [tracked.request.request_id for tracked in desk.conductor.requests.values()] == [
+        "begun",
+        "other",
+    ]
+    assert sent(ticked(desk, 10.0), LeaveCluster)
+    (refused,) = of(desk.handle(InstanceLost(InstanceId("m0"), "it left")), Refuse)
+    assert refused.request_id == "begun"
+
+
 def test_an_instance_without_room_is_not_tried_again() -> None:
     desk = Desk("p0", "p1", "p2", "d0")
     drain(desk, "p0")
