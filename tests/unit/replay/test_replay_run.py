@@ -85,6 +85,16 @@ def test_retry_after_is_honoured_and_counts_as_waiting() -> None:
     assert figures["ttft_s"]["mean"] > 0.1
 
 
+@pytest.mark.parametrize("told", ["nan", "inf"])
+def test_a_retry_after_that_is_no_time_counts_as_none(told: str) -> None:
+    def script(number: int, *_: Any) -> Reply:
+        refusal = whole(429, {}, f"Retry-After: {told}")
+        return refusal if number == 1 else stream(*GOOD)
+
+    figures, _ = play(script, retries=1)
+    assert figures["completed"] == 1
+
+
 def test_retries_end() -> None:
     figures, calls = play(lambda *_: refusal(), retries=2)
     assert figures["rejected"] == 1 and len(calls) == 3
@@ -120,7 +130,13 @@ def test_a_wrong_key_ends_the_run_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "error"),
-    [(whole(401, {}), "API key"), (models("a", "b"), "a, b"), (whole(200, {}), "no models")],
+    [
+        (whole(401, {}), "API key"),
+        (models("a", "b"), "a, b"),
+        (whole(200, {}), "no models"),
+        (whole(200, {"data": None}), "no models"),
+        (whole(200, {"data": [None, "a", {"id": 3}]}), "no models"),
+    ],
 )
 def test_a_server_that_cannot_be_used(reply: bytes, error: str) -> None:
     with scripted(lambda *_: reply) as server:

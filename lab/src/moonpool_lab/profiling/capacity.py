@@ -249,7 +249,7 @@ class LiveCapacity:
             client.close()
 
     def measure(self, speed: float, seed: int) -> Attainment:
-        """Replays at this speed. Raises ServerUnfitError, HopelessError, ValueError if the server
+        """Replays at this speed. Raises ServerUnfitError, UnservableError, ValueError if the server
         has gone or no request can succeed. Raises KeyboardInterrupt after Ctrl-C."""
         self._num_runs += 1
         ttft_s, tbt_s = self._slo

@@ -71,7 +71,7 @@ async def run_replay(
 
     `on_ready` is called with a function that ends the run early. `show` is called with the numbers
     of ended requests and of all requests, and `opened` with what is known about the trace file.
-    Raises ServerUnfitError, HopelessError, TraceError, ValueError.
+    Raises ServerUnfitError, UnservableError, TraceError, ValueError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     rows, total, block_tokens = _rows(plan, opened)
