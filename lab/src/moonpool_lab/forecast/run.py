@@ -78,7 +78,8 @@ async def run_forecast(plan: ForecastPlan, tell: Tell) -> dict[str, Any]:
     gets lines for a person to read.
 
     Returns the entry of the forecast and the entries of the outcomes. Raises ForecastError,
-    TableError, ServerUnfitError, UnservableError, ConnectionFailedError, ConfigError and TraceError.
+    TableError, ServerUnfitError, UnservableError, ConnectionFailedError, ConfigError and
+    TraceError.
     """
     client = HttpClient(plan.url, plan.api_key, ca_file=plan.ca_file)
     try:
