@@ -32,6 +32,7 @@ from moonpool.cli.options import (
 from moonpool.cli.output import check_folders, fail, need_package, one_line, show_figures
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
+from moonpool.pages.units import given_percent
 from moonpool.plan.confidence import Attainment
 from moonpool_lab.profiling.capacity import Capacity, CapacityGoal, CapacityPoint, Measure
 
@@ -132,7 +133,9 @@ def capacity(
     trace_rps = len(rows) / rows[-1].arrived_s
     goal = CapacityGoal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, block_tokens, catalogue, profile)
-    header = f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval"
+    header = (
+        f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {given_percent(confidence)} interval"
+    )
     if server is not None:
         live = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
         click.echo(header)
@@ -226,7 +229,8 @@ def _search(measure: Any, start: float, goal: CapacityGoal, trace_rps: float) ->
 
 def conclusion(found: Capacity, goal: CapacityGoal, trace_rps: float) -> str:
     """Returns the result in one or two sentences."""
-    sure = f"{goal.wanted:.0%} of requests within both SLOs (at {goal.confidence:.0%} confidence)"
+    wanted, confidence = given_percent(goal.wanted), given_percent(goal.confidence)
+    sure = f"{wanted} of requests within both SLOs (at {confidence} confidence)"
     if not found.holds:
         least = found.points[0].rate
         return f"No rate was found with {sure}; the lowest tried is {least * trace_rps:.3g}/s."
