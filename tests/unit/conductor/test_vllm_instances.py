@@ -28,6 +28,7 @@ from moonpool.protocol.messages import (
 )
 from moonpool.protocol.model_offer import OfferedAdapter
 from moonpool.types import FinishReason, InstanceId, RequestId
+from moonpool.vllm.nominal_layout import NO_ADDRESS
 from tests.unit.conductor.conductor_desk import Desk, of
 
 
@@ -156,6 +157,26 @@ def test_hits_are_expected_only_where_prefixes_are_cached(caches: bool, second_s
         front.ask(name)
         found.append(front.conductor.requests[RequestId(name)].record.predicted_ttft_s)
     assert found == pytest.approx([0.01, second_s])
+
+
+def test_a_pool_that_opens_after_its_server_joined_counts() -> None:
+    """The pool keeps prefixes, also of a server without a prefix cache, and others on its host read
+    it from memory."""
+    front = desk("m0", "m1")
+    pool = front.conductor.instances[InstanceId("m0")].info.address
+    joined(front, "m0", caches_prefixes=False, address=NO_ADDRESS)
+    table = front.conductor.instance_table
+    assert len(set(table.host.tolist())) == 2
+    cost = front.conductor.instances[InstanceId("m0")].info.cost
+    front.report("m0", CostMeasured(cost=cost, address=pool))
+    assert len(set(table.host.tolist())) == 1 and list(table.num_on_host.values()) == [2]
+    front.handle(InstanceLost(InstanceId("m1"), "it ended"))
+    assert list(table.num_on_host.values()) == [1]
+    found = []
+    for name in ("first", "second"):
+        front.ask(name)
+        found.append(front.conductor.requests[RequestId(name)].record.predicted_ttft_s)
+    assert found == pytest.approx([0.01, 0.012])
 
 
 def test_measured_times_take_the_place_of_assumed_ones() -> None:
