@@ -93,6 +93,30 @@ def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     assert sum(each["generated_tokens"] for each in told) == 30
 
 
+def test_answers_of_a_call_take_no_id_of_another_call(two: Gateway) -> None:
+    for stub in two.stubs:
+        stub.gap_s = 0.2
+    results: list[int] = []
+
+    def ask(name: str, count: int) -> None:
+        body = CHAT | {"n": count, "stream": True, "max_tokens": 20}
+        url = f"{two.url}/v1/chat/completions"
+        headers = {"x-request-id": name}
+        results.append(httpx.post(url, json=body, headers=headers, timeout=120).status_code)
+
+    asking = threading.Thread(target=ask, args=("pair-1", 1))
+    asking.start()
+    try:
+        wait_until(lambda: two.picker.requests() == 1)
+        ask("pair", 2)
+        asking.join()
+    finally:
+        for stub in two.stubs:
+            stub.gap_s = 0.0
+    assert results == [200, 200]
+    wait_until(lambda: two.picker.requests() == 0)
+
+
 def test_tokens_are_estimated_where_the_models_files_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

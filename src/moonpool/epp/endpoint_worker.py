@@ -94,6 +94,8 @@ class EndpointWorker(VllmWorker):
         super()._post(event)
 
     def look(self) -> None:
+        if not self._joined:  # it gets no calls, and its health is not checked
+            return
         self._shared.suspects.add(self.instance_id)
         self._look_now.set()
 
@@ -125,6 +127,10 @@ class EndpointWorker(VllmWorker):
     def leave_gone(self) -> None:
         self._shared.suspects.discard(self.instance_id)
         super().leave_gone()
+
+    async def _end_tasks(self) -> None:
+        self._shared.suspects.discard(self.instance_id)
+        await super()._end_tasks()
 
     def _submit(self, submit: SubmitRequest) -> None:
         self._shared.desk.on_submit(self, submit)

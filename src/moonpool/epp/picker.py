@@ -288,7 +288,7 @@ class Picker:
         places = [place for place in (route.prefill, route.endpoint) if place is not None]
         own = replace(
             request,
-            request_id=RequestId(f"{request.request_id}-{number}"),
+            request_id=self._free_id(f"{request.request_id}-{number}"),
             within=tuple(InstanceId(place.name) for place in places),
             slo=UNHURRIED,
         )
@@ -326,10 +326,11 @@ class Picker:
     def _new_id(self, headers: Mapping[str, str]) -> RequestId:
         """Returns the id of a new request: two calls may share their `x-request-id`, but requests
         may not."""
-        request_id = RequestId(request_id_of(headers))
-        if request_id in self.shared.desk:
-            request_id = RequestId(request_id_of({}))
-        return request_id
+        return self._free_id(request_id_of(headers))
+
+    def _free_id(self, wanted: str) -> RequestId:
+        taken = RequestId(wanted) in self.shared.desk
+        return RequestId(request_id_of({}) if taken else wanted)
 
     def _request(
         self,
