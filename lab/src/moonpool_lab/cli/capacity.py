@@ -130,14 +130,15 @@ def capacity(
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     rows, block_tokens = _read_rows(trace_file, scale, requests)
-    trace_rps = len(rows) / rows[-1].arrived_s
+    trace_rps = _rate_rps(rows)
     goal = CapacityGoal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, block_tokens, catalogue, profile)
     header = (
         f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {given_percent(confidence)} interval"
     )
     if server is not None:
-        live = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        live, rows = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        trace_rps = _rate_rps(rows)
         click.echo(header)
         found = _search(live, start, goal, trace_rps)
     else:
@@ -169,6 +170,10 @@ def _read_rows(
     return rows, block_tokens
 
 
+def _rate_rps(rows: Sequence[TraceRow]) -> float:
+    return len(rows) / rows[-1].arrived_s
+
+
 def _simulated(pool_of_runs: SimulationPool, config: Config) -> Measure:
     from moonpool.plan.trial import Trial
 
@@ -182,7 +187,10 @@ def _simulated(pool_of_runs: SimulationPool, config: Config) -> Measure:
     return measure
 
 
-def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
+def _live(
+    server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None
+) -> tuple[Measure, Sequence[TraceRow]]:
+    """Returns how rates are measured on the server, and the rows that it takes."""
     from moonpool_lab.profiling.capacity import LiveCapacity, one_by_one
     from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.server import ServerUnfitError
@@ -206,12 +214,12 @@ def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float
 
     def measure(speed: float, seed: int) -> Attainment:
         if sys.stderr.isatty():
-            seconds = workload.rows[-1].arrived_s / speed
+            seconds = live.rows[-1].arrived_s / speed
             click.echo(f"speed {speed:.3f}, seed {seed}: takes about {seconds:.0f} s", err=True)
         with one_line(ServerUnfitError, UnservableError, ValueError):
             return live.measure(speed, seed)
 
-    return one_by_one(measure)
+    return one_by_one(measure), live.rows
 
 
 def _search(measure: Any, start: float, goal: CapacityGoal, trace_rps: float) -> Capacity:
