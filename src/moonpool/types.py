@@ -237,7 +237,8 @@ class Request(Struct, frozen=True):
 
     `forwarded`: whether a vLLM server gets the client's own body, and its response is passed on.
     The tokens are then an estimate of the prompt, and no other instance can continue the answer.
-    `within`: only these instances may serve it; None means that all may. `program`: the program of
+    `within`: only these instances may serve it; None means that all may. `pinned`: whether it stays
+    where it is placed first, because a gateway sends its call there. `program`: the program of
     which this request is a call, or None if its client names none.
     """
 
@@ -257,6 +258,7 @@ class Request(Struct, frozen=True):
     forwarded: bool = False
     within: tuple[InstanceId, ...] | None = None
     program: ProgramContext | None = None
+    pinned: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

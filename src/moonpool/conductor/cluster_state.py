@@ -66,11 +66,12 @@ class ClusterState:
         ]
 
     def is_bound(self, tracked: TrackedRequest) -> bool:
-        """Whether the request's answer has begun, and no other attempt can continue it."""
+        """Whether no other attempt can take the place of the request's attempt: its answer has
+        begun and cannot continue elsewhere, or the request stays where it is."""
         request = tracked.request
         is_vllm = self.layout is not None and self.layout.inner == VLLM
-        has_grammar = is_vllm and bool(request.sampling.grammar)
-        return bool(tracked.generated) and (request.forwarded or has_grammar)
+        is_begun, has_grammar = bool(tracked.generated), bool(request.sampling.grammar)
+        return request.pinned or (is_begun and (request.forwarded or (is_vllm and has_grammar)))
 
     def join(self, info: InstanceInfo) -> InstanceState:
         self.layout, self.token_bytes = info.layout, info.layout.token_bytes

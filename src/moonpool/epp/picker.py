@@ -359,6 +359,7 @@ class Picker:
             priority=terms.priority,
             # An answer teaches something only if its prompt and its first token are known.
             forwarded=not (call.is_exact and call.tells_first_token),
+            pinned=True,
         )
 
     # Endpoints

@@ -23,7 +23,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     TakeOverPrefix,
 )
-from moonpool.types import BlockKey, FinishReason, InstanceId, Role, Token
+from moonpool.types import BlockKey, FinishReason, InstanceId, RequestId, Role, Token
 
 KEYS, OTHERS = ([BlockKey(bytes([n]) * 16) for n in numbers] for numbers in ((1, 2, 3), (4, 5, 6)))
 
@@ -144,6 +144,15 @@ def test_an_answer_that_could_not_continue_elsewhere_stays_until_the_end() -> No
     assert sent(ticked(desk, 10.0), LeaveCluster)
     (refused,) = of(desk.handle(InstanceLost(InstanceId("m0"), "it left")), Refuse)
     assert refused.request_id == "begun"
+
+
+def test_a_call_that_a_gateway_sends_stays_on_an_instance_that_drains() -> None:
+    desk = Desk("m0")
+    desk.ask("sent", pinned=True, deadline_s=1000.0)
+    desk.join("m1")
+    drain(desk, "m0", within_s=20.0)
+    assert not sent(ticked(desk, 10.5), StartPrefill)
+    assert RequestId("sent") in desk.conductor.requests
 
 
 def test_an_instance_without_room_is_not_tried_again() -> None:

@@ -183,6 +183,16 @@ def test_answers_that_could_not_continue_do_not_give_way(of_flood: dict[str, Any
     assert not paused(desk.handle(Tick()))
 
 
+def test_calls_that_a_gateway_sends_do_not_give_way() -> None:
+    """Their servers would compute on, and nothing would be booked for them."""
+    desk = Desk("m0", num_blocks=100)
+    for number in range(4):
+        tokens = tuple(range(number * 100, number * 100 + 88))
+        desk.ask(f"f{number}", token_ids=tokens, tenant="flood", pinned=True)
+    desk.tokens("m0", 1, work="f0/1")
+    assert not paused(desk.ask("s0", token_ids=range(9000, 9010), tenant="small"))
+
+
 def test_no_answer_gives_way_where_the_request_may_not_be_served() -> None:
     flood = Flood("m0", "m1")
     for count in range(10, 20):
