@@ -238,7 +238,8 @@ class Request(Struct, frozen=True):
 
     `forwarded`: whether a vLLM server gets the client's own body, and its response is passed on.
     The tokens are then an estimate of the prompt, and no other instance can continue the answer.
-    `within`: only these instances may serve it; None means that all may. `program`: the program of
+    `within`: only these instances may serve it; None means that all may. `pinned`: whether it stays
+    where it is placed first, because a gateway sends its call there. `program`: the program of
     which this request is a call, or None if its client names none.
     """
 
@@ -258,6 +259,7 @@ class Request(Struct, frozen=True):
     forwarded: bool = False
     within: tuple[InstanceId, ...] | None = None
     program: ProgramContext | None = None
+    pinned: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -274,17 +276,20 @@ def payer_of(tenant: str) -> str:
     return tenant.partition("/")[0]
 
 
-def paying(payer: str) -> str:
-    """Returns the tenant that has this payer, and whose blocks everybody shares. No client can name
-    this tenant: its salt is empty, and salts of clients are not."""
+def paying(payer: str, salt: str = "") -> str:
+    """Returns the tenant that has this payer, and whose blocks all tenants with this salt share. No
+    client can name this tenant: its part after the payer is empty or begins with '/', and salts of
+    clients do neither (`api.call_headers.tenant_of`)."""
+    if salt:
+        return f"{payer}//{salt}"
     return f"{payer}/" if payer else ""
 
 
 def salt_part(tenant: str) -> str:
-    """Returns the part of a tenant's name that salts its block keys. Tenants with "" share their
-    blocks."""
+    """Returns the part of a tenant's name that salts its block keys. Tenants with the same part
+    share their blocks, and so do those with ""."""
     _, slash, salt = tenant.partition("/")
-    return "" if slash and not salt else tenant
+    return salt if slash and (not salt or salt.startswith("/")) else tenant
 
 
 class Tokens(Sequence[int]):

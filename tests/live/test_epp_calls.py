@@ -50,6 +50,18 @@ def test_who_pays_is_told_apart_and_shares_what_is_cached(two: Gateway) -> None:
     assert two.explain("car")["tenant"] == "carol%2F..%2Falice/"
 
 
+def test_blocks_of_another_salt_are_not_expected(two: Gateway) -> None:
+    prompt = [*range(300, 500), *PROMPT]
+    cached = {}
+    for name, salt in (("one", "s"), ("same", "s"), ("other", "t"), ("none", None)):
+        body = {"prompt": prompt} | ({"cache_salt": salt} if salt else {})
+        assert two.complete({"x-request-id": f"salt-{name}"}, **body).status_code == 200
+        wait_until(lambda name=name: two.explain(f"salt-{name}").get("outcome") == "stop")
+        cached[name] = two.explain(f"salt-{name}")["cached_tokens"]
+    assert cached["same"] > 200
+    assert cached["one"] == cached["other"] == cached["none"] == 0
+
+
 def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     for stub in two.stubs:
         stub.gap_s = 0.2
@@ -80,6 +92,30 @@ def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     told = [two.explain(name) for name in ("three", "three-1", "three-2")]
     assert [each["outcome"] for each in told] == ["stop"] * 3
     assert sum(each["generated_tokens"] for each in told) == 30
+
+
+def test_answers_of_a_call_take_no_id_of_another_call(two: Gateway) -> None:
+    for stub in two.stubs:
+        stub.gap_s = 0.2
+    results: list[int] = []
+
+    def ask(name: str, count: int) -> None:
+        body = CHAT | {"n": count, "stream": True, "max_tokens": 20}
+        url = f"{two.url}/v1/chat/completions"
+        headers = {"x-request-id": name}
+        results.append(httpx.post(url, json=body, headers=headers, timeout=120).status_code)
+
+    asking = threading.Thread(target=ask, args=("pair-1", 1))
+    asking.start()
+    try:
+        wait_until(lambda: two.picker.requests() == 1)
+        ask("pair", 2)
+        asking.join()
+    finally:
+        for stub in two.stubs:
+            stub.gap_s = 0.0
+    assert results == [200, 200]
+    wait_until(lambda: two.picker.requests() == 0)
 
 
 def test_tokens_are_estimated_where_the_models_files_cannot_be_read(

@@ -80,7 +80,7 @@ def seconds_of(raw: bytes | str | None, header: str) -> float | None:
 
 def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
     """Joins the names of the tenant and the salt. A tenant's name has no '/', so no salt can
-    imitate another tenant.
+    imitate another tenant. No salt begins with '/' in the result (`types.paying`).
 
     Raises ApiError.
     """
@@ -88,7 +88,8 @@ def tenant_of(key_tenant: str, cache_salt: str | None) -> str:
         return key_tenant
     if not 0 < len(cache_salt) <= 256:
         raise ApiError("'cache_salt' must have 1 to 256 characters.", param="cache_salt")
-    return f"{key_tenant}/{cache_salt}"
+    escape = "." if cache_salt.startswith(("/", ".")) else ""
+    return f"{key_tenant}/{escape}{cache_salt}"
 
 
 def read_traceparent(header: bytes, exports: bool) -> TraceContext | None:

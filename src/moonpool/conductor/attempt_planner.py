@@ -92,7 +92,7 @@ class AttemptPlanner:
         footprint = self._footprint(tracked, len(tokens), layout)
         failed_on = [self._instances.get(name) for name in sorted(tracked.failed_on)]
         avoid = [state.row for state in failed_on if state is not None] + tracked.crowded
-        lacking = self._lacking(request)
+        lacking = self._cluster_state.lacking(request)
         if len(lacking) == len(self._instances):
             what = "with this adapter" if request.adapter else "that may serve this request"
             return Rejection(503, "no_instance", f"no instance {what} is up", 5.0)
@@ -119,20 +119,6 @@ class AttemptPlanner:
         needs_room = footprint.decodes or rejection.reason == NO_ROOM
         room_tokens = footprint.expected_tokens if needs_room else 0
         return msgspec.structs.replace(rejection, prefill_s=least_s, room_tokens=room_tokens)
-
-    def _lacking(self, request: Request) -> list[int]:
-        """The rows of instances that may not serve the request, or that lack its adapter: vLLM
-        servers may have different ones."""
-        adapter, states = request.adapter, self._instances.values()
-        if not adapter and request.within is None:
-            return []
-        allowed = self._instances if request.within is None else set(request.within)
-        return [
-            state.row
-            for state in states
-            if state.info.instance_id not in allowed
-            or (adapter and adapter not in state.info.adapters)
-        ]
 
     def commands(
         self, tracked: TrackedRequest, attempt: Attempt, planned: PlannedAttempt, now: float

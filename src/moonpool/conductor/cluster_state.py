@@ -17,10 +17,12 @@ from moonpool.conductor.state import Attempt, AttemptPhase, InstanceState, Track
 from moonpool.kvcache.prefix_index import PrefixIndex
 from moonpool.protocol.block_layout import BlockLayout
 from moonpool.protocol.messages import AttemptId, InstanceInfo
-from moonpool.types import InstanceId, Role
+from moonpool.types import InstanceId, Request, Role
 
 FIRST_ANSWER_S = 10.0
 """Assumed duration of an answer until one has ended."""
+VLLM = "vllm"
+"""The layout that vLLM instances report for the inside of their blocks."""
 
 
 class ClusterState:
@@ -48,6 +50,28 @@ class ClusterState:
         """Mean duration of an answer's decode."""
         mean_s = self.forecast.mean_s
         return FIRST_ANSWER_S if mean_s is None else mean_s
+
+    def lacking(self, request: Request) -> list[int]:
+        """The rows of instances that may not serve the request, or that lack its adapter: vLLM
+        servers may have different ones."""
+        adapter, states = request.adapter, self.instances.values()
+        if not adapter and request.within is None:
+            return []
+        allowed = self.instances if request.within is None else set(request.within)
+        return [
+            state.row
+            for state in states
+            if state.info.instance_id not in allowed
+            or (adapter and adapter not in state.info.adapters)
+        ]
+
+    def is_bound(self, tracked: TrackedRequest) -> bool:
+        """Whether no other attempt can take the place of the request's attempt: its answer has
+        begun and cannot continue elsewhere, or the request stays where it is."""
+        request = tracked.request
+        is_vllm = self.layout is not None and self.layout.inner == VLLM
+        is_begun, has_grammar = bool(tracked.generated), bool(request.sampling.grammar)
+        return request.pinned or (is_begun and (request.forwarded or (is_vllm and has_grammar)))
 
     def join(self, info: InstanceInfo) -> InstanceState:
         self.layout, self.token_bytes = info.layout, info.layout.token_bytes
@@ -98,9 +122,11 @@ class ClusterState:
 
     def _attempt(self, tracked: TrackedRequest, planned: PlannedAttempt) -> Attempt:
         placement, footprint = planned.placement, planned.footprint
+        prefill = self.instances[placement.prefill]
         # A prefill instance's own queue waits for room. On a mixed instance, a prefill without a
         # decode must not take the room that was booked for others.
-        mixed = self.instances[placement.prefill].role is Role.MIXED
+        mixed = prefill.role is Role.MIXED
+        caches = prefill.info.caches_prefixes
         return Attempt(
             attempt_id=AttemptId(
                 f"{tracked.request.request_id}/{self._incarnation}{footprint.number}"
@@ -112,7 +138,7 @@ class ClusterState:
             num_tokens=footprint.num_tokens,
             booked_tokens=footprint.expected_tokens if footprint.decodes or mixed else 0,
             decodes=footprint.decodes,
-            expected_keys=tracked.keys[placement.held_blocks :],
+            expected_keys=tracked.keys[placement.held_blocks :] if caches else (),
             tbt_s=placement.tbt_s,
             begins_at=len(tracked.generated),
             waits=placement.max_step_s is not None,

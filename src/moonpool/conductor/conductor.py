@@ -338,8 +338,11 @@ class Conductor:
                 state.load = report
             case CostMeasured():
                 self.cost_estimator.take_profile(state, report.cost)
-                if report.address is not None:
-                    state.info = msgspec.structs.replace(state.info, address=report.address)
+                if (at := report.address) is not None:  # of a pool, which keeps prefixes
+                    self.instance_table.set_host(state.row, at.host_id)
+                    state.info = msgspec.structs.replace(
+                        state.info, address=at, caches_prefixes=True
+                    )
             case AdaptersLoaded():
                 names = tuple(adapter.name for adapter in report.adapters)
                 state.info = msgspec.structs.replace(state.info, adapters=names)

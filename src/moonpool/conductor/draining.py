@@ -53,6 +53,8 @@ LIST_TIMEOUT_S = 5.0
 """A list of prefixes that does not come within this time is ignored, so the instance hands over
 only what its next list has."""
 
+_Tried = tuple[InstanceId, ...]
+
 
 class _Unavailable(Enum):
     """Why no instance can take a prefix at present."""
@@ -72,9 +74,11 @@ class _Departure:
     requested_s: float | None = None  # time at which the outstanding list of prefixes was requested
     final: bool = False  # whether the list is the last one, requested after the attempts ended
     moved: bool = False
-    # (prefix, number of takers tried)
-    waiting: deque[tuple[HotPrefix, int]] = field(default_factory=deque)
+    # (prefix, takers that were tried)
+    waiting: deque[tuple[HotPrefix, _Tried]] = field(default_factory=deque)
     num_fetches: int = 0
+    num_failed: int = 0  # number of fetches that ended with an error
+    last_error: str = ""
     # Instances that had no room for a prefix. The prefixes after it are colder, so these instances
     # would have no room for them either.
     full: set[InstanceId] = field(default_factory=set)
@@ -87,7 +91,7 @@ class _PrefixTransfer:
     departure: _Departure
     taker: InstanceState
     prefix: HotPrefix
-    num_tries: int
+    tried: _Tried  # takers before this one
     num_tokens: int
 
 
@@ -97,7 +101,7 @@ class Draining(ClusterObserver):
     def __init__(self, cluster_state: ClusterState) -> None:
         self.num_left = self.num_handed_blocks = 0
         self._index, self._table = cluster_state.index, cluster_state.instance_table
-        self._instances = cluster_state.instances
+        self._instances, self._is_bound = cluster_state.instances, cluster_state.is_bound
         self._departures: dict[InstanceId, _Departure] = {}
         self._fetches: dict[int, _PrefixTransfer] = {}
         self._numbers = count(1)
@@ -154,14 +158,18 @@ class Draining(ClusterObserver):
 
     def to_move(self, now: float) -> list[TrackedRequest]:
         """Returns the requests that must be placed elsewhere now. A request both of whose instances
-        leave is returned once."""
+        leave is returned once. An answer that could not continue elsewhere stays until the end."""
         found: dict[RequestId, TrackedRequest] = {}
         for departure in self._departures.values():
             if now >= departure.move_s and not departure.moved:
                 departure.moved = True
                 state = departure.state
                 attempts = {**state.prefills, **state.handed_over, **state.decodes}
-                needing = [tracked for tracked in attempts.values() if _needs(state, tracked)]
+                needing = [
+                    tracked
+                    for tracked in attempts.values()
+                    if _needs(state, tracked) and not self._is_bound(tracked)
+                ]
                 found.update({tracked.request.request_id: tracked for tracked in needing})
         return list(found.values())
 
@@ -182,7 +190,7 @@ class Draining(ClusterObserver):
         ):
             return []
         departure.requested_s = None
-        departure.waiting.extend((prefix, 0) for prefix in report.prefixes)
+        departure.waiting.extend((prefix, ()) for prefix in report.prefixes)
         return self._advance(departure, now)
 
     def prefix_taken(self, report: PrefixTakenOver, now: float) -> list[ConductorAction]:
@@ -195,8 +203,11 @@ class Draining(ClusterObserver):
         self.num_handed_blocks += report.num_blocks
         if report.full:
             departure.full.add(name)
-        if report.full and fetch.num_tries + 1 < MAX_TRIES:
-            departure.waiting.appendleft((fetch.prefix, fetch.num_tries + 1))
+        if report.error:
+            departure.num_failed += 1
+            departure.last_error = f"{name}: {report.error}"
+        if report.full or report.error:
+            self._try_another(fetch)
         return self._advance(departure, now)
 
     def on_lost(self, state: InstanceState) -> list[ConductorAction]:
@@ -204,6 +215,7 @@ class Draining(ClusterObserver):
         for number in [n for n, t in self._fetches.items() if t.taker is state]:
             fetch = self._fetches.pop(number)
             fetch.departure.num_fetches -= 1
+            self._try_another(fetch)
         departure = self._departures.pop(state.info.instance_id, None)
         if departure is None:
             return []
@@ -211,9 +223,10 @@ class Draining(ClusterObserver):
         if drain is None or not drain.commanded:
             return [self._announce(departure, "was lost before it had left in order")]
         self.num_left += 1
-        return [
-            self._announce(departure, f"has left; others took {departure.num_handed} of its blocks")
-        ]
+        text = f"has left; others took {departure.num_handed} of its blocks"
+        if departure.num_failed:
+            text += f"; {departure.num_failed} fetches failed, the last at {departure.last_error}"
+        return [self._announce(departure, text)]
 
     def validate(self) -> None:
         """Asserts that departures, fetches and booked room agree."""
@@ -242,7 +255,8 @@ class Draining(ClusterObserver):
     def _advance(self, departure: _Departure, now: float) -> list[ConductorAction]:
         state = departure.state
         drain = state.drain
-        if drain is None or drain.commanded or state.info.instance_id not in self._departures:
+        is_over = self._departures.get(state.info.instance_id) is not departure
+        if drain is None or drain.commanded or is_over:
             return []
         if now >= departure.until_s:
             return self._leave(departure, drain)
@@ -277,19 +291,19 @@ class Draining(ClusterObserver):
         """Starts as many fetches as may run at a time. A prefix that finds no room is tried again
         later, and colder prefixes are tried meanwhile."""
         actions: list[ConductorAction] = []
-        later: list[tuple[HotPrefix, int]] = []
+        later: list[tuple[HotPrefix, _Tried]] = []
         while departure.waiting and departure.num_fetches < MAX_FETCHES:
             if len(later) == MAX_WITHOUT_ROOM:
                 break
-            prefix, num_tries = departure.waiting[0]
-            taker, num_missing, obstacle = self._choose_taker(departure, prefix)
+            prefix, tried = departure.waiting[0]
+            taker, num_missing, obstacle = self._choose_taker(departure, prefix, tried)
             if obstacle is _Unavailable.BUSY:
                 break
             departure.waiting.popleft()
             if obstacle is _Unavailable.NO_ROOM and now < departure.move_s:
-                later.append((prefix, num_tries))
+                later.append((prefix, tried))
             elif taker is not None and num_missing <= departure.num_blocks:
-                command = self._start_fetch(departure, taker, prefix, num_tries, num_missing, now)
+                command = self._start_fetch(departure, taker, prefix, tried, num_missing, now)
                 actions.append(command)
         departure.waiting.extendleft(reversed(later))
         return actions
@@ -299,13 +313,13 @@ class Draining(ClusterObserver):
         departure: _Departure,
         taker: InstanceState,
         prefix: HotPrefix,
-        num_tries: int,
+        tried: _Tried,
         num_missing: int,
         now: float,
     ) -> Send:
         number = next(self._numbers)
         num_tokens = num_missing * taker.info.layout.block_tokens
-        self._fetches[number] = _PrefixTransfer(departure, taker, prefix, num_tries, num_tokens)
+        self._fetches[number] = _PrefixTransfer(departure, taker, prefix, tried, num_tokens)
         departure.num_fetches += 1
         taker.handover_tokens[number] = num_tokens
         self._table.room_tokens[taker.row] -= num_tokens
@@ -319,12 +333,12 @@ class Draining(ClusterObserver):
         return Send(taker.info.instance_id, command)
 
     def _choose_taker(
-        self, departure: _Departure, prefix: HotPrefix
+        self, departure: _Departure, prefix: HotPrefix, tried: _Tried
     ) -> tuple[InstanceState | None, int, _Unavailable | None]:
         """The instance that should fetch the prefix, the number of its missing blocks, and why
         possible takers cannot take it now. If there is neither a taker nor a reason, a staying
-        instance has the whole prefix, or no other instance is large enough for it or has room for
-        prefixes as cold as this one."""
+        instance has the whole prefix, or no other instance is large enough for it, has room for
+        prefixes as cold as this one, or is untried."""
         index, table = self._index, self._table
         held = index.match(prefix.keys).held
         best: tuple[int, bool, int] | None = None
@@ -338,7 +352,9 @@ class Draining(ClusterObserver):
                 return None, 0, None
             wanted_tokens = ROOM_SHARE * missing * state.info.layout.block_tokens
             size_tokens = state.info.num_blocks * state.info.layout.block_tokens
-            if instance_id in departure.full or size_tokens < wanted_tokens:
+            if instance_id in tried or instance_id in departure.full:
+                continue
+            if size_tokens < wanted_tokens:
                 continue
             if state.handover_tokens:
                 obstacle = _Unavailable.BUSY
@@ -351,6 +367,12 @@ class Draining(ClusterObserver):
             if best is None or rank > best:
                 best, chosen, num_missing = rank, state, missing
         return chosen, num_missing, obstacle if chosen is None else None
+
+    def _try_another(self, fetch: _PrefixTransfer) -> None:
+        """Lets another instance take a prefix that its taker could not take."""
+        tried = (*fetch.tried, fetch.taker.info.instance_id)
+        if len(tried) < MAX_TRIES:
+            fetch.departure.waiting.appendleft((fetch.prefix, tried))
 
     def _end_fetch(self, number: int) -> _PrefixTransfer | None:
         fetch = self._fetches.pop(number, None)

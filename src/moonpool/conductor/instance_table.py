@@ -123,10 +123,16 @@ class InstanceTable:
         self.context_tokens[row] = min(largest, info.context_tokens or largest)
         # An engine without a limit of its own holds the whole pool, and the pool's room is booked.
         self.engine_tokens[row] = info.engine_tokens or np.inf
-        host = self._hosts.setdefault(info.address.host_id, len(self._hosts))
-        self.host[row] = host
-        self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
+        self.set_host(row, info.address.host_id)
         self._count_roles()
+
+    def set_host(self, row: int, host_id: str) -> None:
+        """Notes the host whose memory has the instance's blocks; "" is none."""
+        if left := self.host.item(row):
+            self.num_on_host[left] -= 1
+        self.host[row] = host = self._hosts.setdefault(host_id, len(self._hosts))
+        if host:
+            self.num_on_host[host] = self.num_on_host.get(host, 0) + 1
 
     def set_cost(self, row: int, cost: FittedCost, prefill_factor: float = 1.0) -> None:
         """Replaces the instance's cost coefficients. `prefill_factor`: what the profile's prefill
@@ -157,8 +163,7 @@ class InstanceTable:
         self.total_decoding -= int(self.decoding_batch[row])
         self.total_decoding_context -= int(self.decoding_context[row])
         self.prefills[row] = self.decodes[row] = False
-        self.num_on_host[self.host.item(row)] -= 1
-        self.host[row] = 0
+        self.set_host(row, "")
         self._clear(row)
         self._count_roles()
 

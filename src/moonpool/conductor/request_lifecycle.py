@@ -427,7 +427,8 @@ class RequestLifecycle:
         has_crashed = self._suspects.note_lost(state)
         for tracked in {**state.prefills, **state.handed_over, **state.decodes}.values():
             attempt = tracked.attempt
-            assert attempt is not None
+            if attempt is None:
+                continue  # it has given way to a request before it
             if instance_id != attempt.decoder and attempt.phase is AttemptPhase.DECODE:
                 # The prefill is done, but its stream may never have reached the decode instance.
                 self._send(attempt.decoder, StopReceiving(attempt_id=attempt.attempt_id))
@@ -502,8 +503,7 @@ class RequestLifecycle:
     # Ends
 
     def cancel(self, request_id: RequestId, reason: str, now: float) -> None:
-        tracked = self.requests.get(request_id)
-        if tracked is not None:
+        if (tracked := self.requests.get(request_id)) is not None:
             self.end(tracked, reason, now)
 
     def finish(

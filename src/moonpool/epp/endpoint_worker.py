@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from moonpool.config.rules import vllm_place
 from moonpool.discovery.endpoint import Endpoint
+from moonpool.epp.client_salts import with_roots
 from moonpool.epp.local_link import LocalLink
 from moonpool.epp.routed_call import CallDesk
 from moonpool.head.worker_link import LinkOwner
@@ -24,7 +25,13 @@ from moonpool.log_limit import limited_logger
 from moonpool.protocol.frames import HEARTBEAT_S
 from moonpool.protocol.messages import AttemptId
 from moonpool.types import InstanceId
-from moonpool.vllm.actions import EngineOutput, SubmitFailed, SubmitRequest
+from moonpool.vllm.actions import (
+    CacheEventsReceived,
+    EngineOutput,
+    SubmitFailed,
+    SubmitRequest,
+    VllmEvent,
+)
 from moonpool.vllm.cache_watch import COUNT_S
 from moonpool.vllm.facts import VllmFacts
 from moonpool.vllm.instance import VllmInstance
@@ -80,7 +87,15 @@ class EndpointWorker(VllmWorker):
     def post_output(self, output: EngineOutput | SubmitFailed) -> None:
         self._post(output)
 
+    def _post(self, event: VllmEvent) -> None:
+        if isinstance(event, CacheEventsReceived) and self._engine is not None:
+            layout = self._engine.layout
+            event = event if layout is None else with_roots(event, layout.fingerprint)
+        super()._post(event)
+
     def look(self) -> None:
+        if not self._joined:  # it gets no calls, and its health is not checked
+            return
         self._shared.suspects.add(self.instance_id)
         self._look_now.set()
 
@@ -112,6 +127,10 @@ class EndpointWorker(VllmWorker):
     def leave_gone(self) -> None:
         self._shared.suspects.discard(self.instance_id)
         super().leave_gone()
+
+    async def _end_tasks(self) -> None:
+        self._shared.suspects.discard(self.instance_id)
+        await super()._end_tasks()
 
     def _submit(self, submit: SubmitRequest) -> None:
         self._shared.desk.on_submit(self, submit)

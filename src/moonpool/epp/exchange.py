@@ -262,7 +262,7 @@ MAX_REST_BYTES = 1 << 20
 TAIL_BYTES = 16 << 10
 """vLLM writes the usage last."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})')
-_DONE = (DONE, b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
+_LAST = (b'"message_stop"', b'"response.completed"', b'"response.incomplete"')
 _EMPTY = b'"content":""'  # the first chunk has the role, and this content, before the first token
 
 
@@ -295,7 +295,7 @@ class ResponseWatch:
         return self.num_tokens
 
     def _take(self, event: bytes) -> int:
-        if any(mark in event for mark in _DONE):
+        if event == DONE or any(mark in event for mark in _LAST):
             self.is_done = True
             return 0
         if b'"delta"' in event or b'"text"' in event or b'"token_ids"' in event:

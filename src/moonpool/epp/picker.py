@@ -19,6 +19,7 @@ from moonpool.config.tables import Config
 from moonpool.discovery.endpoint import Endpoint, Listing, Notice
 from moonpool.discovery.rank_counts import RankCounts
 from moonpool.epp.call_headers import CallTerms, read_program, read_terms, request_id_of
+from moonpool.epp.client_salts import salted_tenant
 from moonpool.epp.endpoint_worker import PickerShared
 from moonpool.epp.members import Members
 from moonpool.epp.routed_call import Route, RoutedCall
@@ -37,7 +38,6 @@ from moonpool.types import (
     Role,
     SamplingParams,
     Slo,
-    paying,
 )
 
 SETTLE_S = 5.0
@@ -288,7 +288,7 @@ class Picker:
         places = [place for place in (route.prefill, route.endpoint) if place is not None]
         own = replace(
             request,
-            request_id=RequestId(f"{request.request_id}-{number}"),
+            request_id=self._free_id(f"{request.request_id}-{number}"),
             within=tuple(InstanceId(place.name) for place in places),
             slo=UNHURRIED,
         )
@@ -326,10 +326,11 @@ class Picker:
     def _new_id(self, headers: Mapping[str, str]) -> RequestId:
         """Returns the id of a new request: two calls may share their `x-request-id`, but requests
         may not."""
-        request_id = RequestId(request_id_of(headers))
-        if request_id in self.shared.desk:
-            request_id = RequestId(request_id_of({}))
-        return request_id
+        return self._free_id(request_id_of(headers))
+
+    def _free_id(self, wanted: str) -> RequestId:
+        taken = RequestId(wanted) in self.shared.desk
+        return RequestId(request_id_of({}) if taken else wanted)
 
     def _request(
         self,
@@ -353,11 +354,12 @@ class Picker:
             slo=terms.slo,
             arrived_s=arrived_s,
             deadline_s=arrived_s + terms.timeout_s,
-            tenant=paying(terms.payer),
+            tenant=salted_tenant(terms.payer, body.cache_salt),
             adapter=model.card.adapter_of(body.model),
             priority=terms.priority,
             # An answer teaches something only if its prompt and its first token are known.
             forwarded=not (call.is_exact and call.tells_first_token),
+            pinned=True,
         )
 
     # Endpoints

@@ -180,10 +180,15 @@ class PrefixIndex:
         changes = self._replicas.take_changes(self._holders, self._demoted, num_keys, capacities)
         return [(name, changes[one.bit]) for name, one in instances if one.bit in changes]
 
-    def without_spare(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> list[BlockKey]:
-        """Returns the blocks without those that the instance knows to be spare."""
-        bit, is_notified = self._instances[instance_id].bit, self._replicas.is_notified
-        return [key for key in keys if not is_notified(key, bit)]
+    def park(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
+        """Notes that the instance is told to let these blocks leave its DRAM first, whether they
+        are spare or not."""
+        bit, demoted = self._instances[instance_id].bit, self._demoted
+        self._replicas.park((key for key in keys if not demoted.get(key, 0) & bit), bit)
+
+    def unpark(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Undoes `park`. Returns the blocks without those that the instance knows to be spare."""
+        return self._replicas.unpark(keys, self._instances[instance_id].bit)
 
     def expect(self, instance_id: InstanceId, keys: Iterable[BlockKey]) -> None:
         """Notes that these blocks will be computed on the instance. Each call needs its `unexpect`
@@ -276,6 +281,7 @@ class PrefixIndex:
         assert holders == self._holders
         for key, demoted in self._demoted.items():
             assert demoted and not demoted & ~holders[key]
+        self._replicas.validate(holders, self._demoted)
         assert all(rows and not rows & ~used for rows in self._expecting.values())
         rows = [announced.row for announced in self._instances.values()]
         assert sorted(rows + self._free_rows) == list(range(len(self._bits)))
@@ -348,6 +354,9 @@ class PrefixIndex:
     def _drop(self, announced: _Announced, keys: Iterable[BlockKey]) -> None:
         """Records that the instance does not have these blocks any more."""
         own, holders, bit = announced.keys, self._holders, announced.bit
+        if self._replicas.has_parked:
+            keys = tuple(keys)
+            self._replicas.unpark(keys, bit)
         demoted = self._demoted
         shared = []
         for key in keys:
@@ -370,6 +379,8 @@ class PrefixIndex:
             return
         self._add(announced, keys)
         demoted, bit = self._demoted, announced.bit
+        if self._replicas.has_parked:
+            self._replicas.unpark(keys, bit)
         for key in keys:
             others = demoted.get(key)
             demoted[key] = bit if others is None else others | bit

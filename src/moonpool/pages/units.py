@@ -51,6 +51,11 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f}{GAP}%"
 
 
+def given_percent(share: float) -> str:
+    """Formats a share that somebody gave, with all of its digits: `90%`, `99.95%`."""
+    return f"{100 * share:.6g}%"
+
+
 def duration(seconds: float) -> str:
     """Formats a duration in the unit that leaves one to three digits before the point, for example
     `31.4 ms`."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moonpool.config.slo import SloConfig
+from moonpool.pages.units import given_percent
 from moonpool.plan.advice import WINDOW_MINUTES, InstanceLossEffect, binding
 from moonpool.plan.assess import Assessment, PlanGoal
 from moonpool.plan.candidate import Candidate, Priced, tokens
@@ -84,7 +85,10 @@ def answer(
         named = f"{priced.words(sure.candidate)}, with {_pool(sure.candidate, priced)}"
         price = f"{sure.usd_per_h:,.2f} USD/h"
         parts.append(
-            ("To be sure", f"At {goal.confidence:.0%} confidence, buy {named}, for {price}.")
+            (
+                "To be sure",
+                f"At {given_percent(goal.confidence)} confidence, buy {named}, for {price}.",
+            )
         )
     return PlanAnswer(tuple(parts))
 
@@ -142,7 +146,7 @@ def _holds(plan: ClusterPlan, choice: Assessment, prepared: Prepared, goal: Plan
     demand = prepared.demand
     text = (
         f"{_up_to(plan.rooms, demand)}{choice.share:.1%} of the trace's requests keep both SLOs:"
-        f" {slo_words(prepared.base.slo)}. The goal is {goal.wanted:.0%}"
+        f" {slo_words(prepared.base.slo)}. The goal is {given_percent(goal.wanted)}"
     )
     classes = choice.outcomes[0].classes
     if prepared.base.slo.classes and len(classes) > 1:
@@ -209,7 +213,8 @@ def _broken(broken: InstanceLossEffect, wanted: float) -> str:
 def _nothing(plan: ClusterPlan, slo: SloConfig, wanted: float) -> str:
     """Returns the answer for a search that found no cluster."""
     text = (
-        f"No cluster was found in which {wanted:.0%} of requests keep both SLOs: {slo_words(slo)}"
+        f"No cluster was found in which {given_percent(wanted)} of requests keep both SLOs:"
+        f" {slo_words(slo)}"
     )
     if plan.assessed:
         best = max(plan.assessed, key=lambda one: one.outcomes[0].how_far())

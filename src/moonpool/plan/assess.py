@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from moonpool.config.tables import Config, ConfigError
+from moonpool.pages.units import given_percent
 from moonpool.plan.candidate import Candidate, Priced
 from moonpool.plan.confidence import Interval, least_next_share, sample_interval
 from moonpool.plan.simulation_pool import SimulationPool
@@ -293,7 +294,7 @@ class PlanCheck(Struct, frozen=True):
         return (
             f"{verdict}: {self.num_within} of {len(shares)} fresh draws are within it; they have"
             f" {mean:.1%} on average ({min(shares):.1%} to {max(shares):.1%}), and {met} of them"
-            f" reach {self.wanted:.0%}."
+            f" reach {given_percent(self.wanted)}."
         )
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from moonpool.config.tables import Config, ConfigError
 from moonpool.distributions import nearest_rank
+from moonpool.pages.units import given_percent
 from moonpool.plan.candidate import (
     CACHE_STEPS,
     CHUNK_STEPS,
@@ -220,10 +221,10 @@ def check_possible(needs: dict[NodeKind, Need], config: Config, wanted: float) -
     idle_s = needs[fastest].idle_ttft_s
     if idle_s > config.slo.loosest.ttft_s:
         raise ConfigError(
-            f"no cluster keeps the SLOs: for {wanted:.0%} of the requests, prefill alone takes"
-            f" up to {idle_s:.3g} s on an idle instance of {fastest}, all cache hits included,"
-            f" and --slo-ttft is {config.slo.loosest.ttft_s:g} s: raise it, lower --attainment, or"
-            " name faster --devices"
+            f"no cluster keeps the SLOs: for {given_percent(wanted)} of the requests, prefill alone"
+            f" takes up to {idle_s:.3g} s on an idle instance of {fastest}, all cache hits"
+            f" included, and --slo-ttft is {config.slo.loosest.ttft_s:g} s: raise it, lower"
+            " --attainment, or name faster --devices"
         )
     fastest = min(needs, key=lambda kind: needs[kind].idle_tbt_s)
     idle_s = needs[fastest].idle_tbt_s

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from moonpool.distributions import rounded
-from moonpool.pages.units import counted
+from moonpool.pages.units import counted, given_percent
 from moonpool.plan.advice import InstanceLossEffect, binding, worst_moment
 from moonpool.plan.answer import PlanAnswer
 from moonpool.plan.assess import Assessment, NeighbourFound, PlanCheck, PlanGoal
@@ -42,7 +42,9 @@ def print_plan(plan: ClusterPlan, found: PlanAnswer, wanted: float, costs: dict[
         _print_neighbours(plan.neighbours, choice, wanted)
     front = plan.front()[-FRONT_ROWS:]
     if front:
-        click.echo(f"\nof those tried, nothing cheaper attains as much (wanted: {wanted:.0%})")
+        click.echo(
+            f"\nof those tried, nothing cheaper attains as much (wanted: {given_percent(wanted)})"
+        )
     width = max((len(_what(each.candidate)) for each in front), default=0)
     for each in front:
         click.echo(f"  {_row(each, wanted, width)}")

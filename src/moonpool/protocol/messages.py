@@ -241,6 +241,7 @@ class InstanceInfo(Struct, frozen=True):
     adapters: tuple[str, ...] = ()  # fingerprints of the adapters that the instance has loaded
     # most tokens of a prompt and its answer; 0 means as many as its blocks hold
     context_tokens: int = 0
+    caches_prefixes: bool = True  # whether later requests can use what a prompt has computed
 
 
 class PrefillStarted(Struct, frozen=True, tag=True):

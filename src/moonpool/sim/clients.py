@@ -67,7 +67,10 @@ class Clients:
                 self.num_never_sent += 1
                 continue
             self.figures.read(arrival, self._clock.now)
-            if self._loop.add(arrival):
+            wait_s = self._loop.add(arrival)
+            if wait_s:
+                self._later(wait_s, self._go_on, arrival)
+            elif wait_s is not None:
                 break
         else:
             self.has_more = False

@@ -1,8 +1,8 @@
 """Starts and ends simulated instances as the Conductor wants them (`conductor.roles.autoscale`).
 
 An instance that is started joins after its boot time, and costs money from its start. An instance
-that is no longer needed drains and leaves. Boots are not interrupted: if an instance is no longer
-wanted when it joins, it drains at once.
+that is no longer needed drains and leaves. An instance that restarts counts as present. Boots are
+not interrupted: if an instance is no longer wanted when it joins, it drains at once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Scaling:
             self.want(self._wanted)
 
     def _scale(self, role: Role, wanted: int) -> None:
-        serving = [s for s in self._states.values() if s.info.role is role and s.drain is None]
-        present = len(serving) + self._booting[role]
+        states = [s for s in self._states.values() if s.info.role is role]
+        serving = [s for s in states if s.drain is None]
+        returning = sum(s.drain is not None and s.drain.returns for s in states)
+        present = len(serving) + returning + self._booting[role]
         for _ in range(wanted - present):
             self._booting[role] += 1
             self.num_boots[role] += 1

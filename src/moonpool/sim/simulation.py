@@ -167,6 +167,7 @@ class Simulation:
         lost = InstanceLost(instance_id, "it left")
         self.clock.after(self._latency_s, Priority.MESSAGE, self._post, lost)
         if instance_id in self._returning:
+            self._returning.remove(instance_id)
             self.clock.after(
                 self._latency_s, Priority.MESSAGE, self._replace, instance_id, role, number
             )

@@ -63,19 +63,21 @@ class ClosedLoop(Generic[T]):
         self._failed.add(call.call)
         return True
 
-    def add(self, call: T) -> bool:
-        """Notes that a call was read. Returns whether the call starts at its own time."""
+    def add(self, call: T) -> float | None:
+        """Notes that a call was read. Returns None if it waits for other calls. Otherwise it starts
+        at its own time, and at the earliest after the returned seconds: the calls before it ended
+        before it was read, and its tools run from now on."""
         if not call.call:
-            return True
+            return 0.0
         missing = [name for name in call.after if name in self._open]
         self._open[call.call] = []
-        if call.after and not missing:
-            return True  # the calls for which it waits had ended before it was read
+        if not missing:
+            return call.delay_s if call.after else 0.0
         waiting = _Waiting(call, len(missing))
         for name in missing:
             self._open[name].append(waiting)
-        self.num_waiting += bool(missing)
-        return not missing
+        self.num_waiting += 1
+        return None
 
     def end(self, call: str) -> Iterator[T]:
         """Notes that a call was answered. Yields the calls that start after it, each after its

@@ -18,14 +18,16 @@ ForeignHash = bytes | int
 class ExternalBlocksStored(Struct, frozen=True):
     """Successive blocks were stored; each is the parent of the next.
 
-    `parent` is None at the beginning of a prompt. `salt` is the prompt's cache salt, if any.
-    `medium` is the memory that holds the blocks; a block may be in several.
+    `parent` is None at the beginning of a prompt. `salt` is the prompt's cache salt, if any, and
+    `adapter` its LoRA adapter; a salt that Moonpool made names both. `medium` is the memory that
+    holds the blocks; a block may be in several.
     """
 
     hashes: tuple[ForeignHash, ...]
     parent: ForeignHash | None
     token_ids: tuple[int, ...]
     salt: str | None = None
+    adapter: str = ""
     medium: str = ""
 
 
@@ -119,7 +121,7 @@ class ExternalBlocks:
 
     def _on_stored(self, event: ExternalBlocksStored) -> None:
         if event.parent is None:
-            parent = self._root_of(event.salt)
+            parent = self._root_of(event)
         else:
             parent = self._keys.get(event.parent)
         if len(event.token_ids) != len(event.hashes) * self._block_tokens:
@@ -140,12 +142,13 @@ class ExternalBlocks:
                 self._keys[name] = key
                 self._hold(key)
 
-    def _root_of(self, salt: str | None) -> BlockKey | None:
-        """Returns the root key, or None for a salt that Moonpool did not make."""
-        if salt is None:
-            return self._root
+    def _root_of(self, event: ExternalBlocksStored) -> BlockKey | None:
+        """Returns the root key, or None for a salt that Moonpool did not make, and for an adapter
+        without a salt."""
+        if event.salt is None:
+            return None if event.adapter else self._root
         try:
-            root = bytes.fromhex(salt)
+            root = bytes.fromhex(event.salt)
         except ValueError:
             return None
         return BlockKey(root) if len(root) == KEY_BYTES else None

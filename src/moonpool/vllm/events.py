@@ -114,10 +114,10 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
     if not isinstance(first, list):
         return None
     if adapter is not None or fields.get("lora_id") is not None:
-        # An adapter's prompts have a salt of their own, which names the adapter too.
-        first = first[1:] if first[:1] == [adapter] else []
-        if parent is None and not first:
-            return None  # the block belongs to another client, or to a vLLM that names no salts
+        names_adapter = isinstance(adapter, str) and first[:1] == [adapter]
+        if parent is None and not names_adapter:
+            return None  # an older vLLM, which names no salts either
+        first = first[1:] if names_adapter else []
     if first and not _is_salt(first):
         return None  # blocks with images and similar content are left out
     return ExternalBlocksStored(
@@ -125,6 +125,7 @@ def _read_event(fields: dict[str, Any]) -> ForeignEvent | None:
         parent=parent,
         token_ids=tuple(tokens),
         salt=first[0] if first else None,
+        adapter=adapter if isinstance(adapter, str) else "",
         medium=medium,
     )
 

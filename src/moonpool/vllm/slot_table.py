@@ -103,7 +103,9 @@ class SlotTable:
         self._by_key: dict[BlockKey, dict[str, None]] = {}  # names of files by key
         self._holders: Counter[BlockKey] = Counter()
         self._changes = Changes()
-        self._roots: set[BlockKey] = set()
+        self._root: BlockKey | None = None  # root of the first prompt
+        self.has_one_root = True
+        """Whether all prompts were of one tenant and one adapter."""
         self._uses = 0
 
     # Requests
@@ -113,7 +115,8 @@ class SlotTable:
         free = [number for number, slot in enumerate(self._slots) if not slot.is_busy]
         if not free:
             return None
-        self._roots.add(prompt.root)
+        self._root = self._root or prompt.root
+        self.has_one_root = self.has_one_root and prompt.root == self._root
         number, restore = self._choose(free, prompt)
         slot = self._slots[number]
         slot.is_busy, slot.used = True, self._next_use()
@@ -155,11 +158,6 @@ class SlotTable:
     def lock(self, number: int) -> None:
         """Makes a free slot busy until `end`."""
         self._slots[number].is_busy = True
-
-    @property
-    def has_one_root(self) -> bool:
-        """Whether all prompts were of one tenant and one adapter."""
-        return len(self._roots) <= 1
 
     @property
     def is_idle(self) -> bool:

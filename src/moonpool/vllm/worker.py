@@ -385,12 +385,12 @@ class VllmWorker(InstanceProcess):
     def _info(self, engine: FoundServer) -> InstanceInfo:
         assert engine.cost is not None
         assert engine.layout is not None
-        facts = engine.facts
+        facts, address = engine.facts, None if self._pool is None else self._pool.address
         return InstanceInfo(
             instance_id=self.instance_id,
             role=self.role,
             incarnation=engine.incarnation,
-            address=(None if self._pool is None else self._pool.address) or NO_ADDRESS,
+            address=address or NO_ADDRESS,
             layout=engine.layout,
             num_blocks=facts.num_blocks,
             cost=engine.cost,
@@ -401,6 +401,7 @@ class VllmWorker(InstanceProcess):
             ),
             adapters=tuple(adapter.name for adapter in facts.offer.adapters),
             context_tokens=facts.offer.max_model_tokens,
+            caches_prefixes=facts.caches_prefixes or address is not None,
         )
 
     # Events in, actions out

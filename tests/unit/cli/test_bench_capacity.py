@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from moonpool.plan.confidence import Attainment
 from moonpool.trace.builtin import BUILT_IN
 from moonpool.trace.generate import generate
 from moonpool.trace.jsonl import write_trace
+from moonpool.trace.row import TraceRow
+from moonpool_lab.profiling.capacity import LiveCapacity
 from tests.cli_runner import invoke, refusal, succeed
 
 
@@ -44,6 +49,29 @@ def test_what_cannot_run_is_one_line(trace: str) -> None:
     done = invoke("bench", "capacity", "--trace", trace, "--kv-tokens", "1024", "--processes", "1")
     assert done.exit_code == 1 and "no instance holds more than" in done.stderr
     refusal("bench", "capacity", "--trace", "nowhere.jsonl")
+
+
+def test_requests_that_a_server_does_not_take_are_not_in_the_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [TraceRow(float(n), 2000 if n % 2 else 50, 10, ()) for n in range(9)]
+    write_trace(rows, tmp_path / "t.jsonl")
+
+    async def facts(live: LiveCapacity) -> Any:
+        return SimpleNamespace(max_model_tokens=1000)
+
+    def kept(live: LiveCapacity, speed: float, seed: int) -> Attainment:
+        return Attainment(5, 5 if speed <= 2.0 else 0)
+
+    monkeypatch.setattr(LiveCapacity, "_query", facts)
+    monkeypatch.setattr(LiveCapacity, "measure", kept)
+    path = tmp_path / "c.json"
+    wanted = ("--trace", tmp_path / "t.jsonl", "--url", "http://h:1", "--json", path)
+    done = succeed("bench", "capacity", *wanted)
+    assert "left out: 4 of 9 requests" in done.output
+    found = json.loads(path.read_bytes())
+    assert found["trace_rps"] == 5 / 8
+    assert found["capacity"]["holds_rps"] == found["capacity"]["holds"] * 5 / 8
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -19,6 +19,7 @@ TINY = "random:hidden=64,layers=2,heads=4,kv_heads=2,inter=96,vocab=300,context=
         (["profile", "127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         (["profile", "127.0.0.1:1", "--url", "127.0.0.1:2"], "give one server, not"),
         (["profile", "a/model", "another"], "give one model, not a/model and another"),
+        (["profile", "h:1", "random:hidden=1", "--attention"], "model 'random:hidden=1': head_dim"),
         (["profile", "--beliefs"], "--beliefs needs the URL of a server"),
         (["replay", "h:1", "--url", "h:2", "--trace", "t"], "give the address of the server once"),
         (["replay", "--trace", "none.jsonl"], "none.jsonl"),

@@ -172,6 +172,10 @@ def test_for_more_load_and_for_shorter_prompts(
             ("--slo-ttft", "0.1"),
             r"no cluster keeps the SLOs: for 90% of the requests, prefill alone takes",
         ),
+        (
+            ("--slo-ttft", "0.1", "--attainment", "0.999"),
+            r"no cluster keeps the SLOs: for 99.9% of the requests, prefill alone takes",
+        ),
         (("--slo-tbt", "0.01"), "no cluster keeps the SLOs: a decode step takes"),
         (("--devices", "H100"), "unknown device 'H100'; did you mean"),
         (("--devices", "A800-SXM,A6000:8"), "there is no price of A6000: give one by --prices"),

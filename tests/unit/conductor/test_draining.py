@@ -23,7 +23,7 @@ from moonpool.protocol.messages import (
     StartPrefill,
     TakeOverPrefix,
 )
-from moonpool.types import BlockKey, FinishReason, InstanceId, Role, Token
+from moonpool.types import BlockKey, FinishReason, InstanceId, RequestId, Role, Token
 
 KEYS, OTHERS = ([BlockKey(bytes([n]) * 16) for n in numbers] for numbers in ((1, 2, 3), (4, 5, 6)))
 
@@ -128,6 +128,33 @@ def test_a_request_of_which_both_instances_leave_moves_once() -> None:
     assert refused.refusal.status == 503 and not desk.conductor.requests
 
 
+def test_an_answer_that_could_not_continue_elsewhere_stays_until_the_end() -> None:
+    desk = Desk("m0")
+    desk.ask("begun", forwarded=True, deadline_s=1000.0)
+    desk.tokens("m0", 1, work="begun/1")
+    desk.ask("other", forwarded=True, deadline_s=1000.0)
+    desk.join("m1")
+    drain(desk, "m0", within_s=20.0)
+    moved = ticked(desk, 10.5)
+    assert not of(moved, Refuse) and sent(moved, StartPrefill)[0][0] == "m1"
+    assert [tracked.request.request_id for tracked in desk.conductor.requests.values()] == [
+        "begun",
+        "other",
+    ]
+    assert sent(ticked(desk, 10.0), LeaveCluster)
+    (refused,) = of(desk.handle(InstanceLost(InstanceId("m0"), "it left")), Refuse)
+    assert refused.request_id == "begun"
+
+
+def test_a_call_that_a_gateway_sends_stays_on_an_instance_that_drains() -> None:
+    desk = Desk("m0")
+    desk.ask("sent", pinned=True, deadline_s=1000.0)
+    desk.join("m1")
+    drain(desk, "m0", within_s=20.0)
+    assert not sent(ticked(desk, 10.5), StartPrefill)
+    assert RequestId("sent") in desk.conductor.requests
+
+
 def test_an_instance_without_room_is_not_tried_again() -> None:
     desk = Desk("p0", "p1", "p2", "d0")
     drain(desk, "p0")
@@ -142,6 +169,23 @@ def test_an_instance_without_room_is_not_tried_again() -> None:
             actions += desk.report(name, full)
     assert sorted(name for name, _ in asked) == ["d0", "p1", "p2"]
     assert sent(actions, ListHot), "nothing is left to hand over"
+
+
+def test_a_prefix_goes_to_another_instance_if_its_fetch_fails() -> None:
+    desk = Desk("p0", "p1", "p2", "d0", "d1")
+    drain(desk, "p0")
+    actions = hot(desk, "p0", HotPrefix(tuple(KEYS), 1))
+    asked = []
+    while taking := sent(actions, TakeOverPrefix):
+        ((name, command),) = taking
+        asked.append(name)
+        failed = PrefixTakenOver(number=command.number, num_blocks=0, error="cut off")
+        actions = desk.report(name, failed)
+    assert len(set(asked)) == 3 and sent(actions, ListHot), "given up after the third instance"
+    assert sent(hot(desk, "p0", number=2), LeaveCluster)
+    (said,) = of(desk.handle(InstanceLost(InstanceId("p0"), "it left")), Announce)
+    assert "others took 0 of its blocks; 3 fetches failed" in said.text
+    assert f"the last at {asked[-1]}: cut off" in said.text
 
 
 def test_a_prefix_without_room_waits_until_requests_have_ended() -> None:
@@ -177,12 +221,14 @@ def test_a_prefix_too_large_for_any_instance_is_dropped_at_once() -> None:
     assert sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), ListHot)
 
 
-def test_a_taker_that_dies_leaves_nothing_booked() -> None:
+def test_a_taker_that_dies_leaves_nothing_booked_and_another_one_takes_the_prefix() -> None:
     desk = Desk("p0", "p1", "d0")
     drain(desk, "p0")
-    ((taker, _),) = sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOverPrefix)
-    desk.handle(InstanceLost(InstanceId(taker), "it died"))
-    ticked(desk)
+    ((first, _),) = sent(hot(desk, "p0", HotPrefix(tuple(KEYS), 1)), TakeOverPrefix)
+    desk.handle(InstanceLost(InstanceId(first), "it died"))
+    ((second, command),) = sent(ticked(desk), TakeOverPrefix)
+    assert {first, second} == {"p1", "d0"}
+    desk.report(second, PrefixTakenOver(number=command.number, num_blocks=3))
     assert not any(state.handover_tokens for state in desk.conductor.instances.values())
 
 

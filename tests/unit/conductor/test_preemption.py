@@ -9,9 +9,15 @@ import msgspec
 import pytest
 from conductor_desk import LAYOUT, Desk, of, sent
 
-from moonpool.conductor.actions import ConductorAction, Refuse, RequestCancelled, Tick
+from moonpool.conductor.actions import (
+    ConductorAction,
+    InstanceLost,
+    Refuse,
+    RequestCancelled,
+    Tick,
+)
 from moonpool.protocol.messages import Abort, ReserveDecode, StartPrefill
-from moonpool.types import RequestId
+from moonpool.types import InstanceId, RequestId
 
 LONG = {"max_tokens": 1000, "sampling": {"ignore_eos": True}, "deadline_s": 600.0}
 
@@ -159,6 +165,54 @@ def test_answers_that_outgrow_a_vllm_instance_give_way(inner: str) -> None:
         desk.tokens("m0", *range(100), work=f"f{number}/{number + 1}")
     found = paused(desk.handle(Tick()))
     assert found == (["f8", "f7"] if inner == "vllm" else [])
+
+
+@pytest.mark.parametrize("of_flood", [{"forwarded": True}, {"sampling": {"grammar": "g"}}])
+def test_answers_that_could_not_continue_do_not_give_way(of_flood: dict[str, Any]) -> None:
+    desk = Desk("m0", num_blocks=100, layout=msgspec.structs.replace(LAYOUT, inner="vllm"))
+    for number in range(4):
+        tokens = tuple(range(number * 100, number * 100 + 88))
+        desk.ask(f"f{number}", token_ids=tokens, tenant="flood", **of_flood)
+    for number in range(3):
+        desk.tokens("m0", 1, work=f"f{number}/{number + 1}")
+    small = {"token_ids": range(9000, 9010), "tenant": "small"}
+    assert paused(desk.ask("s0", **small)) == ["f3"], "its answer has not begun"
+    assert not paused(desk.ask("s1", **small, max_tokens=90))
+    for number in range(3):
+        desk.tokens("m0", *range(9), work=f"f{number}/{number + 1}")
+    assert not paused(desk.handle(Tick()))
+
+
+def test_calls_that_a_gateway_sends_do_not_give_way() -> None:
+    """Their servers would compute on, and nothing would be booked for them."""
+    desk = Desk("m0", num_blocks=100)
+    for number in range(4):
+        tokens = tuple(range(number * 100, number * 100 + 88))
+        desk.ask(f"f{number}", token_ids=tokens, tenant="flood", pinned=True)
+    desk.tokens("m0", 1, work="f0/1")
+    assert not paused(desk.ask("s0", token_ids=range(9000, 9010), tenant="small"))
+
+
+def test_no_answer_gives_way_where_the_request_may_not_be_served() -> None:
+    flood = Flood("m0", "m1")
+    for count in range(10, 20):
+        flood.ask(f"f{count}", "flood", count * 100)
+    actions = flood.small(within=(InstanceId("m1"),))
+    assert placed(actions) == ["s"]
+    assert [name for name, _ in sent(actions, Abort)] == ["m1"]
+
+
+def test_an_instance_is_lost_whose_requests_give_way_to_one_of_them() -> None:
+    desk = Desk("p0", "d0", num_blocks=250, admission="none")
+    desk.ask("x0", token_ids=range(100), max_tokens=700, tenant="x")
+    desk.decoding("x0/1")
+    desk.ask("y", token_ids=range(5000, 5020), tenant="y")
+    desk.ask("x1", token_ids=range(9000, 9450), tenant="x")
+    desk.tokens("d0", *range(520), work="x0/1")  # more than was booked
+    desk.join("p1")
+    actions = desk.handle(InstanceLost(InstanceId("p0"), "it died"))
+    assert (placed(actions), desk.conductor.num_waiting) == (["y"], 1)
+    assert desk.conductor.requests[RequestId("x1")].attempt is None
 
 
 def test_a_tenant_alone_on_vllm_keeps_its_answers() -> None:

@@ -18,7 +18,7 @@ from moonpool.protocol.messages import (
     PrefillStarted,
     StartPrefill,
 )
-from moonpool.types import FinishReason, ProgramContext, RequestId
+from moonpool.types import FinishReason, ProgramContext, RequestId, paying
 
 
 def of(kind: type[Any], actions: list[ConductorAction]) -> list[Any]:
@@ -162,6 +162,21 @@ def test_a_program_that_comes_back_leaves_the_marks_of_spare_replicas() -> None:
     assert numbers == [0, 10] and kept_at != spare_at
 
 
+def test_the_last_copies_of_a_parked_program_still_leave_first() -> None:
+    agents, _ = with_a_long_pause()
+    desk = agents.desk
+    (program,) = desk.conductor.programs
+    keys = tuple(program.keys)
+    desk.join("m1")
+    desk.report("m1", BlocksSnapshot(next_sequence=0, keys=keys))
+    ((spare_at, *_),) = marks_at(desk.handle(Tick()))
+    owner = "m1" if spare_at == "m0" else "m0"
+    sequence = agents.num_stored if owner == "m0" else 0
+    desk.report(owner, BlocksChanged(sequence=sequence, stored=(), removed=keys))
+    assert marks_at(desk.handle(Tick())) == []
+    assert marks_at(agents.call("again", "a")) == [(spare_at, 0, 10)]
+
+
 def test_an_explanation_names_the_program() -> None:
     agents = Agents()
     agents.answer(agents.call("a1", "a"))
@@ -222,6 +237,25 @@ def test_a_growing_prompt_is_recognised_if_asked_for() -> None:
         "(recognised by its prompt); it paused for 2.0 s" in ended(actions).explanation.lines()[0]
     )
     assert len(agents.desk.conductor.programs) == 1
+
+
+def test_a_growing_prompt_is_recognised_only_as_a_program_of_its_tenant() -> None:
+    agents = Agents(programs="all")
+    agents.answer(agents.desk.ask("r1", token_ids=tuple(range(40)), tenant=paying("x")))
+    agents.answer(agents.desk.ask("r2", token_ids=tuple(range(60)), tenant=paying("y")))
+    known = {one.tenant: one.num_calls for one in agents.desk.conductor.programs}
+    assert known == {"x": 1, "y": 1}
+
+
+def test_a_program_is_recognised_though_a_named_one_began_with_its_prompt() -> None:
+    agents = Agents(programs="all")
+    prompt = (ord("a"), *range(1, 40))
+    agents.answer(agents.desk.ask("r1", token_ids=prompt))
+    agents.answer(agents.call("a1", "a"))
+    agents.answer(agents.call("a2", "a", num_tokens=60))
+    agents.answer(agents.desk.ask("r2", token_ids=(*prompt, *range(100, 104))))
+    calls = {one.is_named: one.num_calls for one in agents.desk.conductor.programs}
+    assert calls == {True: 2, False: 2} and len(agents.desk.conductor.programs) == 2
 
 
 def test_a_client_that_invents_names_costs_a_bounded_look_and_nobody_elses_program(

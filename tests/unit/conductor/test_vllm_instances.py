@@ -3,6 +3,9 @@ times that are measured after they joined."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 
 from moonpool.conductor.actions import (
@@ -24,7 +27,8 @@ from moonpool.protocol.messages import (
     request_of,
 )
 from moonpool.protocol.model_offer import OfferedAdapter
-from moonpool.types import FinishReason, InstanceId
+from moonpool.types import FinishReason, InstanceId, RequestId
+from moonpool.vllm.nominal_layout import NO_ADDRESS
 from tests.unit.conductor.conductor_desk import Desk, of
 
 
@@ -102,10 +106,10 @@ def test_forwarded_requests_teach_no_times() -> None:
     assert front.conductor.cost_estimator.ttft_s.count == 0
 
 
-def joined(front: Desk, name: str, *adapters: str) -> None:
+def joined(front: Desk, name: str, *adapters: str, **facts: Any) -> None:
     info = front.conductor.instances[InstanceId(name)].info
     front.handle(InstanceLost(InstanceId(name), "it returns"))
-    front.handle(InstanceJoined(replace(info, adapters=adapters)))
+    front.handle(InstanceJoined(replace(info, adapters=adapters, **facts)))
 
 
 def test_an_adapter_is_asked_for_where_it_is() -> None:
@@ -129,6 +133,52 @@ def test_an_adapter_that_is_loaded_later_is_found_and_one_that_is_unloaded_is_no
     assert refuse.refusal.status == 503
 
 
+def test_a_request_does_not_wait_for_room_on_instances_that_may_not_serve_it() -> None:
+    front = desk("m0", "m1", "p0")
+    joined(front, "m1", "poet", context_tokens=16)
+    wanted = {"token_ids": tuple(range(20)), "stated": False}
+    assert place(front.ask("x", **wanted))
+    for name, limits in (("y", {"adapter": "poet"}), ("z", {"within": (InstanceId("m1"),)})):
+        (refuse,) = of(front.ask(name, **wanted, **limits), Refuse)
+        found = refuse.refusal
+        assert (found.status, found.reason) == (422, "no_prefill_capacity")
+        assert "the 16 tokens of context" in found.message
+    (refuse,) = of(front.ask("w", within=(InstanceId("p0"),)), Refuse)
+    assert (refuse.refusal.status, refuse.refusal.reason) == (503, "no_decode_instance")
+
+
+@pytest.mark.parametrize(("caches", "second_s"), [(True, 0.012), (False, 0.02)])
+def test_hits_are_expected_only_where_prefixes_are_cached(caches: bool, second_s: float) -> None:
+    """The second prompt waits for the first one, 0.01 s, and is equal to it."""
+    front = desk("m0")
+    joined(front, "m0", caches_prefixes=caches)
+    found = []
+    for name in ("first", "second"):
+        front.ask(name)
+        found.append(front.conductor.requests[RequestId(name)].record.predicted_ttft_s)
+    assert found == pytest.approx([0.01, second_s])
+
+
+def test_a_pool_that_opens_after_its_server_joined_counts() -> None:
+    """The pool keeps prefixes, also of a server without a prefix cache, and others on its host read
+    it from memory."""
+    front = desk("m0", "m1")
+    pool = front.conductor.instances[InstanceId("m0")].info.address
+    joined(front, "m0", caches_prefixes=False, address=NO_ADDRESS)
+    table = front.conductor.instance_table
+    assert len(set(table.host.tolist())) == 2
+    cost = front.conductor.instances[InstanceId("m0")].info.cost
+    front.report("m0", CostMeasured(cost=cost, address=pool))
+    assert len(set(table.host.tolist())) == 1 and list(table.num_on_host.values()) == [2]
+    front.handle(InstanceLost(InstanceId("m1"), "it ended"))
+    assert list(table.num_on_host.values()) == [1]
+    found = []
+    for name in ("first", "second"):
+        front.ask(name)
+        found.append(front.conductor.requests[RequestId(name)].record.predicted_ttft_s)
+    assert found == pytest.approx([0.01, 0.012])
+
+
 def test_measured_times_take_the_place_of_assumed_ones() -> None:
     front = desk("m0")
     state = front.conductor.instances[InstanceId("m0")]
@@ -143,6 +193,18 @@ def test_measured_times_take_the_place_of_assumed_ones() -> None:
     record = front.conductor.requests[request_of(attempt)].record
     assert record.predicted_ttft_s == 1.0
     assert record.predicted_tbt_s == 0.5
+
+
+def test_a_prefill_that_began_by_assumed_times_teaches_nothing_of_measured_ones() -> None:
+    front = desk("m0")
+    _, attempt = place(front.ask())
+    front.report("m0", PrefillStarted(attempt_id=attempt, cached_tokens=0, fetched_tokens=0))
+    cost = FittedCost(prefill=(1.0, 0.0, 0.0, 0.0), decode=(0.5, 0.0, 0.0))
+    front.report("m0", CostMeasured(cost=cost))
+    front.now += 1.0  # as measured, and a hundred times as long as assumed
+    front.tokens("m0", 50, work=attempt)
+    factor = front.conductor.instances[InstanceId("m0")].prefill_factor
+    assert not factor.has_steps
 
 
 def test_a_request_goes_only_to_those_that_may_serve_it() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from conductor_desk import Desk, of, sent
+from msgspec.structs import replace
 
 from moonpool.conductor.actions import (
     ConductorAction,
@@ -13,7 +16,9 @@ from moonpool.conductor.actions import (
     RequestCancelled,
     Tick,
 )
+from moonpool.conductor.state import TrackedRequest
 from moonpool.conductor.waiting import queue as waiting_module
+from moonpool.conductor.waiting.queue import Deadlines
 from moonpool.protocol.messages import AttemptFailed, AttemptId, ReserveDecode, StartPrefill
 from moonpool.types import FinishReason, InstanceId, RequestId
 
@@ -67,6 +72,23 @@ def test_nobody_waits_for_an_instance_that_never_was_or_that_left() -> None:
     desk.handle(DrainRequested(InstanceId("d0"), 0.0, "its process got a signal"))
     lose(desk, "d0")
     assert of(desk.ask("b"), Refuse)[0].refusal.reason == "no_decode_instance"
+
+
+def test_ended_requests_are_not_remembered_until_their_levels_are_missed() -> None:
+    desk = Desk("p0", "d0")
+    desk.ask("a", ttft_s=1e9, deadline_s=1e9)
+    (known,) = desk.conductor.requests.values()
+    under_way: dict[RequestId, TrackedRequest] = {}
+    deadlines = Deadlines(under_way)
+    for number in range(1000):
+        name = RequestId(f"r{number}")
+        tracked = TrackedRequest(replace(known.request, request_id=name), known.record)
+        under_way[name] = tracked
+        deadlines.add(tracked)
+        deadlines.add_joining(tracked)
+        del under_way[name]
+        deadlines.trim()
+    assert len(pickle.dumps(deadlines)) < 5000
 
 
 def test_waiting_new_requests_are_bounded_and_begun_ones_are_not(

@@ -55,6 +55,13 @@ def test_pieces_do_not_matter(case: tuple[bytes, int], data: st.DataObject) -> N
     assert (number, watch.num_tokens, watch.is_done) == (expected, expected, True)
 
 
+def test_an_answer_may_quote_the_last_event() -> None:
+    watch = ResponseWatch(is_stream=True)
+    quoted = event(choices=[{"index": 0, "delta": {"content": "ends with [DONE]"}}])
+    assert watch.feed(quoted) == 1 and not watch.is_done
+    assert watch.feed(b"data: [DONE]\n\n") == 0 and watch.is_done
+
+
 def test_a_stream_that_is_cut_is_not_done() -> None:
     watch = ResponseWatch(is_stream=True)
     watch.feed(CHAT[: len(CHAT) // 2])

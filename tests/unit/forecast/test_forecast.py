@@ -275,6 +275,16 @@ def test_a_refused_prompt_is_sent_again(loop: VirtualLoop, tmp_path: Path) -> No
     assert found.chunk_tokens == 512
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_server_that_ends_answers_early_is_told_in_one_line(
+    loop: VirtualLoop, tmp_path: Path, num_tokens: int
+) -> None:
+    server = TimedServer()
+    server.longest_answer = num_tokens
+    with pytest.raises(ServerUnfitError, match=r"no answer lasted long enough .* ignore_eos"):
+        forecast(loop, server, tmp_path / "table.jsonl")
+
+
 def test_a_server_that_refuses_all_is_told_in_one_line(loop: VirtualLoop, tmp_path: Path) -> None:
     server = TimedServer()
     server.refuses = lambda number: number > 30

@@ -59,6 +59,7 @@ class TimedServer:
         self.num_requests = 0
         self.on_request = lambda: None
         self.refuses: Callable[[int], bool] = lambda number: False
+        self.longest_answer = 1 << 20
         self._cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
         self._cache_blocks = cache_blocks
         self._waiting: list[_Running] = []
@@ -161,7 +162,7 @@ class TimedServer:
             head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\n"
             writer.write(head + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
             return
-        one = _Running(body["prompt"], body["max_tokens"], 0)
+        one = _Running(body["prompt"], min(body["max_tokens"], self.longest_answer), 0)
         self._waiting.append(one)
         self._work.set()
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: keep-alive\r\n"

@@ -25,17 +25,19 @@ class Cluster:
         self.dram: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
         self.ssd: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
         self.spare: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
+        self.parked: dict[InstanceId, set[BlockKey]] = {name: set() for name in NAMES}
         self.sequence = dict.fromkeys(NAMES, 0)
         for name in NAMES:
             self.join(name)
 
     def join(self, name: InstanceId) -> None:
         self.index.add_instance(name, 1)
-        self.dram[name], self.ssd[name], self.spare[name] = set(), set(), set()
+        self.dram[name], self.ssd[name] = set(), set()
         self.resync(name)
 
     def resync(self, name: InstanceId) -> None:
         self.spare[name].clear()
+        self.parked[name].clear()
         self.sequence[name] = 0
         self.index.load_snapshot(name, 1, 0, sorted(self.dram[name]), sorted(self.ssd[name]))
 
@@ -44,6 +46,7 @@ class Cluster:
         dram.discard(key)
         ssd.discard(key)
         self.spare[name].discard(key)
+        self.parked[name].discard(key)
         if where != "gone":
             (dram if where == "dram" else ssd).add(key)
         words = {word: [key] if word == where else [] for word in ("dram", "gone", "ssd")}
@@ -57,6 +60,16 @@ class Cluster:
             self.spare[name] |= self.dram[name].intersection(words.spare)
             self.spare[name] -= set(words.last)
         return len(changes)
+
+    def park(self, name: InstanceId, keys: list[BlockKey]) -> None:
+        self.index.park(name, keys)
+        here = self.dram[name].intersection(keys)
+        self.parked[name] |= here
+        self.spare[name] |= here
+
+    def unpark(self, name: InstanceId, keys: list[BlockKey]) -> None:
+        self.spare[name].difference_update(self.index.unpark(name, keys))
+        self.parked[name].difference_update(keys)
 
     def truth(self, name: InstanceId) -> set[BlockKey]:
         others = [self.dram[other] for other in NAMES if other != name]
@@ -85,6 +98,36 @@ def test_notifications_converge() -> None:
                 having = {name for name in NAMES if key in cluster.dram[name]}
                 told = {name for name in NAMES if key in cluster.spare[name]}
                 assert told < having or not having, "one copy at least must stay"
+                assert len(having - told) <= 1, "all but one may go"
+
+
+def test_parked_blocks_leave_first_until_they_are_unparked() -> None:
+    rng = Random(4)
+    cluster = Cluster()
+    for number in range(4000):
+        name, key = rng.choice(NAMES), rng.choice(KEYS)
+        what = rng.randrange(40)
+        if what == 0:
+            cluster.join(name)
+        elif what == 1:
+            cluster.resync(name)
+        elif what < 6:
+            cluster.notify(rng.randint(1, 4))
+        elif what < 14:
+            held = [one for one in KEYS if one in cluster.dram[name] | cluster.ssd[name]]
+            (cluster.park if what < 10 else cluster.unpark)(name, held)
+        else:
+            where = rng.choice(("dram", "dram", "gone", "ssd"))
+            if where != "dram" or key not in cluster.dram[name]:
+                cluster.change(name, key, where)
+        if number % 10 == 0:
+            cluster.notify(1000)
+            for key in KEYS:
+                having = {name for name in NAMES if key in cluster.dram[name]}
+                told = {name for name in NAMES if key in cluster.spare[name]}
+                parked = {name for name in NAMES if key in cluster.parked[name]}
+                assert parked <= told <= having
+                assert told < having or parked or not having, "one copy at least must stay"
                 assert len(having - told) <= 1, "all but one may go"
 
 

@@ -119,6 +119,16 @@ def test_guessed_tokens_are_refused_in_one_line() -> None:
         limits_of(speculating, build_hardware(speculating), [])
 
 
+def test_programs_are_refused_in_one_line() -> None:
+    settings = config_of(1, 1, 0, (4.0, 0.05))
+    calls = [
+        Arrival(0.0, 100, 1, private_keys(n, 100, BLOCK), call=str(n), after=after)
+        for n, after in enumerate([(), ("0",)])
+    ]
+    with pytest.raises(ConfigError, match="no bound for calls of programs"):
+        limits_of(settings, build_hardware(settings), calls)
+
+
 def test_shared_blocks_are_paid_once() -> None:
     """Of ten prompts that arrive together, all can be served if they share all blocks but one, and
     few if they share none."""

@@ -271,6 +271,8 @@ def test_where_nothing_meets_the_nearest_is_named() -> None:
     assert found.choice is None and found.neighbours == ()
     words = answer(found, [], PlanGoal(), prepared(), priced()).text
     assert words.startswith("No cluster was found in which 90%")
+    stricter = answer(found, [], PlanGoal(wanted=0.995), prepared(), priced()).text
+    assert stricter.startswith("No cluster was found in which 99.5%")
 
 
 def test_the_sentence_says_what_is_promised_and_what_one_fewer_breaks() -> None:

@@ -6,7 +6,11 @@ from __future__ import annotations
 import pytest
 
 from moonpool.cost.fitted import FittedCost
-from moonpool_lab.profiling.learned_decode_steps import RehearsedRequest, step_spread
+from moonpool_lab.profiling.learned_decode_steps import (
+    RehearsedRequest,
+    equally_likely,
+    step_spread,
+)
 
 COST = FittedCost(prefill=(0.0, 1e-4, 0.0, 0.0), decode=(0.008, 0.002, 0.0), contention=(1.0, 1.5))
 
@@ -57,3 +61,11 @@ def test_steps_with_prompts_in_them_say_nothing() -> None:
         [RehearsedRequest("prefill-0", "decode-0", 0.9, 1.0, 100, late)], COST, 2
     )
     assert 1.0 < max(alone) <= 20.0 and alone[-2] == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [32, 33, 47, 63, 64, 100])
+def test_the_mean_of_all_ratios_stays(count: int) -> None:
+    ratios = [1.0 + 0.1 * (n % 7) + (5.0 if n % 11 == 0 else 0.0) for n in range(count)]
+    found = equally_likely(ratios)
+    assert len(found) == 32 and list(found) == sorted(found)
+    assert sum(found) / 32 == pytest.approx(sum(ratios) / count)

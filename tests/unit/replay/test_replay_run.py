@@ -85,6 +85,16 @@ def test_retry_after_is_honoured_and_counts_as_waiting() -> None:
     assert figures["ttft_s"]["mean"] > 0.1
 
 
+@pytest.mark.parametrize("told", ["nan", "inf"])
+def test_a_retry_after_that_is_no_time_counts_as_none(told: str) -> None:
+    def script(number: int, *_: Any) -> Reply:
+        refusal = whole(429, {}, f"Retry-After: {told}")
+        return refusal if number == 1 else stream(*GOOD)
+
+    figures, _ = play(script, retries=1)
+    assert figures["completed"] == 1
+
+
 def test_retries_end() -> None:
     figures, calls = play(lambda *_: refusal(), retries=2)
     assert figures["rejected"] == 1 and len(calls) == 3
@@ -120,7 +130,13 @@ def test_a_wrong_key_ends_the_run_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "error"),
-    [(whole(401, {}), "API key"), (models("a", "b"), "a, b"), (whole(200, {}), "no models")],
+    [
+        (whole(401, {}), "API key"),
+        (models("a", "b"), "a, b"),
+        (whole(200, {}), "no models"),
+        (whole(200, {"data": None}), "no models"),
+        (whole(200, {"data": [None, "a", {"id": 3}]}), "no models"),
+    ],
 )
 def test_a_server_that_cannot_be_used(reply: bytes, error: str) -> None:
     with scripted(lambda *_: reply) as server:
@@ -163,6 +179,18 @@ def test_it_is_an_open_loop_and_slots_are_bounded() -> None:
     assert figures["simulated_s"] >= 0.19
     free, _ = play(slow, count=20, rows=rows(20, gap_s=0.0), concurrency=20)
     assert free["client"]["peak_in_flight"] > 5 and free["client"]["delayed"] == 0
+
+
+def test_tools_run_before_a_call_for_which_there_was_no_slot_in_time() -> None:
+    """The second call of the first session is read only after the first call has ended."""
+    turns = [("a", 0, ()), ("b", 0, ()), ("a", 1, ("a0",)), ("b", 1, ("b0",))]
+    played = tuple(
+        TraceRow(0.0, 8, 3, (0, n), session=name, call=f"{name}{turn}", after=after, delay_s=0.4)
+        for n, (name, turn, after) in enumerate(turns)
+    )
+    figures, _ = play(lambda *_: stream(*GOOD), count=4, rows=played, concurrency=1)
+    assert figures["completed"] == 4
+    assert figures["simulated_s"] >= 0.4
 
 
 def test_stopping_keeps_what_there_is() -> None:

@@ -107,6 +107,17 @@ def test_so_many_programs_run_at_a_time() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
 
 
+def test_tools_run_before_a_call_that_is_read_late() -> None:
+    """Sessions without times may lie between each other in a file."""
+    mixed = [
+        row for pair in zip(program(1, 2, 30.0), program(2, 2, 30.0), strict=True) for row in pair
+    ]
+    _, records = run(mixed, most_programs=1)
+    for name in ("p1", "p2"):
+        first, second = sorted(r.arrived_s for r in records if r.program == name)
+        assert second >= first + 30.0
+
+
 def test_whole_programs_wait_where_all_together_would_compute_twice() -> None:
     rows = [row for name in range(1, 25) for row in program(name, 12, 0.3, at_s=0.8 * name)]
     pool = {"block_tokens": BLOCK, "dram_tokens_per_instance": 4096}

@@ -26,7 +26,7 @@ def graphs(draw: st.DrawFn) -> list[TraceRow]:
 @given(graphs(), st.randoms(use_true_random=False), st.sets(st.integers(0, 11)))
 def test_every_call_starts_once_or_is_given_up(calls, rng, failing) -> None:
     loop: ClosedLoop[TraceRow] = ClosedLoop()
-    running = [one for one in calls if loop.add(one)]
+    running = [one for one in calls if loop.add(one) is not None]
     ended: set[str] = set()
     started = [one.call for one in running]
     while running:
@@ -46,10 +46,18 @@ def test_every_call_starts_once_or_is_given_up(calls, rng, failing) -> None:
 
 def test_what_waits_for_a_call_that_failed_before_it_was_read_never_starts() -> None:
     loop: ClosedLoop[TraceRow] = ClosedLoop()
-    assert loop.add(call(0, ())) and not loop.drops(call(0, ()))
+    assert loop.add(call(0, ())) == 0.0 and not loop.drops(call(0, ()))
     loop.give_up("0")
     assert loop.drops(call(1, (0,))) and loop.drops(call(2, (1,)))
     assert not loop.drops(call(3, ()))
+
+
+def test_tools_run_also_before_a_call_that_is_read_after_the_calls_that_it_waits_for() -> None:
+    loop: ClosedLoop[TraceRow] = ClosedLoop()
+    assert loop.add(call(0, ())) == 0.0
+    assert not list(loop.end("0"))
+    late = TraceRow(0.0, 1, 1, session="s", call="1", after=("0",), delay_s=60.0)
+    assert loop.add(late) == 60.0 and not loop.num_waiting
 
 
 def test_clients_follow_retry_after_and_give_up_at_last() -> None:

@@ -3,6 +3,7 @@ restored."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -112,6 +113,15 @@ def test_tenants_never_use_what_is_anothers() -> None:
     table.end(plan.slot, held_by(prompt(LONG, "other"), BLOCK, (5,)))
     back = table.begin(prompt((*LONG, 7, 8), "other"))
     assert back is not None and back.restore is None and back.reuses
+
+
+def test_tenants_without_end_are_not_remembered() -> None:
+    table = SlotTable(2, BLOCK)
+    for number in range(1000):  # a client may send another `cache_salt` with each call
+        compute(table, prompt(LONG[:BLOCK], f"/{number}", b""))
+        table.take_changes()
+    assert not table.has_one_root
+    assert len(pickle.dumps(table)) < 5000
 
 
 def test_names_are_of_content_alone() -> None:

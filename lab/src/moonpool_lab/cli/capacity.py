@@ -32,6 +32,7 @@ from moonpool.cli.options import (
 from moonpool.cli.output import check_folders, fail, need_package, one_line, show_figures
 from moonpool.cli.server.address import Server, asks_server
 from moonpool.cli.simulate import CLUSTER_DEFAULTS, CLUSTER_KEYS, read_cluster
+from moonpool.pages.units import given_percent
 from moonpool.plan.confidence import Attainment
 from moonpool_lab.profiling.capacity import Capacity, CapacityGoal, CapacityPoint, Measure
 
@@ -130,12 +131,15 @@ def capacity(
     config = read_cluster(config_file, _FLAGS.overrides(flags))
     catalogue, profile = open_catalogue_and_profile(config, catalogue_file)
     rows, block_tokens = _read_rows(trace_file, scale, requests)
-    trace_rps = len(rows) / rows[-1].arrived_s
+    trace_rps = _rate_rps(rows)
     goal = CapacityGoal(attainment, confidence, tolerance, seeds, runs, seed)
     workload = Workload(rows, block_tokens, catalogue, profile)
-    header = f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {confidence:.0%} interval"
+    header = (
+        f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {given_percent(confidence)} interval"
+    )
     if server is not None:
-        live = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        live, rows = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        trace_rps = _rate_rps(rows)
         click.echo(header)
         found = _search(live, start, goal, trace_rps)
     else:
@@ -167,6 +171,10 @@ def _read_rows(
     return rows, block_tokens
 
 
+def _rate_rps(rows: Sequence[TraceRow]) -> float:
+    return len(rows) / rows[-1].arrived_s
+
+
 def _simulated(pool_of_runs: SimulationPool, config: Config) -> Measure:
     from moonpool.plan.trial import Trial
 
@@ -180,7 +188,10 @@ def _simulated(pool_of_runs: SimulationPool, config: Config) -> Measure:
     return measure
 
 
-def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None) -> Measure:
+def _live(
+    server: Server, workload: Workload, ttft_s: float | None, tbt_s: float | None
+) -> tuple[Measure, Sequence[TraceRow]]:
+    """Returns how rates are measured on the server, and the rows that it takes."""
     from moonpool_lab.profiling.capacity import LiveCapacity, one_by_one
     from moonpool_lab.replay.player import UnservableError
     from moonpool_lab.replay.server import ServerUnfitError
@@ -204,12 +215,12 @@ def _live(server: Server, workload: Workload, ttft_s: float | None, tbt_s: float
 
     def measure(speed: float, seed: int) -> Attainment:
         if sys.stderr.isatty():
-            seconds = workload.rows[-1].arrived_s / speed
+            seconds = live.rows[-1].arrived_s / speed
             click.echo(f"speed {speed:.3f}, seed {seed}: takes about {seconds:.0f} s", err=True)
         with one_line(ServerUnfitError, UnservableError, ValueError):
             return live.measure(speed, seed)
 
-    return one_by_one(measure)
+    return one_by_one(measure), live.rows
 
 
 def _search(measure: Any, start: float, goal: CapacityGoal, trace_rps: float) -> Capacity:
@@ -227,7 +238,8 @@ def _search(measure: Any, start: float, goal: CapacityGoal, trace_rps: float) ->
 
 def conclusion(found: Capacity, goal: CapacityGoal, trace_rps: float) -> str:
     """Returns the result in one or two sentences."""
-    sure = f"{goal.wanted:.0%} of requests within both SLOs (at {goal.confidence:.0%} confidence)"
+    wanted, confidence = given_percent(goal.wanted), given_percent(goal.confidence)
+    sure = f"{wanted} of requests within both SLOs (at {confidence} confidence)"
     if not found.holds:
         least = found.points[0].rate
         return f"No rate was found with {sure}; the lowest tried is {least * trace_rps:.3g}/s."

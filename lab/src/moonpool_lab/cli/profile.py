@@ -243,7 +243,7 @@ def _attention_parts(model: str, dtype: str = "auto") -> OffloadParts:
     from moonpool_engine.attention_offload.client import AttentionError
     from moonpool_lab.profiling.attention_parts import measure_parts, parts_words
 
-    with one_line(AttentionError):
+    with one_line(AttentionError, ValueError):
         parts = measure_parts(model, dtype)
     click.echo(parts_words(parts))
     return parts
@@ -299,12 +299,16 @@ def _profile_live(server: Server, model: str | None, json_file: str | None) -> N
     from moonpool_lab.profiling.live_cluster import LiveWorkload, measure_live, with_parts
 
     check_folders(json_file)
+    if model is not None:
+        need_engine()
     workload = LiveWorkload(longest_tokens=PROFILED_TOKENS)
 
     def measure() -> dict[str, Any]:
+        # first, because it takes some seconds and the cluster minutes
+        parts = None if model is None else _attention_parts(model)
         profile = measure_live(server.url, workload, click.echo, server.ca_file, server.api_key)
-        if model is not None:
-            profile = with_parts(profile, _attention_parts(model))
+        if parts is not None:
+            profile = with_parts(profile, parts)
         found: dict[str, Any] = msgspec.to_builtins(profile.cost)
         return found
 

@@ -30,6 +30,7 @@ from moonpool.types import Struct
 from moonpool_lab.forecast.front_door import FrontDoor, Prompt, TimedAnswer
 from moonpool_lab.profiling.decode_curve import with_decode_curve
 from moonpool_lab.profiling.learned_decode_steps import equally_likely
+from moonpool_lab.replay.server import ServerUnfitError
 
 PREFILL_SHARE, CACHED_SHARE, DECODE_SHARE, CHUNK_SHARE = 0.25, 0.15, 0.35, 0.1
 """The shares of the measuring time for the kinds of measurement; the rest fills the cache."""
@@ -264,9 +265,10 @@ class _Measurement:
             prompt = self._door.prompt(shortest.num_tokens)
             answer = await self._door.ask(prompt, HANDOVER_STEPS)
             times_s.append(answer.ttft_s)
-            first_s, *others_s = gaps_of(answer.token_s)
-            if len(others_s) > 1:
-                self._first_gap_ratios.append(max(first_s / median(others_s), LEAST_RATIO))
+            gaps_s = gaps_of(answer.token_s)
+            if len(gaps_s) > 2:
+                usual_s = max(median(gaps_s[1:]), 1e-6)
+                self._first_gap_ratios.append(max(gaps_s[0] / usual_s, LEAST_RATIO))
         return max(self._engine_s(times_s) - shortest.seconds, 0.0)
 
     async def _measure_cached(self) -> None:
@@ -320,17 +322,22 @@ class _Measurement:
     async def _measure_decodes(self) -> None:
         """Times answers that decode together, on short prompts and on usual prompts. Both lengths
         of a batch come before the next batch, because only two lengths separate the time that a
-        further answer adds from the time that its context adds."""
+        further answer adds from the time that its context adds. Raises ServerUnfitError."""
         part = _Part(DECODE_SHARE * self._seconds)
         usual = self._lengths.prompt_at(0.5)
         lengths = dict.fromkeys((min(SHORTEST_PROMPT, usual), usual))
         for batch, length in product(BATCHES, lengths):
             if self._decodes and not part.has_time:
-                return
+                break
             count = batch * self._roles.decoding
             if (self._limited and count > self._max_sequences) or not self._fits(length, count):
                 continue
             await self._measure_decode(batch, length)
+        if not self._decodes:
+            raise ServerUnfitError(
+                "the server cannot be measured: no answer lasted long enough to time its tokens. It"
+                f" has to follow ignore_eos, with a context of {SHORTEST_PROMPT + STEPS} tokens"
+            )
 
     def _fits(self, length: int, batch: int) -> bool:
         longest = self._door.longest_tokens

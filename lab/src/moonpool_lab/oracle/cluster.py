@@ -45,6 +45,11 @@ def limits_of(
             "there is no bound for instances that guess tokens: leave out"
             " engine.speculative_config, or compare simulations"
         )
+    if any(arrival.after for arrival in arrivals):
+        raise ConfigError(
+            "there is no bound for calls of programs, which come when others have ended: give a"
+            " trace of single requests"
+        )
     if config.slo.classes:
         raise ConfigError("there is no bound for classes of service levels: leave out slo.classes")
     longest = max((a.input_tokens + a.output_tokens for a in arrivals), default=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from moonpool.pages.units import given_percent
 from moonpool.plan.assess import Assessment
 from moonpool.plan.search import ClusterPlan
 from moonpool.types import Slo
@@ -47,7 +48,9 @@ def _attainment(axes: Axes, plan: ClusterPlan, shown: Sequence[Assessment], want
         linewidth=1,
         label="front",
     )
-    axes.axhline(wanted, color=SOFT, linestyle="--", linewidth=1, label=f"wanted, {wanted:.0%}")
+    axes.axhline(
+        wanted, color=SOFT, linestyle="--", linewidth=1, label=f"wanted, {given_percent(wanted)}"
+    )
     choice = plan.choice
     if choice is not None and choice.interval is not None:
         low, high = choice.interval.low, choice.interval.high

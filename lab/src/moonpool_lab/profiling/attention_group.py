@@ -26,6 +26,7 @@ from moonpool_engine.attention_offload.channel import AttentionChannel
 from moonpool_engine.attention_offload.client import (
     AttachOptions,
     AttentionClient,
+    AttentionError,
     LocalAttentionWorker,
     connect,
     ring_bytes,
@@ -52,6 +53,7 @@ class _Child:
     """The process of one attention worker, which ends with the measurement."""
 
     def __init__(self, number: int, secret: bytes) -> None:
+        """Raises AttentionError if the process ends as it starts."""
         self._process = subprocess.Popen(  # noqa: S603
             [
                 sys.executable,
@@ -65,6 +67,9 @@ class _Child:
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
+        if not line:
+            self.close()
+            raise AttentionError(f"the process of attention worker {number} ended as it started")
         self.address = msgspec.json.decode(line, type=PeerAddress)
 
     def close(self) -> None:

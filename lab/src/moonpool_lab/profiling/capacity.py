@@ -219,7 +219,7 @@ class LiveCapacity:
         self._url = url
         self._api_key = api_key
         self._ca_file = ca_file
-        self._rows = rows
+        self.rows = rows
         self._block_tokens = block_tokens
         self._slo = (slo_ttft_s, slo_tbt_s)
         self._num_runs = 0
@@ -232,14 +232,14 @@ class LiveCapacity:
         most = asyncio.run(self._query()).max_model_tokens
         if most is None:
             return 0
-        kept = [row for row in self._rows if row.input_tokens + row.output_tokens <= most]
-        num_long = len(self._rows) - len(kept)
-        if len(kept) < 2:
+        kept = [row for row in self.rows if row.input_tokens + row.output_tokens <= most]
+        num_long = len(self.rows) - len(kept)
+        if len(kept) < 2 or kept[-1].arrived_s <= 0:
             raise ServerUnfitError(
-                f"all requests are longer than the {most} tokens that {self._url} takes: scale"
-                " them down with --scale-tokens, such as 1/16"
+                f"nearly all requests are longer than the {most} tokens that {self._url} takes:"
+                " scale them down with --scale-tokens, such as 1/16"
             )
-        self._rows = kept
+        self.rows = kept
         return num_long
 
     async def _query(self) -> ServerFacts:
@@ -258,7 +258,7 @@ class LiveCapacity:
             url=self._url,
             api_key=self._api_key,
             ca_file=self._ca_file,
-            rows=tuple(row.faster(speed) for row in resample(self._rows, seed)),
+            rows=tuple(row.faster(speed) for row in resample(self.rows, seed)),
             block_tokens=self._block_tokens,
             slo_ttft_s=ttft_s,
             slo_tbt_s=tbt_s,

@@ -93,7 +93,7 @@ def equally_likely(ratios: Sequence[float]) -> tuple[float, ...]:
     """
     if len(ratios) < NUM_RATIOS:
         return ()
-    found = sorted(ratios)
-    share = len(found) / NUM_RATIOS
-    parts = (found[int(i * share) : int((i + 1) * share)] for i in range(NUM_RATIOS))
-    return tuple(fsum(part) / len(part) for part in parts)
+    # NUM_RATIOS of each, so that every part has as many
+    found = [ratio for ratio in sorted(ratios) for _ in range(NUM_RATIOS)]
+    size = len(ratios)
+    return tuple(fsum(found[i * size : (i + 1) * size]) / size for i in range(NUM_RATIOS))

@@ -54,6 +54,9 @@ REHEARSED_PROMPT = (32, 1024)
 REHEARSED_ANSWER = (8, 32)
 BACKGROUND_BATCH = 4
 BACKGROUND_TOKENS = 256
+PROBED_TOKENS = 4  # of the longest answer to a timed prompt
+LEAST_CONTEXT = 640
+"""The tokens of a context that has room for every probe of one size."""
 
 
 class ProfileError(RuntimeError):
@@ -94,8 +97,8 @@ class LiveProfiler:
     """Measures an idle cluster by its method `measure`."""
 
     def __init__(self, url: str, longest_tokens: int, ca_file: str = "", api_key: str = "") -> None:
-        """Prompts have at most `longest_tokens` tokens. Raises ProfileError if `url` or `ca_file`
-        (see `HttpClient`) cannot be used."""
+        """Prompts have at most `longest_tokens` tokens, and fit into the model's context. Raises
+        ProfileError if `url` or `ca_file` (see `HttpClient`) cannot be used."""
         try:
             self._client = HttpClient(url, api_key, ca_file=ca_file)
         except ValueError as error:
@@ -115,7 +118,7 @@ class LiveProfiler:
         owned = sum(worker["owner"] is not None for worker in state.get("attention", ()))
         workers = owned // max(self._num_decoders, 1)
         own_tokens = state.get("attention_own_tokens", 0)
-        self._vocab = (await self._get("/server_info"))["model"]["vocab_size"]
+        self._take_model((await self._get("/server_info"))["model"])
         for _ in range(WARM_ROUNDS):
             await self._probe_together(self._num_entries, 256, 8)
         prefills = [await self._prefill(n, 0) for n in self._fitting(PROMPTS)]
@@ -132,7 +135,9 @@ class LiveProfiler:
         ratios = await self._busy_ratios(prefills, decodes)
         lengths = self._fitting(ANSWERED)
         answered = [
-            await self._probe(self._prompt(n), 4) for n in lengths for _ in range(2 * REPEATS)
+            await self._probe(self._prompt(n), PROBED_TOKENS)
+            for n in lengths
+            for _ in range(2 * REPEATS)
         ]
         handovers_s = [t.stages_s.get("handover", 0.0) for t in answered]
         # a short prompt may have been computed inline
@@ -169,6 +174,19 @@ class LiveProfiler:
         )
 
     # The cluster
+
+    def _take_model(self, model: dict[str, Any] | None) -> None:
+        """Keeps what probes need to know of the model. Raises ProfileError."""
+        url = self._client.url
+        if not self._instances or model is None or not model["vocab_size"]:
+            text = f"{url} serves no model with a known vocabulary, of which probes draw prompts"
+            raise ProfileError(text)
+        context = int(model["max_model_tokens"])
+        if context < LEAST_CONTEXT:
+            text = f"{url} takes at most {context} tokens; a profile needs {LEAST_CONTEXT}"
+            raise ProfileError(text)
+        self._vocab = model["vocab_size"]
+        self._longest_tokens = min(self._longest_tokens, context - PROBED_TOKENS)
 
     @property
     def _num_entries(self) -> int:

@@ -103,8 +103,11 @@ class Player:
                 if self._calls.drops(row):
                     continue
                 self.programs.read(row, monotonic())
-                if not self._calls.add(row):
+                wait_s = self._calls.add(row)
+                if wait_s != 0.0:
                     self._numbers[row.call] = number
+                    if wait_s is not None:
+                        self._start_following(row, began_s, on_end)
                     continue
             body = self._body(row, number)
             if await self._stopped_before(began_s + row.arrived_s):
@@ -225,13 +228,16 @@ class Player:
         dropped = self._calls.num_dropped
         if record.outcome in ("stop", "length"):
             for following in self._calls.end(row.call):
-                task = self._loop.create_task(self._follow(following, began_s, on_end))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start_following(following, began_s, on_end)
         else:
             self._calls.give_up(row.call)
         dropped = self._calls.num_dropped - dropped
         self.programs.end(row, record, row.hash_ids, monotonic(), dropped)
+
+    def _start_following(self, row: TraceRow, began_s: float, on_end: Callable[[], None]) -> None:
+        task = self._loop.create_task(self._follow(row, began_s, on_end))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _follow(self, row: TraceRow, began_s: float, on_end: Callable[[], None]) -> None:
         """Sends a call of a program after the run time of its tools."""

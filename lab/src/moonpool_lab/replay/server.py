@@ -45,7 +45,9 @@ async def query_server(client: HttpClient, model: str | None) -> ServerFacts:
             f"{client.url} needs an API key ({status}): give --api-key or set OPENAI_API_KEY"
         )
     listed = _json(body) if status == 200 else {}
-    cards = {card["id"]: card for card in listed.get("data", ()) if "id" in card}
+    data = listed.get("data")
+    found = [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+    cards = {card["id"]: card for card in found if isinstance(card.get("id"), str)}
     if not cards:
         raise ServerUnfitError(
             f"{client.url} lists no models at /v1/models (status {status}): it is no"
@@ -66,7 +68,10 @@ async def _moonpool_info(client: HttpClient) -> dict[str, Any] | None:
     except ConnectionFailedError:
         return None
     found = _json(body) if status == 200 else {}
-    return found if "vocab_size" in found.get("model", ()) and "slo" in found["config"] else None
+    model, config = found.get("model"), found.get("config")
+    if not isinstance(model, dict) or not isinstance(config, dict):
+        return None  # vLLM answers otherwise
+    return found if "vocab_size" in model and "slo" in config else None
 
 
 async def read_counters(client: HttpClient) -> dict[str, float]:

@@ -7,6 +7,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import msgspec
@@ -88,9 +89,10 @@ class CompletionReceiver:
         self.status = status
         self.request_id = headers.get(b"x-request-id", b"").decode("latin-1")
         try:
-            self.retry_after_s = float(headers[b"retry-after"])
+            seconds = float(headers[b"retry-after"])
         except (KeyError, ValueError):
-            self.retry_after_s = None
+            seconds = inf
+        self.retry_after_s = seconds if 0.0 <= seconds < inf else None
 
     def on_body(self, data: bytes, now_s: float) -> None:
         if self.status != 200:

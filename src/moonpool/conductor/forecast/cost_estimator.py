@@ -207,7 +207,10 @@ class CostEstimator(ClusterObserver):
 
     def take_profile(self, state: InstanceState, cost: FittedCost) -> None:
         """Replaces the assumed times of an instance by the times that it has measured since it
-        joined. The factors learned so far relate to the assumed times."""
+        joined. The factors learned so far relate to the assumed times, as do the expected times of
+        the prefills under way, from which no factor of the measured times can be learned."""
+        for attempt in state.started.values():
+            attempt.expected_s = 0.0
         state.info = structs.replace(state.info, cost=cost)
         state.prefill_factor, state.decode_factor = LearnedFactor(), LearnedFactor()
         state.transfer_factor = LearnedFactor()

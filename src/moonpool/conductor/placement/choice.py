@@ -206,7 +206,7 @@ def place(
     # Counting the true elements is numpy's fastest test for such short arrays.
     num_possible = np.count_nonzero(possible)
     if not num_possible or (footprint.decodes and not np.count_nonzero(able)):
-        return _no_room(footprint, table)
+        return _no_room(footprint, table, avoid)
     context = SelectionContext(footprint, table, match, config, table.queue_s(now), possible, able)
     policy = policy or POLICIES[config.placement]  # type: ignore[index]
     scores = policy(context)
@@ -446,11 +446,18 @@ def _candidate(context: SelectionContext, scores: WorkerScores, row: int) -> Pla
     )
 
 
-def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
+def _no_room(footprint: RequestFootprint, table: InstanceTable, avoid: Sequence[int]) -> Rejection:
     """Returns the rejection of a request that no instance has room for; its status says whether a
-    wait helps. The caller adds the time at which there will be room (`waiting.room_forecast`)."""
+    wait for the rows that are not in `avoid` helps. The caller adds the time at which there will be
+    room (`waiting.room_forecast`)."""
     num_tokens, wanted = footprint.num_tokens, footprint.expected_tokens
-    most = int(table.context_tokens[table.prefills].max())
+    allowed: Bools = np.ones(len(table), dtype=np.bool_)
+    allowed[list(avoid)] = False
+    for role, rows in (("prefill", table.prefills), ("decode", table.decodes)):
+        if not (rows & allowed).any() and (footprint.decodes or role == "prefill"):
+            text = f"no {role} instance that is up may serve this request"
+            return Rejection(503, f"no_{role}_instance", text, 5.0)
+    most = int(table.context_tokens[table.prefills & allowed].max())
     if num_tokens + footprint.decodes > most:
         what = f"the prompt of {num_tokens} tokens"
         what += " and an answer do" if footprint.decodes else " does"
@@ -459,7 +466,8 @@ def _no_room(footprint: RequestFootprint, table: InstanceTable) -> Rejection:
     role = "decode instance" if footprint.decodes else "instance"
     text = f"no {role} has room for {wanted} more tokens of KVCache"
     possible, has_room = _able(footprint, table, table.capacity_tokens)
-    if not possible.any() or (footprint.decodes and not (table.decodes & has_room).any()):
+    able = table.decodes & has_room & allowed
+    if not (possible & allowed).any() or (footprint.decodes and not able.any()):
         text += ", not even an idle one: ask for fewer tokens"
         return Rejection(422, NO_ROOM, text, float("inf"))
     return Rejection(503, NO_ROOM, text, 0.0, room_tokens=wanted)

@@ -335,7 +335,7 @@ def _dominates(table: InstanceTable, one: _Source, other: _Source) -> bool:
     if one[1] > other[1] or one[2] > other[2]:
         return False
     host = table.host.item(other[3])
-    return table.num_on_host[host] == 1 or host == table.host.item(one[3]) or host == 0
+    return host == 0 or table.num_on_host[host] == 1 or host == table.host.item(one[3])
 
 
 def source_load_s(context: SelectionContext, source: int, from_tokens: float) -> float:

@@ -68,6 +68,8 @@ class Replication(ClusterObserver):
         attempt = tracked.attempt
         if attempt is None or tracked.num_turns:
             return
+        if not self._instances[attempt.prefill].info.caches_prefixes:
+            return
         num_held = len(tracked.keys) - len(attempt.expected_keys)
         if num_held < MIN_BLOCKS:
             return

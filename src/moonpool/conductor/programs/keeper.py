@@ -103,10 +103,10 @@ class ProgramKeeper(ClusterObserver):
     def marks_dropped(self, state: InstanceState) -> None:
         """Marks the blocks of parked programs again at an instance that dropped its marks, as every
         instance does before a snapshot."""
-        if self._index.num_blocks(state.info.instance_id):
-            for program in self.programs:
-                if program.parked:
-                    self._mark(program, leaves_first=True, only=state)
+        name, holds = state.info.instance_id, self._index.holds
+        for program in self.programs:
+            if program.parked and program.keys and holds(name, program.keys[0]):
+                self._mark(program, leaves_first=True, only=state)
 
     def _mark(
         self, program: Program, leaves_first: bool, only: InstanceState | None = None
@@ -130,8 +130,9 @@ class ProgramKeeper(ClusterObserver):
                 continue
             there = own[: int(held.item(row)) - first]
             if leaves_first:
+                self._index.park(name, there)
                 self._actions.append(Send(name, MarkReplicas(spare=there)))
-            elif last := self._index.without_spare(name, there):
+            elif last := self._index.unpark(name, there):
                 self._actions.append(Send(name, MarkReplicas(last=tuple(last))))
 
 

@@ -97,12 +97,14 @@ class Programs:
     def recognise(self, tracked: TrackedRequest, now: float) -> Program | None:
         """Finds the program of an unnamed request by its blocks: the program whose last prompt it
         continues, or else a new one."""
+        tenant = payer_of(tracked.request.tenant)
         for key in reversed(tracked.keys):
             program = self._by_leaf.get(key)
-            if program is not None and not program.num_running:
+            # Tenants may share their blocks (`types.paying`), but not their programs.
+            if program is not None and not program.num_running and program.tenant == tenant:
                 break
         else:
-            program = self._new(payer_of(tracked.request.tenant), f"~{self._num_recognised}")
+            program = self._new(tenant, f"~{self._num_recognised}")
             self._num_recognised += 1
             program.is_named = False
         self._programs.move_to_end((program.tenant, program.program_id))
@@ -176,8 +178,7 @@ class Programs:
             size = record.num_prompt_tokens + record.answer_tokens
             program.context_tokens = size
             self.usual_tokens.add(program.own_tokens)
-            if program.keys:
-                self._by_leaf.pop(program.keys[-1], None)
+            self._forget_leaf(program)
             program.keys = tracked.keys
             if not program.is_named and program.keys:
                 self._by_leaf[program.keys[-1]] = program
@@ -194,12 +195,15 @@ class Programs:
             self._num_of[program.tenant] -= 1
             if not self._num_of[program.tenant]:
                 del self._num_of[program.tenant]
-        if program.keys:
-            self._by_leaf.pop(program.keys[-1], None)
+        self._forget_leaf(program)
         if program.parent is not None and program in program.parent.children:
             program.parent.children.remove(program)
         program.since_s = None
         self.num_ended += 1
+
+    def _forget_leaf(self, program: Program) -> None:
+        if program.keys and self._by_leaf.get(program.keys[-1]) is program:
+            del self._by_leaf[program.keys[-1]]
 
     # Time
 

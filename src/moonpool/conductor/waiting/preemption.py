@@ -4,26 +4,24 @@ The first answer to give way is the youngest one of the tenant farthest above it
 answer continues later with the same tokens, so its client only sees a pause. No tenant falls below
 the level of the claiming tenant, so that two tenants never take the room from each other in turn.
 Answers past half of their time give way last, because they have been under way for long and must
-end. Books nothing.
+end. Answers that could not continue (`ClusterState.is_bound`) do not give way. Books nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moonpool.conductor.cluster_state import ClusterState
+from moonpool.conductor.cluster_state import VLLM, ClusterState
 from moonpool.conductor.state import InstanceState, TrackedRequest
 from moonpool.conductor.waiting.fair_share import FairShare
 from moonpool.conductor.waiting.order import aged_s
 from moonpool.types import payer_of
 
-VLLM = "vllm"
-"""The layout that vLLM instances report for the inside of their blocks."""
-
 
 class Preemption:
     def __init__(self, cluster_state: ClusterState, shares: FairShare) -> None:
         self._table, self._instances = cluster_state.instance_table, cluster_state.instances
+        self._is_bound, self._lacking = cluster_state.is_bound, cluster_state.lacking
         self._shares = shares
 
     def victims(self, tracked: TrackedRequest, num_tokens: int, now: float) -> list[TrackedRequest]:
@@ -31,10 +29,12 @@ class Preemption:
         on the instance where their contexts have the fewest tokens, which must be computed again.
         Returns nothing if the request has no claim to the room of any answer."""
         best: list[TrackedRequest] = []
-        least = float("inf")
+        least, lacking_rows = float("inf"), set(self._lacking(tracked.request))
         for state in self._instances.values():
             row, table = state.row, self._table
             if not table.decodes[row] or table.context_tokens.item(row) < num_tokens:
+                continue
+            if row in lacking_rows:
                 continue
             lacking = num_tokens - table.room_tokens.item(row)
             chosen = self._choose(_holding(state), tracked, num_tokens, lacking, now)
@@ -76,7 +76,7 @@ class Preemption:
         them hold less. No answer gives way to a request of its own tenant."""
         shares, tenant = self._shares, payer_of(tracked.request.tenant)
         claimed = shares.level(tenant, now) + num_tokens / shares.weight(tenant)
-        queues = _by_tenant(holding, tracked, now)
+        queues = _by_tenant((one for one in holding if not self._is_bound(one)), tracked, now)
         levels = {name: shares.level(name, now) for name in queues if name != tenant}
         chosen: list[TrackedRequest] = []
         while lacking > 0.0 and levels:

@@ -249,9 +249,10 @@ class Deadlines:
 
     def trim(self) -> None:
         """Forgets ended requests once they outnumber the unfinished ones."""
-        if len(self._ends) > 2 * len(self._requests) + 64:
-            self._ends = [end for end in self._ends if end[1] in self._requests]
-            heapq.heapify(self._ends)
+        for ends in (self._ends, self._joining):
+            if len(ends) > 2 * len(self._requests) + 64:
+                ends[:] = [end for end in ends if end[1] in self._requests]
+                heapq.heapify(ends)
 
     def late(self, now: float, answer_s: float) -> Iterator[tuple[TrackedRequest, Rejection]]:
         """Yields the requests that must be rejected now. `answer_s`: mean duration of an answer,

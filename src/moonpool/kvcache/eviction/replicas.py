@@ -78,6 +78,8 @@ class ReplicaTracker:
         self._changed: dict[BlockKey, None] = {}
         # instances that know that the block is spare, by key
         self._notified: dict[BlockKey, int] = {}
+        # instances where the block leaves first for another reason, by key
+        self._parked: dict[BlockKey, int] = {}
 
     def note(self, keys: Iterable[BlockKey]) -> None:
         """Notes that the holders of these blocks changed, and are or were more than one."""
@@ -97,9 +99,35 @@ class ReplicaTracker:
         if self._notified.get(key, 0) & bit:
             self.note_dropped((key,), bit)
 
-    def is_notified(self, key: BlockKey, bit: int) -> bool:
-        """Whether the instance knows that the block is spare."""
-        return bool(self._notified.get(key, 0) & bit)
+    @property
+    def has_parked(self) -> bool:
+        """Whether some blocks leave an instance first for another reason than their replicas."""
+        return bool(self._parked)
+
+    def park(self, keys: Iterable[BlockKey], bit: int) -> None:
+        """Notes that these blocks leave the instance first, even the last replica of a block."""
+        parked = self._parked
+        for key in keys:
+            parked[key] = parked.get(key, 0) | bit
+
+    def unpark(self, keys: Iterable[BlockKey], bit: int) -> list[BlockKey]:
+        """Undoes `park`. Returns the blocks that no longer leave the instance first, because they
+        are not spare there either."""
+        parked, notified = self._parked, self._notified
+        found: list[BlockKey] = []
+        for key in keys:
+            instances = parked.pop(key, 0)
+            if instances & ~bit:
+                parked[key] = instances & ~bit
+            if not notified.get(key, 0) & bit:
+                found.append(key)
+        return found
+
+    def validate(self, holders: Mapping[BlockKey, int], demoted: Mapping[BlockKey, int]) -> None:
+        """Asserts that parked blocks are in the DRAM of their instances. Arguments as in
+        `take_changes`."""
+        for key, instances in self._parked.items():
+            assert instances and not instances & ~(holders.get(key, 0) & ~demoted.get(key, 0))
 
     def take_changes(
         self,
@@ -115,7 +143,7 @@ class ReplicaTracker:
         owners = ReplicaOwners(capacities)
         spare: defaultdict[int, list[BlockKey]] = defaultdict(list)
         last: defaultdict[int, list[BlockKey]] = defaultdict(list)
-        changed, notified_of = self._changed, self._notified
+        changed, notified_of, parked_of = self._changed, self._notified, self._parked
         if len(changed) <= num_keys:
             taken, self._changed = changed, {}
         else:
@@ -124,19 +152,19 @@ class ReplicaTracker:
                 del changed[key]
         # Most blocks have the holders of the block before, and then its owner, so their lists are
         # equal.
-        here_before = notified_before = -1
+        here_before = notified_before = parked_before = -1
         spare_at = 0
         told: list[list[BlockKey]] = []  # the lists that got the block before
         for key in taken:
             here = holders.get(key, 0)
             if demoted:
                 here &= ~demoted.get(key, 0)
-            notified = notified_of.pop(key, 0)
-            if here != here_before or notified != notified_before:
-                here_before, notified_before = here, notified
+            notified, parked = notified_of.pop(key, 0), parked_of.get(key, 0)
+            if (here, notified, parked) != (here_before, notified_before, parked_before):
+                here_before, notified_before, parked_before = here, notified, parked
                 spare_at = here & ~owners.of(key, here) if here & (here - 1) else 0
                 told = [spare[bit] for bit in bits_of(spare_at & ~notified)]
-                told += [last[bit] for bit in bits_of(notified & here & ~spare_at)]
+                told += [last[bit] for bit in bits_of(notified & here & ~(spare_at | parked))]
             if spare_at:
                 notified_of[key] = spare_at
             for keys in told:

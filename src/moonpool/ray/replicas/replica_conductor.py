@@ -42,7 +42,16 @@ from moonpool.ray.replicas.calls import ReplicaCall
 from moonpool.ray.replicas.settings import RouterSettings
 from moonpool.refusal import Refusal
 from moonpool.scheduler.actions import SendReport
-from moonpool.types import FinishReason, InstanceId, Request, RequestId, Role, SamplingParams, Token
+from moonpool.types import (
+    FinishReason,
+    InstanceId,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+    Token,
+    paying,
+)
 from moonpool.vllm.actions import (
     EngineOutput,
     EngineStepEnded,
@@ -277,7 +286,7 @@ class ReplicaConductor:
             arrived_s=now,
             deadline_s=now + settings.timeout_s,
             # Models share no blocks. An adapter would exclude replicas that have not loaded it.
-            tenant=f"/{call.model}" if call.model else "",
+            tenant=paying("", call.model),
             forwarded=True,
             program=call.program,
         )
