@@ -12,21 +12,24 @@ from moonpool.api.metrics.labels import FAILURES, REFUSALS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "watching.md"
+TROUBLES = ROOT / "docs" / "troubleshooting.md"
 MARK = "<!-- metrics: python -m moonpool.api.metrics.catalogue -->"
 NAME = re.compile(r"\b(?:vllm|moonpool):[a-z][a-z0-9_]+")
 REASON = re.compile(
     r"""(?:RequestRefused|Rejection)\(\s*\d+,\s*"(\w+)" # where it is made
     | \.fail\(\s*\w+,\s*"(\w+)"
-    | FairTurns\(\s*"[^"]*",\s*"(\w+)"
+    | "(too_many_\w+)"
     | self\._retry\(\s*tracked,\s*503,\s*"(\w+)"
     | ^(?:TBT_SLO_LATE|TTFT_SLO_LATE|FAIR_SHARE|REFUSED|LONG_QUEUE)\s=\s"(\w+)"
+    | ^(?:PROGRAMS_WAIT|NO_ROOM|BATCH_FULL|POLICY)\s=\s"(\w+)"
     | ^(?:POLICY_ERROR|RATE_LIMIT|INSTANCES_ENDED)\s=\s"(\w+)"
     | ^(?:TIGHT_TTFT,\sTIGHT_TBT|OUT_OF_PREFILL,\sOUT_OF_DECODE)\s=\s"(\w+)",\s"(\w+)"
     """,
     re.X | re.M,
 )
-NO_END = {"tbt_slo", "aborted"}
-"""Reasons that never end a request: a retry or an abort follows, which has a reason of its own."""
+NO_END = {"tbt_slo", "aborted", "too_many_viewers"}
+"""Reasons that never end a request: a retry or an abort follows, which has a reason of its own. A
+refusal of the live page refuses no request."""
 
 
 def reasons() -> Iterator[str]:
@@ -45,6 +48,14 @@ def test_every_reason_has_its_series_from_the_start() -> None:
     found = set(reasons())
     assert len(found) >= 30, "the pattern finds them no more"
     assert not found - NO_END - {*REFUSALS, *FAILURES}
+
+
+def test_the_page_of_troubles_explains_each_code() -> None:
+    table = TROUBLES.read_text().split("## By the code of a refusal")[1]
+    first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    explained = set(re.findall(r"`(\w+)`", "".join(first_cells)))
+    seen_by_nobody = {"abort"}  # the client left
+    assert not {*REFUSALS, *FAILURES, "aborted"} - seen_by_nobody - explained
 
 
 def test_every_metric_that_a_page_or_a_dashboard_names_exists() -> None:

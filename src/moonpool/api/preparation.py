@@ -88,11 +88,14 @@ _PROMPTING = frozenset(
         "add_special_tokens",
         "add_generation_prompt",
         "system",
+        "output_config",
         "input",
         "instructions",
     }
 )
 """Fields of all APIs with messages from which the prompt is made."""
+_OF_RESPONSES = frozenset({*_PROMPTING, "reasoning"})
+"""The same of a body with `input`: vLLM ignores `reasoning` in other bodies."""
 
 
 class _Tooled(msgspec.Struct):
@@ -239,8 +242,9 @@ class Preparer:
     async def _of_text(self, raw: bytes) -> EstimatedPrompt:
         """Returns the prompt as the head renders it, because the server uses the same template;
         content that the head does not understand is estimated."""
-        fields = {name: value for name, value in _FIELDS.decode(raw).items() if name in _PROMPTING}
-        known = msgspec.json.encode(fields)
+        given = _FIELDS.decode(raw)
+        prompting = _OF_RESPONSES if "input" in given else _PROMPTING
+        known = msgspec.json.encode({name: given[name] for name in given if name in prompting})
         reads: tuple[Callable[[], ChatBody], ...] = (
             lambda: decode_body(CHAT, known),
             lambda: messages.as_chat(decode_body(_COUNT_TOKENS, known)),

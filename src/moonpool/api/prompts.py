@@ -459,9 +459,12 @@ _OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "conti
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
+    """Returns the arguments of the template. Some templates read the effort, and others only
+    whether the model may reason; so both are given, as in vLLM."""
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments.setdefault("reasoning_effort", body.reasoning_effort)
+        arguments.setdefault("enable_thinking", body.reasoning_effort != "none")
     return arguments
 
 

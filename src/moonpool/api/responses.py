@@ -37,6 +37,13 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
+class ReasoningOptions(msgspec.Struct):
+    """How much the model shall reason, as far as its chat template can tell it. Other fields, such
+    as `summary`, have no effect."""
+
+    effort: str | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields, and the additional fields that chat completions have."""
 
@@ -60,6 +67,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
+    reasoning: ReasoningOptions | None = None
     # Without effect on a self-hosted model, where nothing is stored, except that `prompt_cache_key`
     # may name the program.
     max_tool_calls: Any = None
@@ -69,7 +77,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_options: Any = None
     context_management: Any = None
     personality: Any = None
-    reasoning: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
@@ -84,6 +91,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     conversation: Any = None
     previous_response_id: str | None = None
     prompt: Any = None
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def wants_logprobs(self) -> bool:
@@ -115,6 +126,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         ignore_eos=body.ignore_eos,
         cache_salt=body.cache_salt,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.effort,
         tools=None if body.tools is None else [_tool(i, t) for i, t in enumerate(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
@@ -301,7 +313,7 @@ class ResponseWriter:
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"} if wanted is None else _without_nulls(wanted)},

@@ -298,3 +298,25 @@ def test_arguments_are_json_to_a_template_that_joins_them_with_text(written: str
     template = "{% set f = messages[0].tool_calls[0].function %}" + written
     text = prompt_of(template, [{"role": "assistant", "content": None, "tool_calls": calls}])
     assert text == 'x{"a": "ü", "b": [true]}y'
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("high", "True"), ("none", "False")])
+def test_each_api_tells_the_template_how_much_to_reason(effort: str, thinks: str) -> None:
+    """As vLLM does: some templates read the effort, and others only whether to think."""
+    said = {"messages": [{"role": "user", "content": "u"}]}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {**said, "reasoning_effort": effort},
+        "/v1/responses": {"input": "u", "reasoning": {"effort": effort, "summary": "auto"}},
+        "/v1/messages": {**said, "max_tokens": 9, "output_config": {"effort": effort}},
+    }
+    for path, fields in asked.items():
+        head = head_saying("x", "{% set tools = 1 %}{{ reasoning_effort }} {{ enable_thinking }}")
+        answer = call(head, path, {"model": "fake"} | fields)
+        assert answer.status_code == 200, path
+        assert bytes(head.requests[0].token_ids).decode() == f"{effort} {thinks}", path
+        if path == "/v1/responses":
+            assert answer.json()["reasoning"]["effort"] == effort
+    own = {"reasoning_effort": effort, "chat_template_kwargs": {"enable_thinking": "own"}}
+    head = head_saying("x", "{% set tools = 1 %}{{ enable_thinking }}")
+    assert call(head, "/v1/chat/completions", {**said, **own}).status_code == 200
+    assert bytes(head.requests[0].token_ids).decode() == "own"

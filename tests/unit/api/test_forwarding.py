@@ -119,6 +119,14 @@ def parsing(*found: str) -> ScriptedHead:
         (CHAT, {"messages": SAID, "tools": [{"type": "function", "function": TOOL}]}),
         ("/v1/responses", {"input": SAID, "tools": [{"type": "function", **TOOL}]}),
         ("/v1/responses", {"input": "Hi there", "tools": [{"type": "function", **TOOL}]}),
+        (
+            CHAT,
+            {
+                "messages": SAID,
+                "tools": [{"type": "function", "function": TOOL}],
+                "reasoning": {"effort": "low"},
+            },
+        ),
         ("/v1/messages", {"messages": SAID, "tools": [{"name": "f", "input_schema": {}}]}),
     ],
 )
@@ -132,6 +140,24 @@ def test_calls_with_tools_go_to_servers_that_parse_them(path: str, fields: dict[
     assert (sent.path, json.loads(sent.body), sent.is_exact) == (path, body, True)
     assert head.requests[0].token_ids == own.requests[0].token_ids
     assert not call(head, path, {**body, "model": "nobody"}).is_success
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": SAID, "reasoning_effort": "none"}),
+        ("/v1/responses", {"input": "Hi there", "reasoning": {"effort": "none"}}),
+        ("/v1/messages", {"messages": SAID, "output_config": {"effort": "none"}, "max_tokens": 7}),
+    ],
+)
+def test_the_effort_is_a_part_of_the_prompt_that_the_server_makes(
+    path: str, fields: dict[str, Any]
+) -> None:
+    head = parsing("reasoning")
+    head.tokenizer.use_chat_template("{{ messages[0].content }}{{ reasoning_effort }}")
+    assert call(head, path, fields).status_code == 200
+    assert head.calls[0].is_exact
+    assert bytes(head.requests[0].token_ids) == b"Hi therenone"
 
 
 def test_chats_without_tools_stay_with_the_head_unless_the_server_shows_reasoning() -> None:

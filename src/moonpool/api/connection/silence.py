@@ -38,6 +38,9 @@ def comment_at(stages: Sequence[str], has_begun: bool, pings: bool) -> bytes:
     return comment_of(next(filter(None, stages), "waiting"))
 
 
+_NO_LOOK = -1
+
+
 class Silence:
     """Watches one stream between `heard` and `listens`. A periodic check measures the time, so that
     an increment need not read a clock."""
@@ -45,22 +48,24 @@ class Silence:
     def __init__(
         self, context: HttpContext, period_s: float, next_comment: Callable[[], bytes]
     ) -> None:
-        """A comment comes after one to two periods (`period_s`) of silence; 0 means that none
-        comes. `next_comment` returns the comment, or an empty one if there is none yet."""
+        """A comment comes after a silence of `period_s` at the latest, and of half of it at the
+        earliest; 0 means that none comes. `next_comment` returns the comment, or an empty one if
+        there is none yet."""
         self._context = context
-        self._period_s = period_s
+        self._look_s = period_s / 2
         self._next_comment = next_comment
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None
         self._listens = False
-        self._num_heard = self._num_sent = self._num_at_look = 0
+        self._num_heard = self._num_sent = 0
+        self._num_at_look = _NO_LOOK
         kept = context.kept
         is_resumed = kept is not None and kept.is_resumed
         self._sent_before = deque(kept.comments() if is_resumed and kept is not None else ())
         self._num_known = len(kept.deliveries()) if is_resumed and kept is not None else 0
 
     async def __aenter__(self) -> Self:
-        if self._period_s > 0:
+        if self._look_s > 0:
             self._await_look()
         if self._sent_before:
             await self.repeat()
@@ -111,7 +116,7 @@ class Silence:
             await self._send(self._sent_before.popleft()[1])
 
     def _await_look(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._look_s, self._look)
 
     def _look(self) -> None:
         self._await_look()
@@ -121,6 +126,7 @@ class Silence:
             return
         comment = self._next_comment()
         if comment:
+            self._num_at_look = _NO_LOOK  # the next silence begins
             self._sending = asyncio.create_task(self._log_and_send(comment))
 
     async def _log_and_send(self, comment: bytes) -> None:

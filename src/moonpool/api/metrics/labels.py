@@ -31,6 +31,7 @@ _OF_LOAD = (
     "long_queue",
     "no_decode_capacity",
     "no_prefill_capacity",
+    "programs_wait",
     "ttft_slo",
 )
 _OF_STATE = (
@@ -42,7 +43,14 @@ _OF_STATE = (
     "policy_error",
     "server_stopping",
 )
-_OF_API_LOAD = ("rate_limit", "too_many_grammars", "too_many_large_bodies", "too_many_requests")
+_OF_API_LOAD = (
+    "rate_limit",
+    "too_many_bodies",
+    "too_many_calls",
+    "too_many_grammars",
+    "too_many_large_bodies",
+    "too_many_requests",
+)
 _OF_API = ("answer_differs", "grammar_not_compiled")
 _OF_PLACED = (
     "abort",

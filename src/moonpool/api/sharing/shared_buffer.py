@@ -247,11 +247,12 @@ class HeldBody:
             self.on_lost()
 
     def refusal(self) -> ApiError:
-        is_large = self._num_bytes > SMALL_BYTES
-        kind = "large bodies" if is_large else "bodies"
+        kind, code = "bodies", "too_many_bodies"
+        if self._num_bytes > SMALL_BYTES:
+            kind, code = "large bodies", "too_many_large_bodies"
         return ApiError(
             f"This server receives too many {kind} now. Send the request again later.",
             status=503,
-            code=f"too_many_{kind.replace(' ', '_')}",
+            code=code,
             headers=((b"retry-after", b"5"),),
         )
