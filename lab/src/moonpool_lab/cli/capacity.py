@@ -138,8 +138,8 @@ def capacity(
         f"{'speed':>8} {'requests/s':>10} {'effective':>10}  {given_percent(confidence)} interval"
     )
     if server is not None:
-        live, rows = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
-        trace_rps = _rate_rps(rows)
+        live, taken = _live(server, workload, flags.get("slo_ttft"), flags.get("slo_tbt"))
+        trace_rps = _rate_rps(taken)
         click.echo(header)
         found = _search(live, start, goal, trace_rps)
     else:
