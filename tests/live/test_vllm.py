@@ -278,22 +278,31 @@ def test_a_real_vllm_that_joins_is_used_within_10_s(tmp_path: Path) -> None:
     with real_one("MOONPOOL_VLLM_MODEL") as first:
         _list(path, first)
         with LocalServer(words) as front:
-            for when in ("before", "after"):
+            for is_listed_first in (True, False):
                 new = real_one("MOONPOOL_VLLM_MODEL", core="1")
-                if when == "before":
+                if is_listed_first:
                     _list(path, first, new)
                 with new:
-                    healthy_s = time.monotonic()
-                    _list(path, first, new)
-                    with _asking(front.url):
-                        wait_until(lambda new=new: _has_work(front, new))  # type: ignore[misc]
-                        used_s = time.monotonic() - healthy_s
-                    wait_until(lambda new=new: _is_measured(front, new))  # type: ignore[misc]
-                    measured_s = time.monotonic() - healthy_s
+                    used_s, measured_s = _join(path, front, first, new)
+                    when = "before" if is_listed_first else "after"
                     print(f"listed {when} health: used {used_s:.1f} s, measured {measured_s:.1f} s")
                     assert used_s < JOIN_S
                     _list(path, first)
                     wait_until(lambda: len(front.instances()) == 1)
+
+
+def _join(
+    path: Path, front: LocalServer, first: VllmServer, new: VllmServer
+) -> tuple[float, float]:
+    """Lists `new`, which has just become healthy. Returns the seconds until the Conductor places a
+    request on it, while requests run, and until its times are measured, when they have ended."""
+    healthy_s = time.monotonic()
+    _list(path, first, new)
+    with _asking(front.url):
+        wait_until(lambda: _has_work(front, new))
+        used_s = time.monotonic() - healthy_s
+    wait_until(lambda: _is_measured(front, new))
+    return used_s, time.monotonic() - healthy_s
 
 
 @contextmanager
@@ -316,11 +325,11 @@ def _asking(url: str) -> Iterator[None]:
         future.result()
 
 
-def _is_measured(front: LocalServer, server: LocalServer) -> bool:
+def _is_measured(front: LocalServer, server: VllmServer) -> bool:
     return any(f"measured {server.url}:" in line for line in front.log_lines())
 
 
-def _list(path: Path, *servers: LocalServer) -> None:
+def _list(path: Path, *servers: VllmServer) -> None:
     entries = [
         {"name": f"vllm-{each.port}", "address": "127.0.0.1", "port": str(each.port)}
         for each in servers
@@ -330,7 +339,7 @@ def _list(path: Path, *servers: LocalServer) -> None:
     new.replace(path)
 
 
-def _has_work(front: LocalServer, server: LocalServer) -> bool:
+def _has_work(front: LocalServer, server: VllmServer) -> bool:
     """Whether the Conductor has placed a request on the server."""
     found = next((i for i in front.instances() if i["instance_id"] == f"vllm-{server.port}"), None)
     return found is not None and found["booked_decodes"] + found["queued_prefills"] > 0
