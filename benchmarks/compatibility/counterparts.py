@@ -108,6 +108,11 @@ COUNTERPARTS = (
                 "its resources, vLLM and attention workers as actors, its autoscaler",
                 ("tests/live/test_ray_resources.py", "tests/live/test_ray_servers.py"),
             ),
+            Part(
+                "real vLLMs over their pool as actors",
+                ("tests/live/test_ray_vllm.py",),
+                needs_model=True,
+            ),
             Part("actors and replicas of Serve found", ("tests/live/test_ray_sources.py",)),
             Part("the router of Serve", ("tests/live/test_ray_serve.py",)),
             Part(

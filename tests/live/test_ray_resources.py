@@ -3,7 +3,9 @@ placement groups, names in `ray list`, and a cluster as a job of Ray."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from moonpool_lab.demo.local_server import free_port
 from tests.live.calls import fresh
 from tests.live.conftest import MODEL, SMALL
 from tests.live.ray_nodes import WAIT_S, OnRay, RayNodes, TypedNode
@@ -83,6 +86,20 @@ def test_what_no_node_has_is_waited_for_and_said(nodes: RayNodes, tmp_path: Path
         served.wait_until_up(2)
     finally:
         assert served.stop() == 0, served.log[-3000:]
+
+
+def test_an_address_without_a_ray_is_one_line_at_once() -> None:
+    """No other Ray is used instead, and none is started."""
+    address = f"127.0.0.1:{free_port()}"
+    line = [sys.executable, "-m", "moonpool", "serve", MODEL, "--launcher", "ray"]
+    plain = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    for words, named in ((["--ray-address", address], {}), ([], {"RAY_ADDRESS": address})):
+        done = subprocess.run(
+            [*line, *words], env=plain | named, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        (said,) = done.stderr.splitlines()
+        assert f"no Ray runs at {address}: Connection refused" in said
 
 
 def environment_of(pid: int) -> dict[str, str]:

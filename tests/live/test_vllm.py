@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -261,6 +264,87 @@ def test_real_vllms_answer_and_say_what_they_cache() -> None:
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
 
 
+JOIN_S = 10.0
+NUM_ASKING = 6
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_real_vllm_that_joins_is_used_within_10_s(tmp_path: Path) -> None:
+    """Prints the seconds from the first healthy answer of a new vLLM to the first request placed on
+    it, and to its measured times. It is listed before it runs, or once it is healthy."""
+    path = tmp_path / "endpoints.yaml"
+    words = ["--vllm-endpoints", str(path), "--admission", "none", "--slo-ttft", "600"]
+    with real_one("MOONPOOL_VLLM_MODEL") as first:
+        _list(path, first)
+        with LocalServer(words) as front:
+            for is_listed_first in (True, False):
+                new = real_one("MOONPOOL_VLLM_MODEL", core="1")
+                if is_listed_first:
+                    _list(path, first, new)
+                with new:
+                    used_s, measured_s = _join(path, front, first, new)
+                    when = "before" if is_listed_first else "after"
+                    print(f"listed {when} health: used {used_s:.1f} s, measured {measured_s:.1f} s")
+                    assert used_s < JOIN_S
+                    _list(path, first)
+                    wait_until(lambda: len(front.instances()) == 1)
+
+
+def _join(
+    path: Path, front: LocalServer, first: VllmServer, new: VllmServer
+) -> tuple[float, float]:
+    """Lists `new`, which has just become healthy. Returns the seconds until the Conductor places a
+    request on it, while requests run, and until its times are measured, when they have ended."""
+    healthy_s = time.monotonic()
+    _list(path, first, new)
+    with _asking(front.url):
+        wait_until(lambda: _has_work(front, new))
+        used_s = time.monotonic() - healthy_s
+    wait_until(lambda: _is_measured(front, new))
+    return used_s, time.monotonic() - healthy_s
+
+
+@contextmanager
+def _asking(url: str) -> Iterator[None]:
+    """Keeps some requests under way during the `with` block."""
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        drawn = random.Random(number)
+        while not stop.is_set():
+            complete(url, prompt=drawn.choices(range(3, 250), k=200))
+
+    with ThreadPoolExecutor(NUM_ASKING) as threads:
+        asked = [threads.submit(ask, number) for number in range(NUM_ASKING)]
+        try:
+            yield
+        finally:
+            stop.set()
+    for future in asked:
+        future.result()
+
+
+def _is_measured(front: LocalServer, server: VllmServer) -> bool:
+    return any(f"measured {server.url}:" in line for line in front.log_lines())
+
+
+def _list(path: Path, *servers: VllmServer) -> None:
+    entries = [
+        {"name": f"vllm-{each.port}", "address": "127.0.0.1", "port": str(each.port)}
+        for each in servers
+    ]
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"endpoints": entries}))
+    new.replace(path)
+
+
+def _has_work(front: LocalServer, server: VllmServer) -> bool:
+    """Whether the Conductor has placed a request on the server."""
+    found = next((i for i in front.instances() if i["instance_id"] == f"vllm-{server.port}"), None)
+    return found is not None and found["booked_decodes"] + found["queued_prefills"] > 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_real_vllms_hand_their_kvcache_over() -> None:
@@ -299,16 +383,14 @@ def test_real_vllms_hand_their_kvcache_over_by_the_pool(tmp_path: Path) -> None:
         assert sum(map(float, found)) == 192
 
 
-@contextmanager
-def real_one(kind: str, *flags: str) -> Iterator[VllmServer]:
-    """Starts one vLLM of the model that a variable names."""
+def real_one(kind: str, *flags: str, core: str = "0") -> VllmServer:
+    """Returns a vLLM of the model that a variable names, which starts with a `with` block."""
     python, model = os.environ.get("MOONPOOL_VLLM_PYTHON"), os.environ.get(kind)
     if not python or not model:
         pytest.skip(f"needs a vLLM: MOONPOOL_VLLM_PYTHON and {kind}")
     words = ["--enforce-eager", "--served-model-name", "own", *flags]
     options = {"--block-size": 32, "--max-model-len": 1024}
-    with VllmServer(python, model, "0", options, words) as server:
-        yield server
+    return VllmServer(python, model, core, options, words)
 
 
 @pytest.mark.long

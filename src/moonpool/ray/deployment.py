@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -85,6 +86,21 @@ def deploy(config: Config) -> RayDeployment:
     return deployment
 
 
+def _check_listens(address: str) -> None:
+    """Raises ClusterError if nothing listens at an address HOST:PORT: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "/" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ASK_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ClusterError(
+            f"no Ray runs at {address}: {why}. `ray start --head` starts one; without an address,"
+            " the Ray of this machine is used"
+        ) from None
+
+
 class RayDeployment:
     """`start`, then `step` again and again, at last `stop`. `RayDeployment` is not safe for several
     threads."""
@@ -126,13 +142,17 @@ class RayDeployment:
         """Raises ClusterError."""
         if ray.is_initialized():
             return
-        address = self.config.ray.address
+        address = self.config.ray.address or os.environ.get("RAY_ADDRESS", "")
+        _check_listens(address)
         common: dict[str, Any] = {"namespace": self._name, "logging_level": logging.WARNING}
         try:
             ray.init(address=address or "auto", **common)
         except ConnectionError as error:
             if address:
-                raise ClusterError(f"no Ray cluster is at {address}: {error}") from None
+                raise ClusterError(
+                    f"cannot use the Ray cluster at {address}: {error}. It must run, and this"
+                    f" machine must be one of its nodes: `ray start --address {address}`"
+                ) from None
             self._start_local(common)
         except (RuntimeError, ValueError) as error:
             raise ClusterError(f"cannot use Ray: {error}") from None
@@ -145,7 +165,8 @@ class RayDeployment:
         """
         log.info("this machine runs no Ray: starting a local one")
         total = total_of(first_groups(self.config, num_heads=1))
-        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(total["CPU"])), **common)
+        num_cpus = max(os.cpu_count() or 1, math.ceil(total["CPU"]))
+        ray.init("local", num_cpus=num_cpus, **common)  # and not one that has crashed
         lacks = lacking(total, ray.cluster_resources())
         if lacks:
             ray.shutdown()
@@ -357,6 +378,8 @@ class RayDeployment:
     def stop(self) -> None:
         """Ends all processes, the head first, which ends the workers in order. Gives all resources
         back."""
+        if not ray.is_initialized():  # else Ray would start, or connect to any other Ray
+            return
         every = [*self._started, *(each for own in self._added.values() for each in own.values())]
         self._started, self._added = [], {Role.PREFILL: {}, Role.DECODE: {}}
         every += self._leaving.values()

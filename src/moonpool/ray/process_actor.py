@@ -63,14 +63,16 @@ class ProcessActor(ABC):
             keeper.is_started = True
 
     async def leave(self, within_s: float) -> None:
-        """Lets the process end in an orderly way, and starts no further one."""
-        for keeper, task in zip(self._keepers, self._tasks, strict=True):
+        """Lets the processes end in an orderly way, one after the other: a worker drains while its
+        vLLM still computes. Starts no further ones."""
+        for keeper in self._keepers:
             keeper.is_ending = True
+        for keeper, task in zip(self._keepers, self._tasks, strict=True):
             if keeper.pid:
                 os.kill(keeper.pid, signal.SIGTERM)
             else:
                 task.cancel()
-        await asyncio.wait(self._tasks, timeout=within_s + LEAVE_S)
+            await asyncio.wait([task], timeout=within_s + LEAVE_S)
 
     def _keep(self, name: str) -> Keeper:
         """Begins to keep the process that `_spawn` starts under this name."""
@@ -84,9 +86,11 @@ class ProcessActor(ABC):
     async def _spawn(self, name: str) -> ChildProcess:
         """Starts the process of this name."""
 
-    async def _start(self, line: Sequence[str]) -> asyncio.subprocess.Process:
-        """Starts a program that ends with this actor."""
-        child = [sys.executable, "-m", "moonpool.ray.child", str(os.getpid())]
+    async def _start(
+        self, line: Sequence[str], flags: Sequence[str] = ()
+    ) -> asyncio.subprocess.Process:
+        """Starts a program that ends with this actor. `flags`: those of `moonpool.ray.child`."""
+        child = [sys.executable, "-m", "moonpool.ray.child", *flags, str(os.getpid())]
         return await start_child([*child, *line], self._environment)
 
     async def _watch_stopped(self) -> None:

@@ -101,7 +101,7 @@ class VllmActor(WorkerActor):
 
     async def _spawn(self, name: str) -> ChildProcess:
         if name == self._server:
-            return await self._start(self._command)
+            return await self._start(self._command, ["--group"])
         return await super()._spawn(name)
 
 
