@@ -199,7 +199,7 @@ def run_figures(played: Sequence[PlayedTurn], seconds: float) -> dict[str, Any]:
     whole = [turn.record for turn in played if turn.status == 200]
     rejected = Counter(turn.reason for turn in played if turn.status in TURNED_AWAY)
     failed = Counter(
-        f"{turn.reason} {turn.message}".strip()
+        f"{turn.reason} {turn.message}".strip().rpartition("\n")[2]  # of a stack trace, the error
         for turn in played
         if turn.status != 200 and turn.status not in TURNED_AWAY
     )
