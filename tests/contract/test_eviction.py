@@ -185,6 +185,7 @@ print(pool.allocate("rest", 100))
 """
 
 
+@pytest.mark.long
 def test_the_order_does_not_hang_on_the_hash_seed() -> None:
     orders = [
         subprocess.run(

@@ -241,6 +241,7 @@ def test_the_connection_idle_longest_makes_room_and_is_opened_again(
     assert source.messenger.counts().refused_connections == 0
 
 
+@pytest.mark.long
 def test_an_operation_that_failed_leaves_no_connection_behind(make_node: MakeNode) -> None:
     source, reader = make_node("source"), make_node("reader")
     # The timeout is long enough for a handshake on a busy machine.

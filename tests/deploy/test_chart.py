@@ -196,6 +196,7 @@ def test_only_pods_of_the_release_reach_workers_and_servers() -> None:
     assert [port["port"] for port in rule["ports"]] == ["http"]
 
 
+@pytest.mark.long
 def test_workers_and_labels_of_a_server_name_its_ranks_and_events() -> None:
     """Whether each rank has its own ports and a worker that knows them, and the picker reads the
     labels."""

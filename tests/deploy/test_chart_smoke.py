@@ -64,6 +64,7 @@ def asked(
         return client.post("/v1/completions", json=body)
 
 
+@pytest.mark.long
 @pytest.mark.live
 @pytest.mark.parametrize(
     "path",

@@ -82,6 +82,7 @@ class CountingOps(ReferenceOps):
         return super().linear(weight, bias)
 
 
+@pytest.mark.long
 def test_only_up_projections_are_unpacked(folder: Path, tmp_path: Path) -> None:
     draft = convert(folder, "deepseek2")
     for name, stored in draft.tensors.items():

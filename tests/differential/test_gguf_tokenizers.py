@@ -197,6 +197,7 @@ def test_the_vocabulary_of_a_trained_model() -> None:
     check_vocabulary(found)
 
 
+@pytest.mark.long
 def test_a_trained_vocabulary(tmp_path: Path) -> None:
     check(trained(tmp_path), "qwen2", tmp_path / "model.gguf")
 

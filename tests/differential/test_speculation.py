@@ -204,6 +204,7 @@ def test_greedy_guesses_of_the_model_itself_are_all_right(lab: SpeculationLab) -
     assert counters["accepted_draft_tokens"] == counters["draft_tokens"] > 150
 
 
+@pytest.mark.long
 def test_by_a_draft_model_that_knows_nothing(lab: SpeculationLab, plain: MiniCluster) -> None:
     cluster = lab(
         {"one": Role.MIXED},

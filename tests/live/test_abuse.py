@@ -192,6 +192,7 @@ def test_an_odd_request_is_refused_and_hides_no_other(server: LocalServer, name:
     assert b"smuggled" not in got
 
 
+@pytest.mark.long
 def test_pipelined_requests_are_answered_in_order_and_bounded(server: LocalServer) -> None:
     few = b"".join(b"GET /v1/models/m%d HTTP/1.1\r\nhost: x\r\n\r\n" % n for n in range(50))
     with connected(server) as link:

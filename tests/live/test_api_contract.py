@@ -30,6 +30,7 @@ def check_all(server: LocalServer, num_draws: int) -> None:
     assert not [line for line in server.log_lines() if "Traceback" in line or " ERROR " in line]
 
 
+@pytest.mark.long
 def test_responses_are_as_the_document_says() -> None:
     """Uses a server of its own, because one of the operations replaces the server's processes."""
     with LocalServer([MODEL, "--mixed", "1", *SMALL]) as server:

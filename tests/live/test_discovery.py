@@ -61,6 +61,7 @@ def long_calls(stub: VllmStub) -> int:
     return sum(body["max_tokens"] == 30 for body in stub.bodies("/v1/completions"))
 
 
+@pytest.mark.long
 @pytest.mark.live
 def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> None:
     path = tmp_path / "endpoints.yaml"
@@ -100,6 +101,7 @@ def test_servers_join_and_are_drained_by_a_file_that_changes(tmp_path: Path) -> 
             assert complete(server) == tokens_after(PROMPT, 3)
 
 
+@pytest.mark.long
 @pytest.mark.live
 def test_a_front_starts_without_a_server(tmp_path: Path) -> None:
     path = tmp_path / "endpoints.yaml"

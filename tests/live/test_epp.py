@@ -89,6 +89,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gatewa
         yield found
 
 
+@pytest.mark.long
 def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
     wait_until(lambda: two.picker.log.read_text().count("measured http") == 2)
     prompt = PROMPT * 6
@@ -264,6 +265,7 @@ SUBSET = (
 )
 
 
+@pytest.mark.long
 def test_only_endpoints_of_the_subset_are_chosen(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model, num=3, replaces=SUBSET) as found:
         ports = [stub.port for stub in found.stubs]
@@ -285,6 +287,7 @@ def test_only_endpoints_of_the_subset_are_chosen(tmp_path: Path, model: str) -> 
         assert found.http.get("/v1/models", headers=alike).status_code == 200
 
 
+@pytest.mark.long
 def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -> None:
     flags = ("--admission", "early", "--no-learning")
     with gateway(tmp_path, model, *flags, num=1) as found:
@@ -319,6 +322,7 @@ def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -
         assert "retry-after" not in hopeless.headers
 
 
+@pytest.mark.long
 def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> None:
     roles = {"e0": "prefill", "e1": "prefill", "e2": "decode", "e3": "decode"}
     flags = (*CALM, "--no-inline-prefill", "--no-inline-chunks")
@@ -348,6 +352,7 @@ def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> N
         wait_until(lambda: found.picker.requests() == 0)
 
 
+@pytest.mark.long
 def test_an_endpoint_that_dies_is_left_out(two: Gateway) -> None:
     for number in range(6):
         assert two.complete(prompt=[number] * 40).status_code == 200
@@ -362,6 +367,7 @@ def test_an_endpoint_that_dies_is_left_out(two: Gateway) -> None:
     wait_until(lambda: sorted(two.picker.instances()) == ["e0", "e1"])
 
 
+@pytest.mark.long
 def test_a_stream_that_is_cut_ends_its_booking(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model, num=1) as found:
         stub = found.stubs[0]
@@ -382,6 +388,7 @@ def test_a_stream_that_is_cut_ends_its_booking(tmp_path: Path, model: str) -> No
         assert found.explain("cut")["outcome"] in ("engine_error", "abort")
 
 
+@pytest.mark.long
 def test_the_file_may_change_at_any_time(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model) as found, ExitStack() as stack:
         one, other = found.stubs

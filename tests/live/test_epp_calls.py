@@ -62,6 +62,7 @@ def test_blocks_of_another_salt_are_not_expected(two: Gateway) -> None:
     assert cached["one"] == cached["other"] == cached["none"] == 0
 
 
+@pytest.mark.long
 def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     for stub in two.stubs:
         stub.gap_s = 0.2
@@ -94,6 +95,7 @@ def test_several_answers_are_booked_as_such(two: Gateway) -> None:
     assert sum(each["generated_tokens"] for each in told) == 30
 
 
+@pytest.mark.long
 def test_answers_of_a_call_take_no_id_of_another_call(two: Gateway) -> None:
     for stub in two.stubs:
         stub.gap_s = 0.2
@@ -118,6 +120,7 @@ def test_answers_of_a_call_take_no_id_of_another_call(two: Gateway) -> None:
     wait_until(lambda: two.picker.requests() == 0)
 
 
+@pytest.mark.long
 def test_tokens_are_estimated_where_the_models_files_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +177,7 @@ RETRYING_ROUTE = PLAIN_ROUTE.replace(
 )
 
 
+@pytest.mark.long
 def test_the_gateway_goes_on_to_a_fallback(tmp_path: Path, model: str) -> None:
     with ExitStack() as stack:
         stubs = [VllmStub(root=model).start() for _ in range(3)]
@@ -204,6 +208,7 @@ def test_the_gateway_goes_on_to_a_fallback(tmp_path: Path, model: str) -> None:
         wait_until(lambda: picker.requests() == 0)
 
 
+@pytest.mark.long
 def test_a_named_model_alone_is_served_by_the_sources_of_a_file(tmp_path: Path, model: str) -> None:
     with ExitStack() as stack:
         stubs = [VllmStub(root=model).start(), VllmStub("other", root="/some/other").start()]
@@ -220,6 +225,7 @@ def test_a_named_model_alone_is_served_by_the_sources_of_a_file(tmp_path: Path, 
         assert "e0 is not used" not in picker.log.read_text()
 
 
+@pytest.mark.long
 def test_a_rank_is_an_endpoint_and_its_number_goes_along(tmp_path: Path, model: str) -> None:
     with ExitStack() as stack:
         stub = stack.enter_context(stubs(VllmStub("m", root=model)))[0]

@@ -89,6 +89,7 @@ def status_of(url: str) -> int:
     return httpx.post(f"{url}/v1/completions", json=ASKED, timeout=60).status_code
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails_open", [False, True])
 def test_answers_outlive_their_picker(tmp_path: Path, model: str, fails_open: bool) -> None:
     with ExitStack() as stack:

@@ -107,6 +107,7 @@ def kill_while(streams: Streams, asked: list[Any], victim: Any, most: int) -> in
     return num_kills
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("whose", "most"),
     [
@@ -139,6 +140,7 @@ def test_a_process_that_is_killed_costs_no_answer(whose: str, most: int) -> None
     assert wait_until_gone(pids) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [FEW_KILLS, pytest.param(MOST_KILLS, marks=pytest.mark.long)])
 def test_an_instance_that_is_killed_costs_no_answer(most: int) -> None:
     """Whether an answer continues whose tokens went to the fronts directly: the fronts know tokens
@@ -157,6 +159,7 @@ def test_an_instance_that_is_killed_costs_no_answer(most: int) -> None:
         assert sum(front["direct_tokens"] for front in fronts) > 0
 
 
+@pytest.mark.long
 def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
     """Clients come back by request id and number of tokens, by their last event, and by request id
     alone. Each connection is new, so the kernel may give it to either front."""
@@ -179,6 +182,7 @@ def test_a_client_that_comes_back_over_any_front_gets_the_rest() -> None:
             assert list(events(server.url, numbered, seen[120][0])) == seen[121:]
 
 
+@pytest.mark.long
 def test_one_page_of_metrics_and_one_cluster_whoever_answers(stub: VllmStub) -> None:
     stub.gap_s = 0.02
     with LocalServer(["--vllm", stub.url, *FRONTS]) as server:
@@ -202,6 +206,7 @@ def test_one_page_of_metrics_and_one_cluster_whoever_answers(stub: VllmStub) -> 
         assert bad.status_code == 400
 
 
+@pytest.mark.long
 def test_limits_hold_for_all_fronts_together(stub: VllmStub, tmp_path: Path) -> None:
     """Uses a bucket of ten calls: over new connections and both fronts, exactly ten calls pass at
     once."""
@@ -287,6 +292,7 @@ def test_answers_end_before_the_fronts_do() -> None:
         assert not any(reader.is_cut for reader in readers)
 
 
+@pytest.mark.long
 def test_calls_go_to_both_fronts(stub: VllmStub) -> None:
     with LocalServer(["--vllm", stub.url, *FRONTS]) as server:
         stub.may_speak.clear()

@@ -138,6 +138,7 @@ def kill_under_streams(
 APART = ["--prefill", "1", "--decode", "1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arrangement", "counts"),
     [

@@ -108,6 +108,7 @@ def test_wrong_files_end_the_start_in_one_line(
     check_refused(tmp_path, *words)
 
 
+@pytest.mark.long
 def test_a_vllm_server_with_such_a_model_is_turned_away_and_the_head_goes_on(
     hostile: Path, tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ def prompts(stub: SglangStub) -> list[list[int]]:
     return [body["input_ids"] for path, body in stub.calls if path == "/generate"]
 
 
+@pytest.mark.long
 def test_sglangs_events_say_where_prefixes_are() -> None:
     """This also holds for prompts that moonpool has not sent: each request goes to the server that
     caches its prefix."""
@@ -73,6 +74,7 @@ def test_sglangs_events_say_where_prefixes_are() -> None:
             assert longer not in prompts((one, other)[1 - number % 2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [SglangStub, LlamaStub])
 def test_an_adapter_goes_where_another_make_has_loaded_it(
     make: type[SglangStub] | type[LlamaStub],
@@ -108,6 +110,7 @@ def test_models_of_one_ollama_are_two_models_here() -> None:
         assert post(server, "/tokenize", model=names[0], prompt="a").status_code == 404
 
 
+@pytest.mark.long
 def test_tensorrt_llms_share_calls_and_keep_tenants_apart(tmp_path: Path) -> None:
     """Each server gets the client's body, with a salt for each tenant; the death of a server costs
     no call."""

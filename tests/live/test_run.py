@@ -39,6 +39,7 @@ def once(
     )
 
 
+@pytest.mark.long
 def test_a_prompt_by_a_pipe_is_answered_once_and_kept_on_disk(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -66,6 +67,7 @@ def test_what_cannot_start_is_one_line(environment: dict[str, str], tmp_path: Pa
     assert done.stderr == "moonpool: two prompts: give --prompt, or the prompt after the model\n"
 
 
+@pytest.mark.long
 def test_a_start_that_fails_says_so_once(environment: dict[str, str]) -> None:
     words = ("random:tiny", "--prompt", "x", "--port", "0")
     done = once(environment, *words)
@@ -133,6 +135,7 @@ def server_of(terminal: Terminal) -> int:
     return server
 
 
+@pytest.mark.long
 def test_a_chat_in_the_terminal(chat: tuple[Terminal, int]) -> None:
     terminal, port = chat
     places = terminal.wait_for(">>> ")

@@ -73,6 +73,7 @@ def split() -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.long
 def test_prefill_and_decode(split: LocalServer, http: httpx.Client) -> None:
     check(split.url, http)
 

@@ -208,6 +208,7 @@ def test_flipped_bits_cost_time_and_no_answer(talk: Talk, folder: Path) -> None:
     assert counters["ssd_corrupt_slices"] > 0
 
 
+@pytest.mark.long
 def test_a_reset_empties_memory_and_disk(talk: Talk) -> None:
     talk.round()
     assert talk.instance()["ssd"]["cached"] and talk.instance()["indexed_blocks"]

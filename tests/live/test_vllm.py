@@ -65,6 +65,7 @@ def tokens(answer: dict[str, Any]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer) -> None:
     for others in (
         {},
@@ -80,6 +81,7 @@ def test_answers_are_the_engines(engines: list[LocalServer], front: LocalServer)
         ), others
 
 
+@pytest.mark.long
 def test_a_prompt_goes_where_it_has_been_computed(front: LocalServer) -> None:
     """A pause of the machine can make one engine look slower than a second computation of a prompt,
     so a round may fail. If placement were random, one in 256 rounds would succeed."""

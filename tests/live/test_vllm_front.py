@@ -220,6 +220,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 SAID = [{"role": "user", "content": "Add one, and one more, and then say what it is."}]
 
 
+@pytest.mark.long
 def test_tool_calls_that_the_server_finds_reach_the_client_as_they_are() -> None:
     with stubs(VllmStub("m", parses=("tools",))) as (stub,), front(stub) as server:
         asked = {"messages": SAID, "tools": TOOLS, "max_tokens": 4, "own_field": [1]}
@@ -240,6 +241,7 @@ def test_tool_calls_that_the_server_finds_reach_the_client_as_they_are() -> None
         assert len(stub.bodies("/v1/completions")) == before + 1, "it outlives its server"
 
 
+@pytest.mark.long
 def test_a_server_that_shows_reasoning_answers_all_chats() -> None:
     with stubs(VllmStub("m", parses=("reasoning",))) as (stub,), front(stub) as server:
         long = [{"role": "user", "content": "a b c d e f g h " * 12}]
@@ -253,6 +255,7 @@ def test_a_server_that_shows_reasoning_answers_all_chats() -> None:
         assert complete(server)["choices"][0]["token_ids"] == tokens_after(PROMPT, 3)
 
 
+@pytest.mark.long
 def test_parsing_stays_here_where_it_is_wanted_or_a_server_has_none() -> None:
     both = VllmStub("m", parses=("tools", "reasoning")), VllmStub("m")
     with stubs(*both) as (one, other):
@@ -306,6 +309,7 @@ def test_metrics_have_the_model_of_each_sample(zoo: Zoo) -> None:
     assert fresh.get(f"{server.url}/cluster/event_log?model=nobody").status_code == 404
 
 
+@pytest.mark.long
 def test_a_name_that_is_given_is_the_only_one() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub, words=("--served-model-name", "x")) as server:
         listed = fresh.get(f"{server.url}/v1/models").json()["data"]
@@ -314,6 +318,7 @@ def test_a_name_that_is_given_is_the_only_one() -> None:
         assert post(server, "/v1/completions", model="m", prompt="x").status_code == 404
 
 
+@pytest.mark.long
 def test_a_named_model_is_the_only_one_that_is_taken() -> None:
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with (
@@ -324,6 +329,7 @@ def test_a_named_model_is_the_only_one_that_is_taken() -> None:
         pass
 
 
+@pytest.mark.long
 def test_an_adapter_goes_where_it_is_loaded() -> None:
     made = VllmStub("m"), VllmStub("m", adapters=("poet",))
     with stubs(*made) as (plain, loaded), front(*made) as server:
@@ -337,6 +343,7 @@ def listed(server: LocalServer) -> set[str]:
     return {one["id"] for one in fresh.get(f"{server.url}/v1/models").json()["data"]}
 
 
+@pytest.mark.long
 def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made) as (first, second), front(*made) as server:
@@ -359,6 +366,7 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         assert first.bodies("/v1/completions")[-1]["model"] == "m"
 
 
+@pytest.mark.long
 def test_a_call_to_an_adapter_that_has_just_left_a_server_goes_to_another_one() -> None:
     made = VllmStub("m", adapters=("poet",)), VllmStub("m", adapters=("poet",))
     with stubs(*made) as (first, second), front(*made) as server:
@@ -373,6 +381,7 @@ def test_a_call_to_an_adapter_that_has_just_left_a_server_goes_to_another_one() 
         assert any(body["model"] == "poet" for _, body in first.calls), "it was tried"
 
 
+@pytest.mark.long
 def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made), front(*made) as server:
@@ -393,6 +402,7 @@ def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:
         assert refused.json()["error"]["code"] == "engine_error"
 
 
+@pytest.mark.long
 def test_after_the_first_byte_one_error_ends_it() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made), front(*made) as server:
@@ -412,6 +422,7 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
         assert all(one["booked_decodes"] == 0 for one in server.instances())
 
 
+@pytest.mark.long
 def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
     """Keeps the server silent until the client has received two keep-alives of the head."""
     words = ("--keepalive", "0.1")
@@ -432,6 +443,7 @@ def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
         assert raw.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.long
 def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub) as server:
         stub.may_speak.clear()
@@ -447,6 +459,7 @@ def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
         stub.may_speak.set()
 
 
+@pytest.mark.long
 def test_tenants_are_kept_apart_in_forwarded_calls_too(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
     keys = ("--api-key-file", str(tmp_path / "keys"))
@@ -465,6 +478,7 @@ def test_tenants_are_kept_apart_in_forwarded_calls_too(tmp_path: Path) -> None:
         assert "mine" not in salts
 
 
+@pytest.mark.long
 def test_it_serves_before_it_has_measured() -> None:
     slow = VllmStub("m")
     slow.first_token_s = 1.0
@@ -476,6 +490,7 @@ def test_it_serves_before_it_has_measured() -> None:
         wait_until(lambda: server.instances()[0]["cost"] != instance["cost"])
 
 
+@pytest.mark.long
 def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
     with (
         stubs(VllmStub("m", connector=False), VllmStub("m")) as (one, other),
@@ -485,6 +500,7 @@ def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
     short, long = VllmStub("m", max_model_len=512), VllmStub("m", max_model_len=4096)
     with stubs(short, long), front(short, long) as server:
@@ -502,6 +518,7 @@ def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
         assert len(long.bodies("/v1/completions")) == 8
 
 
+@pytest.mark.long
 def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context() -> None:
     short = VllmStub("m", max_model_len=512)
     long = VllmStub("m", max_model_len=4096)
@@ -516,6 +533,7 @@ def test_an_answer_that_outgrows_its_server_goes_on_where_there_is_more_context(
         assert long.bodies("/v1/completions")[-1]["max_tokens"] == 158
 
 
+@pytest.mark.long
 def test_events_that_do_not_come_are_said_and_the_cache_is_assumed() -> None:
     pytest.importorskip("zmq")
     stub, port = VllmStub("m"), free_port()
@@ -537,6 +555,7 @@ def test_events_that_do_not_come_are_said_and_the_cache_is_assumed() -> None:
         assert 'moonpool:engine_cache_source{instance_id="mixed-0",model_name="m",' in text
 
 
+@pytest.mark.long
 def test_hits_that_the_server_counts_are_compared() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub) as server:
         stub.hit_share = 0.5
@@ -557,6 +576,7 @@ def head_of(server: LocalServer) -> int:
     return int(fresh.get(f"{server.url}/cluster").json()["head"]["pid"])
 
 
+@pytest.mark.long
 def test_the_next_head_goes_on_with_all_models() -> None:
     """After the head was replaced, streams of tokens must continue with the next token, and a
     forwarded call must end with one error."""

@@ -108,6 +108,7 @@ def server(elsewhere: dict[str, str]) -> Iterator[LocalServer]:
         yield server
 
 
+@pytest.mark.long
 def test_a_front_outlives_its_head_and_no_process_the_supervisor(server: LocalServer) -> None:
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
     answer = fresh.post(f"{server.url}/v1/completions", json=body, timeout=60)

@@ -74,6 +74,7 @@ def test_mixed_instances_keep_their_slos_under_overload(tmp_path: Path) -> None:
     assert ours > 2.5 * effective(path, "none", *flags)
 
 
+@pytest.mark.long
 def test_mixed_instances_without_tiles_keep_the_tbt_slo(tmp_path: Path) -> None:
     """On CPUs, a chunk of 32 tokens takes most of a step's allowed time, and a few decodes take the
     rest. So chunks must be smaller there."""

@@ -21,6 +21,7 @@ def conversations(load: float, admission: str, waits: bool = True) -> TimedVllms
     return played("conversations", load, SECONDS, config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("admission", ["goodput", "baseline", "none"])
 def test_below_the_capacity_all_are_served_in_time(admission: str) -> None:
     fleet = conversations(0.8, admission)
@@ -28,6 +29,7 @@ def test_below_the_capacity_all_are_served_in_time(admission: str) -> None:
     assert fleet.num_effective >= 0.95 * len(fleet.records)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("load", [1.5, 2.5])
 def test_in_overload_the_servers_are_as_good_as_at_their_capacity(load: float) -> None:
     fleet = conversations(load, "goodput")
@@ -36,12 +38,14 @@ def test_in_overload_the_servers_are_as_good_as_at_their_capacity(load: float) -
     assert fleet.num_effective >= 0.85 * num_served, "most who are admitted are served in time"
 
 
+@pytest.mark.long
 def test_without_the_wait_admission_alone_keeps_most_of_it() -> None:
     fleet = conversations(1.5, "goodput", waits=False)
     assert fleet.num_effective >= 0.75 * CAPACITY_RPS * SECONDS
     assert fleet.num_effective < conversations(1.5, "goodput").num_effective
 
 
+@pytest.mark.long
 def test_without_admission_control_nobody_is_refused() -> None:
     fleet = conversations(1.5, "none")
     assert not fleet.refused
@@ -50,6 +54,7 @@ def test_without_admission_control_nobody_is_refused() -> None:
     assert fleet.longest_wait_s <= SLO.ttft_s
 
 
+@pytest.mark.long
 def test_a_program_that_has_begun_gets_through_in_overload() -> None:
     fleet = played("agents", 2.5, SECONDS)
     found = program_figures(fleet.calls)

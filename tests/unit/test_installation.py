@@ -131,6 +131,7 @@ def test_the_installer_is_that_of_this_environment(monkeypatch: pytest.MonkeyPat
     assert words[:5] == ["uv", "pip", "install", "--python", sys.executable]
 
 
+@pytest.mark.long
 def test_what_the_command_names_is_taken_by_pip() -> None:
     words = shlex.split(install_command("plan"))
     line = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps"]

@@ -33,6 +33,7 @@ def post(head: ScriptedHead, **fields: Any) -> Any:
     return call(head, "/v1/messages", {"messages": [USER], "max_tokens": 20} | fields)
 
 
+@pytest.mark.long
 def test_anthropics_client_reads_answers_and_streams() -> None:
     head = ScriptedHead(lambda _: spoken("Grüße", " 🎉", cached_tokens=2))
     with served(head) as url, client_of(url) as client:

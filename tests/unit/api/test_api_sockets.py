@@ -173,6 +173,7 @@ def test_a_body_in_pieces_is_put_together_and_bounded() -> None:
         assert response.status_code == 413
 
 
+@pytest.mark.long
 def test_bodies_that_never_end_hold_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_buffer, "SMALL_BYTES", 0)
     # leaves room for eight of the largest bodies

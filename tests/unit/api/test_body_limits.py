@@ -184,6 +184,7 @@ def test_calls_that_are_in_a_process_when_it_dies_are_read_by_the_next() -> None
     run(template(ENDLESS), work)
 
 
+@pytest.mark.long
 def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper_process, "LATE_S", 0.0)
     others = children()
@@ -249,6 +250,7 @@ def loading(options: ApiOptions) -> str:
     return asyncio.run(here())
 
 
+@pytest.mark.long
 def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
     """The charsmap claims 8 GB, which the library allocates before it reads further."""
     charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA//8="}

@@ -37,6 +37,7 @@ def test_choices_that_begin_alike_can_be_followed(choices: list[str]) -> None:
     assert refused.json()["error"]["code"] == "form_lost"
 
 
+@pytest.mark.long
 def test_a_schema_that_cannot_be_followed_is_refused_before_anything_is_computed() -> None:
     properties: dict[str, Any] = {f"property_{n}": {"type": "integer"} for n in range(3000)}
     head = ScriptedHead()

@@ -58,6 +58,7 @@ def stream(
     return found
 
 
+@pytest.mark.long
 def test_an_answer_goes_on_from_any_event_at_another_head() -> None:
     for path, body in CALLS:
         whole = stream(ScriptedHead(lambda _: grouped(3, 1, 5)), path, body)

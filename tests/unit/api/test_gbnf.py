@@ -128,6 +128,7 @@ def test_lark_is_not_taken_for_gbnf() -> None:
         assert not is_gbnf(text)
 
 
+@pytest.mark.long
 def test_a_long_chain_of_rules_is_read_in_one_go() -> None:
     """Makes rules that each use the next rule, in both orders. The work must not grow with the
     square of their number."""

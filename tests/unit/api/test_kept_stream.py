@@ -86,6 +86,7 @@ def taken_over(log: bytes) -> Iterator[tuple[Shelf, KeptStream]]:
         shelf.close()
 
 
+@pytest.mark.long
 @given(increments, increments, st.data())
 def test_a_successor_reads_all_complete_entries_and_adds_its_own(
     first: list[tuple[int, Output]], second: list[tuple[int, Output]], data: st.DataObject

@@ -184,6 +184,7 @@ def test_it_can_be_turned_off_and_whole_answers_are_left_alone() -> None:
         ApiOptions(keepalive_s=-1)
 
 
+@pytest.mark.long
 def test_clients_of_openai_and_anthropic_pass_over_it() -> None:
     anthropic = pytest.importorskip("anthropic")
     script = [0.1, *spoken("He"), 0.1, *spoken("llo")]

@@ -148,6 +148,7 @@ def status_of(link: socket.socket, timeout_s: float = 60.0) -> int:
     return int(link.recv(65536).split(b" ", 2)[1])
 
 
+@pytest.mark.long
 def test_an_unfinished_body_gives_its_room_to_a_tenant_with_less(url: str) -> None:
     with ExitStack() as stack:
         links = {

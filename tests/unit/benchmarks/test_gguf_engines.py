@@ -61,6 +61,7 @@ def test_decode_of_a_mixture_reads_the_chosen_experts(tmp_path: Path) -> None:
     assert found["weight_bytes"] == sum(weights)
 
 
+@pytest.mark.long
 def test_every_engine_and_job_has_a_rate_of_each_round(tiny: Path) -> None:
     said: list[str] = []
     plan = GgufBenchPlan(rounds=2, threads=(1,))
@@ -103,6 +104,7 @@ def _programs(folder: Path, bench: str, batched: str) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_ik_llama_cpp_is_timed_by_what_its_programs_print(tiny: Path, tmp_path: Path) -> None:
     folder = _programs(tmp_path, BENCH, BATCHED)
     plan = GgufBenchPlan(rounds=1, threads=(1,), ik_programs=folder)

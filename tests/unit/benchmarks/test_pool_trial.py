@@ -72,6 +72,7 @@ def counted(answers: int, wrong: int, foreign: int = 0) -> dict[str, Any]:
     return {"answers": answers, "wrong": wrong, "foreign": foreign}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pool", "alone", "given_up", "lines"),
     [

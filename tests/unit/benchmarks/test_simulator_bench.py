@@ -12,6 +12,7 @@ from benchmarks.suite.cluster.simulator import (
 )
 
 
+@pytest.mark.long
 def test_each_size_is_run_and_its_memory_watched() -> None:
     small, large = bench_simulator(((2, 16), (4, 40)))
     for found, size in ((small, (2, 16)), (large, (4, 40))):

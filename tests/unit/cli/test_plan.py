@@ -53,6 +53,7 @@ def answer(trace: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[s
     return found
 
 
+@pytest.mark.long
 def test_the_default_devices_are_named(trace: str) -> None:
     said = "planning with nodes of 8 A800-SXM, those of Mooncake's paper"
     few = ("--trace", trace, *SMALL, "--runs", "2", "--processes", "1")
@@ -133,6 +134,7 @@ def test_a_time_limit_ends_the_search(trace: str, tmp_path: Path) -> None:
     assert "the time limit was reached" in text
 
 
+@pytest.mark.long
 def test_an_interrupt_prints_the_best_so_far(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_figures_file_keeps_secrets_and_says_what_ran(trace: str, tmp_path: Pa
     assert found["run"]["trace"] == "t.jsonl" and found["run"]["speed"] == 2.0
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_bytes_but_for_wall_s(trace: str, tmp_path: Path) -> None:
     found = []
     for hash_seed in ("1", "77"):
@@ -184,6 +185,7 @@ def test_groups_of_nodes_serve(kind: str, cost: str, trace: str, tmp_path: Path)
     assert found["config"]["hardware"]["parallelism"] == kind
 
 
+@pytest.mark.long
 def test_pipelined_mixed_instances_serve(trace: str, tmp_path: Path) -> None:
     group = ("--mixed", "3", "--nodes-per-prefill", "2", "--parallelism", "cpp")
     found = figures_of(tmp_path, "--trace", trace, "--admission", "none", *group)

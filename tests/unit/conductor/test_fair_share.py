@@ -50,6 +50,7 @@ class Market:
             self.placed[name.split("-")[0]] += 1
 
 
+@pytest.mark.long
 def test_a_flood_of_one_tenant_refuses_no_small_request_of_another() -> None:
     market = Market()
     for turn in range(200):
@@ -63,6 +64,7 @@ def test_a_flood_of_one_tenant_refuses_no_small_request_of_another() -> None:
     assert market.placed["flood"] > 100, "what is left is for the flood"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("weights", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0)])
 def test_tenants_that_all_flood_get_shares_by_weight(
     weights: dict[str, float], ratio: float

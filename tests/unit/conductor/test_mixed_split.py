@@ -114,6 +114,7 @@ def test_a_pool_is_filled_after_a_departure() -> None:
     assert sorted(serving) == [Role.DECODE, Role.PREFILL]
 
 
+@pytest.mark.long
 def test_mixed_instances_follow_the_demand_without_a_command() -> None:
     """The prompts are long and the answers short, so that one decode instance is enough.
     `role_balance` is off."""
@@ -150,6 +151,7 @@ def test_a_switch_ends_though_the_others_are_lost() -> None:
     assert all(state.drain is None for state in d.conductor.instances.values())
 
 
+@pytest.mark.long
 def test_instances_with_one_role_do_not_switch() -> None:
     d = desk("p0", "d0", "d1", "m0", "m1", num_blocks=4000)
     for number in range(600):

@@ -300,6 +300,7 @@ def test_cache_aware_weighs_queue_against_hits_but_never_fetches() -> None:
     assert (centric.prefill, centric.fetch_from) == ("p1", "p0"), "this one fetches"
 
 
+@pytest.mark.long
 def test_random_is_uniform_and_follows_from_seed_and_number() -> None:
     views = (view("p0", queue_s=5.0), view("p1"), view("p2"), view("d0"))
     chosen = [placed(demand(number=n), *views, config=policy("random")).prefill for n in range(900)]

@@ -105,6 +105,7 @@ class Sessions:
                 self.prefetched.setdefault(numbers[0], []).append(self.desk.now)
 
 
+@pytest.mark.long
 def test_sessions_are_prefetched_shortly_before_their_turn() -> None:
     sessions = Sessions()
     sessions.run()

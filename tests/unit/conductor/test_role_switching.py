@@ -188,6 +188,7 @@ def test_rejected_requests_count_and_instances_switch_one_after_another() -> Non
     )
 
 
+@pytest.mark.long
 def test_advice_switches_nothing_and_is_reported_once() -> None:
     d = Desk("p0", "p1", "p2", "d0", role_balance="advise", role_balance_window_s=10.0)
     said: list[str] = []

@@ -122,6 +122,7 @@ def test_a_decode_instance_that_crashes_accuses_those_that_had_reached_it() -> N
     assert placed(desk.join("d0", incarnation=3)) == ["prefills"]
 
 
+@pytest.mark.long
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(0, 20))
 def test_a_culprit_ends_two_instances_and_everybody_else_is_answered(
     seed: int, num_innocents: int, fine_tokens: int

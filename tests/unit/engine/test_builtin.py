@@ -65,6 +65,7 @@ def _pairs(count: int) -> dict[str, str]:
     return {"".join(rng.choices(pick, k=4)): "".join(rng.choices(pick, k=6)) for _ in range(count)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_recalls_values_thousands_of_tokens_back(dtype: str) -> None:
     pairs = _pairs(200)
@@ -124,6 +125,7 @@ def _first_bits(model: LoadedModel) -> bytes:
     return model.weights.load("model.layers.1.mlp.down_proj.weight")[:2].numpy().tobytes()
 
 
+@pytest.mark.long
 def test_random_weights_are_the_same_in_every_process() -> None:
     script = (
         "from moonpool_engine.engine.builtin import open_model\n"

@@ -145,6 +145,7 @@ def test_more_answers_than_are_kept_are_still_right() -> None:
         assert allowed == ord(str(i)[0])
 
 
+@pytest.mark.long
 def test_drafts_are_drawn_under_the_grammar_one_by_one() -> None:
     """The matcher must follow the right drafts, and ignore the wrong ones."""
     grammar = schema_grammar({"enum": ["abcabc", "abcabd", "xyz"]})

@@ -133,6 +133,7 @@ def test_a_library_of_another_cpu_is_a_reason_and_is_built_again(sources_in: Pat
     assert open_slices() is None
 
 
+@pytest.mark.long
 def test_an_installation_without_kernels_needs_no_compiler(tmp_path: Path) -> None:
     skipped = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "engine", tmp_path, ignore=skipped, dirs_exist_ok=True)

@@ -84,6 +84,7 @@ def worst(found: dict[str, Any], *names: str) -> float:
 GIVEN: dict[str, Any] = {"slo_ttft_s": 3.0, "slo_tbt_s": 0.2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "slo", [{}, pytest.param(GIVEN, marks=pytest.mark.long)], ids=["usual", "given"]
 )
@@ -110,6 +111,7 @@ def test_a_server_with_few_sequences_queues(loop: VirtualLoop, tmp_path: Path) -
     assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.15, found["outcomes"]
 
 
+@pytest.mark.long
 def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Path) -> None:
     given = {"loads": (0.5,), "run_s": 20.0}
     found = forecast(loop, TimedServer(cache_blocks=0), tmp_path / "table.jsonl", **given)
@@ -118,6 +120,7 @@ def test_a_server_without_a_cache_is_seen_as_one(loop: VirtualLoop, tmp_path: Pa
     assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
 
 
+@pytest.mark.long
 def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_path: Path) -> None:
     """The forecast must be right although the server's machine had other work during the first
     prompts."""
@@ -130,6 +133,7 @@ def test_a_server_whose_speed_changes_is_measured_again(loop: VirtualLoop, tmp_p
     assert worst(found, "ttft_s.p50", "tbt_s.p50") < 0.1, found["outcomes"]
 
 
+@pytest.mark.long
 def test_a_load_is_that_share_of_the_capacity(loop: VirtualLoop, tmp_path: Path) -> None:
     """A trace that begins with few requests must be replayed at the rate of the forecast."""
     rows = sessions(400).rows
@@ -196,6 +200,7 @@ def test_a_moonpool_server_decides_by_the_costs_that_it_states(
     assert abs(stated_too["tbt_s.p99"]) < 0.4 < 1.0 < alone["tbt_s.p99"], errors
 
 
+@pytest.mark.long
 def test_the_forecast_is_written_before_anything_is_tried(
     loop: VirtualLoop, tmp_path: Path
 ) -> None:

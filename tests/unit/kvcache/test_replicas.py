@@ -187,6 +187,7 @@ print(index.take_replica_changes(1000))
 """
 
 
+@pytest.mark.long
 def test_marks_after_a_loss_do_not_hang_on_the_hash_seed() -> None:
     """If they did, a log would not replay in another process."""
     found = {

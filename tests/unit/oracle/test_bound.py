@@ -80,6 +80,7 @@ def test_no_policy_exceeds_the_bound(seed: int) -> None:
         assert len(runner.policy(name)) <= bound.most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_the_best_of_all_subsets_lies_between_search_and_bound(seed: int) -> None:
     rng = random.Random(100 + seed)

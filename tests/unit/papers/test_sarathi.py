@@ -135,6 +135,7 @@ def test_lengths_are_zipf_and_in_proportion() -> None:
     assert lengths != sarathi_pipeline_bubbles.draw_lengths(4000, seed=2)
 
 
+@pytest.mark.long
 def test_chunks_leave_fewer_bubbles_and_are_faster() -> None:
     heard: list[str] = []
     lengths = sarathi_pipeline_bubbles.draw_lengths(240, seed=0)

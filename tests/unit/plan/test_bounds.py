@@ -67,6 +67,7 @@ def drafting(method: str, acceptance: float) -> Config:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.long), "draft_model"])
 def test_the_bound_counts_drafts(method: str) -> None:
     """A cluster whose drafts are right serves more than plain decoding could, so the bound must be

@@ -121,6 +121,7 @@ def program(num_calls: int, pause_s: float, prompt: int = 16_000) -> list[TraceR
     ]
 
 
+@pytest.mark.long
 def test_calls_of_a_program_come_one_after_the_other() -> None:
     """Calls must come in the order of their programs. By their own times, all calls would arrive
     together, and one instance could not serve them."""

@@ -33,6 +33,7 @@ def trial(prefill: int, speed: float = 1.0) -> Trial:
     return msgspec.structs.replace(Trial(config), speed=speed)
 
 
+@pytest.mark.long
 def test_what_ran_ahead_counts_once_it_is_asked_for(workload: Workload) -> None:
     first, second, third = trial(1), trial(2), trial(3)
     with SimulationPool(workload, 1) as alone:

@@ -313,6 +313,7 @@ def test_the_check_simulates_fresh_draws() -> None:
     assert seeds >= set(range(FRESH_SEEDS_FROM, FRESH_SEEDS_FROM + 7)) | set(range(7))
 
 
+@pytest.mark.long
 def test_the_same_simulations_are_asked_for_every_time() -> None:
     asked = []
     for _ in range(2):

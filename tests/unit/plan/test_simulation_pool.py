@@ -56,6 +56,7 @@ def test_a_span_counts_its_own_arrivals_only(workload: Workload) -> None:
     assert found.attainment.num_requests == inside > 0
 
 
+@pytest.mark.long
 def test_a_hopeless_run_ends_early_and_is_an_upper_bound(workload: Workload) -> None:
     [whole] = outcomes(workload, [trial(1, 1, speed=8.0)], 1)
     [cut] = outcomes(workload, [trial(1, 1, speed=8.0, give_up_below=0.9)], 1)

@@ -103,6 +103,7 @@ def test_a_decision_names_its_attempt() -> None:
     assert decisions(desk.handle(InstanceLost(InstanceId("d0"), "it died"))) == ("p0 Abort r/1",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("max_bytes", [pytest.param(1 << 30, marks=pytest.mark.long), 600_000])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in RUNS]

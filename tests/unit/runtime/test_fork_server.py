@@ -294,6 +294,7 @@ said["codes"] = [await (await fork_server.fork(["end", "3"])).wait()]
 """
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_dead_fork_server_at_once_each_time(tmp_path: Any) -> None:
     """Each dead fork server is replaced by the spare, not by a new interpreter."""
     found = run_head(

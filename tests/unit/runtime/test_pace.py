@@ -56,6 +56,7 @@ def test_no_pause_is_longer_than_the_caller_says() -> None:
     asyncio.run(asyncio.wait_for(IdleBackoff(0.0, LONG_S, LONG_S).next(False, at_most_s=0.01), 60))
 
 
+@pytest.mark.long
 def test_a_stopped_child_is_told_of_and_nothing_else_wakes() -> None:
     async def run(child: subprocess.Popen[bytes]) -> None:
         notice = StopNotice()

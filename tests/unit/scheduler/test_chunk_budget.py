@@ -190,6 +190,7 @@ def tiled(slow_tiles: float) -> list[int]:
     return sizes
 
 
+@pytest.mark.long
 def test_a_size_that_is_slow_is_learned_apart() -> None:
     """Two tiles take 104 ms instead of the predicted 65 ms. Steps of one tile do not show when two
     tiles are fast again, so the instance tries two tiles again in the end."""

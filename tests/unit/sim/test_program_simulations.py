@@ -129,6 +129,7 @@ def test_whole_programs_wait_where_all_together_would_compute_twice() -> None:
     assert twice["named"] < twice["off"] / 2
 
 
+@pytest.mark.long
 def test_a_tool_may_run_for_days() -> None:
     rows = program(1, 2, 10_000_000.0)
     figures, records = run([*rows, *program(2, 3, 900.5)])

@@ -60,6 +60,7 @@ def test_advice_is_announced_without_role_changes() -> None:
     assert figures["utilisation"].keys() == {"prefill", "decode"}
 
 
+@pytest.mark.long
 def test_a_ratio_that_fits_stays() -> None:
     _, figures = run(settings("switch", 4, 1), documents(300, 0.0, 1.0))
     assert figures["roles"]["switches"] == 0

@@ -78,6 +78,7 @@ def with_ssd(**pool: Any) -> Config:
     return config(pool={"dram_tokens_per_instance": 60_000, **pool})
 
 
+@pytest.mark.long
 def test_an_ssd_brings_back_what_dram_could_not_keep() -> None:
     requests = conversations(40, 4)
     _, without = run(with_ssd(), requests)

@@ -68,6 +68,7 @@ def test_each_class_is_held_to_its_own_levels(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "g.json").read_bytes())["slo_classes"] == classes
 
 
+@pytest.mark.long
 def test_a_plan_keeps_the_levels_of_every_class() -> None:
     """90 % of all requests would keep their SLOs on one instance, but the small class needs a
     second one."""

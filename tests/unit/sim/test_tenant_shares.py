@@ -128,6 +128,7 @@ def run(
     return Found(by_tenant, tokens, conductor.num_pauses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [SEPARATE, MIXED], ids=["separate", "mixed"])
 @pytest.mark.parametrize(
     ("admission", "slo"),
@@ -179,6 +180,7 @@ def test_three_tenants_share_and_a_fourth_is_served_beside_them(cluster: dict[st
     assert mean(found.ttfts("small")) < 2 * alone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_a_tenant_alone_uses_all_and_one_that_returns_has_its_share(
     cluster: dict[str, int],

@@ -88,6 +88,7 @@ def test_a_flood_of_one_tenant_leaves_the_others_time_to_first_token(
     assert mean(both["flood"]) > 20 * alone, "the flood was no flood"
 
 
+@pytest.mark.long
 def test_chunks_are_short_only_while_another_tenant_would_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

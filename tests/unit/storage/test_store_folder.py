@@ -83,6 +83,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
         verify_folder(folder)
 
 
+@pytest.mark.long
 def test_two_instances_cannot_share_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

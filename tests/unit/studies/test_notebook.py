@@ -19,6 +19,7 @@ from website.notebook import NOTEBOOKS, executed, text_of
 ROWS = [moonpool.TraceRow(2.0 * i, 2048, 8) for i in range(20)]
 
 
+@pytest.mark.long
 def test_the_notebook_has_what_its_cells_give() -> None:
     """The notebook must be up to date; `make notebook` writes it again."""
     for path in NOTEBOOKS:
@@ -74,6 +75,7 @@ def test_a_simulation_shows_its_progress(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.summary["ttft_s"] == silent.summary["ttft_s"]
 
 
+@pytest.mark.long
 def test_a_table_is_written_by_its_name(tmp_path: Path) -> None:
     table = ResultTable({"a": [1, 2], "b": ["x", None]})
     table.write(tmp_path / "t.csv")

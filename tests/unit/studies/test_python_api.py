@@ -149,6 +149,7 @@ def test_a_file_and_a_mapping_choose_the_same_hardware(
         moonpool.simulate(rows, config=file)
 
 
+@pytest.mark.long
 def test_a_plan_is_a_configuration() -> None:
     rows = [TraceRow(i * 2.0, 4000, 20, tuple(range(i * 8, i * 8 + 8))) for i in range(40)]
     trace = TraceRows(rows, block_tokens=512)

@@ -332,6 +332,7 @@ def test_spans_side_by_side_begin_together(tmp_path: Path) -> None:
     assert rows["t#0"].arrived_s == rows["t#1"].arrived_s == 0.0 and rows["t#2"].delay_s == 1.0
 
 
+@pytest.mark.long
 def test_sessions_of_many_spans_are_read(tmp_path: Path) -> None:
     spans = [span(number, number + 0.5) for number in range(20_000)]
     rows = read(tmp_path, {"trace_id": "t", "spans": spans})

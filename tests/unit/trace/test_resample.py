@@ -64,6 +64,7 @@ def test_equal_names_are_equal_prefixes(rows: list[TraceRow]) -> None:
             assert before.setdefault(block, parent) == parent
 
 
+@pytest.mark.long
 def test_bursts_stay() -> None:
     """For a trace with strong bursts, the variance of arrivals in ten seconds over their mean must
     stay about the same in draws."""

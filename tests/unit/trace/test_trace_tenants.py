@@ -111,6 +111,7 @@ def test_a_larger_share_serves_more_of_a_tenant(tmp_path: Path) -> None:
     assert more["tenants"]["a"]["completed"] > 1.5 * more["tenants"]["b"]["completed"]
 
 
+@pytest.mark.long
 def test_a_share_of_the_cache_leaves_the_others_their_hits(tmp_path: Path) -> None:
     rows = []
     for n in range(24):  # sends one prompt again and again, and other prompts once

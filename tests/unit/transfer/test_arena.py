@@ -202,6 +202,7 @@ def memory_files() -> int:
     return found
 
 
+@pytest.mark.long
 def test_close_frees_the_memory_and_every_descriptor() -> None:
     gc.collect()  # frees memory that earlier tests left behind
     before, mapped_before = memory_files(), mappings()
