@@ -53,6 +53,16 @@ def nodes() -> Iterator[RayNodes]:
     made.shutdown()
 
 
+def line_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def servers_of(nodes: RayNodes) -> list[int]:
+    """Returns the servers, without the processes that wait for their ends."""
+    waiting = processes_of(nodes, "moonpool.ray.child")
+    return [pid for pid in processes_of(nodes, "stub_server") if pid not in waiting]
+
+
 def ask(url: str, number: int, max_tokens: int = 8) -> list[int]:
     body = {
         "prompt": [300 + number] * 100,
@@ -78,11 +88,11 @@ def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path
         url = served.wait_until_up(2)[0]
         assert set(served.instances(url)) == {"mixed-0", "mixed-1"}
         answers = [ask(url, number) for number in range(4)]
-        servers = processes_of(nodes, "stub_server")
+        servers = servers_of(nodes)
         pools = [pid for pid in processes_of(nodes, "pool serve") if pid not in servers]
         assert len(servers) == 2 and len(pools) == 2
         os.kill(servers[0], signal.SIGKILL)
-        wait_until(lambda: len(processes_of(nodes, "stub_server")) == 2, "no other server")
+        wait_until(lambda: len(servers_of(nodes)) == 2, "no other server")
         wait_until(lambda: len(served.instances(url)) == 2, "its instance did not join again")
         os.kill(pools[0], signal.SIGKILL)
         wait_until(lambda: len(processes_of(nodes, "pool serve")) == 2, "no other pool")
@@ -92,10 +102,6 @@ def test_vllm_servers_and_their_pools_are_actors(nodes: RayNodes, tmp_path: Path
         assert served.stop() == 0, served.log[-3000:]
     assert wait_until_gone(left) == []
     assert not list(Path(f"/dev/shm/moonpool-{os.getuid()}").glob("ray-servers-*"))
-
-
-def line_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def test_pools_leave_no_memory_though_the_heads_are_stuck(nodes: RayNodes, tmp_path: Path) -> None:
