@@ -89,7 +89,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Gatewa
         yield found
 
 
-@pytest.mark.long
 def test_a_call_goes_where_the_conductor_says(two: Gateway) -> None:
     wait_until(lambda: two.picker.log.read_text().count("measured http") == 2)
     prompt = PROMPT * 6
@@ -265,7 +264,6 @@ SUBSET = (
 )
 
 
-@pytest.mark.long
 def test_only_endpoints_of_the_subset_are_chosen(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model, num=3, replaces=SUBSET) as found:
         ports = [stub.port for stub in found.stubs]
@@ -322,7 +320,6 @@ def test_overload_is_refused_with_the_time_to_wait(tmp_path: Path, model: str) -
         assert "retry-after" not in hopeless.headers
 
 
-@pytest.mark.long
 def test_prefill_and_decode_are_chosen_together(tmp_path: Path, model: str) -> None:
     roles = {"e0": "prefill", "e1": "prefill", "e2": "decode", "e3": "decode"}
     flags = (*CALM, "--no-inline-prefill", "--no-inline-chunks")
@@ -367,7 +364,6 @@ def test_an_endpoint_that_dies_is_left_out(two: Gateway) -> None:
     wait_until(lambda: sorted(two.picker.instances()) == ["e0", "e1"])
 
 
-@pytest.mark.long
 def test_a_stream_that_is_cut_ends_its_booking(tmp_path: Path, model: str) -> None:
     with gateway(tmp_path, model, num=1) as found:
         stub = found.stubs[0]

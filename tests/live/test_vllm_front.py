@@ -220,7 +220,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 SAID = [{"role": "user", "content": "Add one, and one more, and then say what it is."}]
 
 
-@pytest.mark.long
 def test_tool_calls_that_the_server_finds_reach_the_client_as_they_are() -> None:
     with stubs(VllmStub("m", parses=("tools",))) as (stub,), front(stub) as server:
         asked = {"messages": SAID, "tools": TOOLS, "max_tokens": 4, "own_field": [1]}
@@ -241,7 +240,6 @@ def test_tool_calls_that_the_server_finds_reach_the_client_as_they_are() -> None
         assert len(stub.bodies("/v1/completions")) == before + 1, "it outlives its server"
 
 
-@pytest.mark.long
 def test_a_server_that_shows_reasoning_answers_all_chats() -> None:
     with stubs(VllmStub("m", parses=("reasoning",))) as (stub,), front(stub) as server:
         long = [{"role": "user", "content": "a b c d e f g h " * 12}]
@@ -309,7 +307,6 @@ def test_metrics_have_the_model_of_each_sample(zoo: Zoo) -> None:
     assert fresh.get(f"{server.url}/cluster/event_log?model=nobody").status_code == 404
 
 
-@pytest.mark.long
 def test_a_name_that_is_given_is_the_only_one() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub, words=("--served-model-name", "x")) as server:
         listed = fresh.get(f"{server.url}/v1/models").json()["data"]
@@ -318,7 +315,6 @@ def test_a_name_that_is_given_is_the_only_one() -> None:
         assert post(server, "/v1/completions", model="m", prompt="x").status_code == 404
 
 
-@pytest.mark.long
 def test_a_named_model_is_the_only_one_that_is_taken() -> None:
     made = VllmStub("m"), VllmStub("other", root=OTHER_MODEL)
     with (
@@ -329,7 +325,6 @@ def test_a_named_model_is_the_only_one_that_is_taken() -> None:
         pass
 
 
-@pytest.mark.long
 def test_an_adapter_goes_where_it_is_loaded() -> None:
     made = VllmStub("m"), VllmStub("m", adapters=("poet",))
     with stubs(*made) as (plain, loaded), front(*made) as server:
@@ -366,7 +361,6 @@ def test_a_server_may_load_adapters_and_change_its_model_while_it_serves() -> No
         assert first.bodies("/v1/completions")[-1]["model"] == "m"
 
 
-@pytest.mark.long
 def test_a_call_to_an_adapter_that_has_just_left_a_server_goes_to_another_one() -> None:
     made = VllmStub("m", adapters=("poet",)), VllmStub("m", adapters=("poet",))
     with stubs(*made) as (first, second), front(*made) as server:
@@ -402,7 +396,6 @@ def test_a_forwarded_call_outlives_its_server_before_the_first_byte() -> None:
         assert refused.json()["error"]["code"] == "engine_error"
 
 
-@pytest.mark.long
 def test_after_the_first_byte_one_error_ends_it() -> None:
     made = VllmStub("m"), VllmStub("m")
     with stubs(*made), front(*made) as server:
@@ -422,7 +415,6 @@ def test_after_the_first_byte_one_error_ends_it() -> None:
         assert all(one["booked_decodes"] == 0 for one in server.instances())
 
 
-@pytest.mark.long
 def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
     """Keeps the server silent until the client has received two keep-alives of the head."""
     words = ("--keepalive", "0.1")
@@ -443,7 +435,6 @@ def test_a_forwarded_stream_speaks_while_its_server_is_silent() -> None:
         assert raw.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.long
 def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
     with stubs(VllmStub("m")) as (stub,), front(stub) as server:
         stub.may_speak.clear()
@@ -459,7 +450,6 @@ def test_who_leaves_ends_a_forwarded_call_at_the_server() -> None:
         stub.may_speak.set()
 
 
-@pytest.mark.long
 def test_tenants_are_kept_apart_in_forwarded_calls_too(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("key-a a\nkey-b b\n")
     keys = ("--api-key-file", str(tmp_path / "keys"))
@@ -478,7 +468,6 @@ def test_tenants_are_kept_apart_in_forwarded_calls_too(tmp_path: Path) -> None:
         assert "mine" not in salts
 
 
-@pytest.mark.long
 def test_it_serves_before_it_has_measured() -> None:
     slow = VllmStub("m")
     slow.first_token_s = 1.0
@@ -490,7 +479,6 @@ def test_it_serves_before_it_has_measured() -> None:
         wait_until(lambda: server.instances()[0]["cost"] != instance["cost"])
 
 
-@pytest.mark.long
 def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
     with (
         stubs(VllmStub("m", connector=False), VllmStub("m")) as (one, other),
@@ -500,7 +488,6 @@ def test_a_prefill_vllm_without_a_connector_is_told_at_the_start() -> None:
         pass
 
 
-@pytest.mark.long
 def test_a_prompt_goes_to_a_server_whose_context_it_fits() -> None:
     short, long = VllmStub("m", max_model_len=512), VllmStub("m", max_model_len=4096)
     with stubs(short, long), front(short, long) as server:
