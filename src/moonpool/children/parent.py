@@ -1,4 +1,4 @@
-"""Ends a process together with its parent, however the parent ends."""
+"""Ends a process together with its parent, however the parent ends, or waits for that end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def end_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _end_without(parent_pid: int) -> None:
+def wait_for_end(parent_pid: int) -> None:
+    """Returns when the parent `parent_pid` of this process has ended, however it ended."""
     while os.getppid() == parent_pid:
         time.sleep(_LOOK_S)
+
+
+def _end_without(parent_pid: int) -> None:
+    wait_for_end(parent_pid)
     os._exit(1)

@@ -12,11 +12,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
-from moonpool.children.parent import end_with
-
-LOOK_S = 0.25
+from moonpool.children.parent import end_with, wait_for_end
 
 
 def guard_group() -> None:
@@ -25,8 +22,7 @@ def guard_group() -> None:
     leader = os.getpid()
     if os.fork():
         return
-    while os.getppid() == leader:
-        time.sleep(LOOK_S)
+    wait_for_end(leader)
     os.killpg(leader, signal.SIGKILL)
 
 
